@@ -31,8 +31,10 @@ def replays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(graph, "_empty", poisoned)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     replay._reader.cache_clear()
-    yield
-    replay._reader.cache_clear()
+    try:
+        yield
+    finally:
+        replay._reader.cache_clear()
 
 
 def assert_alike(got: list[list[Any]], wanted: list[list[Any]]) -> None:

@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mxep.ep.experts
-import mxep.ep.steps
+import mxep.ep.mlp
 from mxep.ep import MoE, make_dispatcher
 from mxep.ep.dispatchers import symmetric
-from mxep.ep.passes import LayerConfig
+from mxep.ep.mlp import LayerConfig
 from mxep.ep.shares import local_tensor
 from mxep.gemm.backends import select
 from mxep.integration.graph import capturing
@@ -62,11 +62,11 @@ class Captured(NamedTuple):
 
 
 def patches(form: str) -> ExitStack:
-    stack, steps, experts = ExitStack(), mxep.ep.steps, mxep.ep.experts
+    stack, mlp, experts = ExitStack(), mxep.ep.mlp, mxep.ep.experts
     if form == "without folded":
         for name in ("swiglu_forward", "swiglu_backward"):
-            plain = functools.partial(_plain, getattr(steps, name))
-            stack.enter_context(mock.patch.object(steps, name, plain))
+            plain = functools.partial(_plain, getattr(mlp, name))
+            stack.enter_context(mock.patch.object(mlp, name, plain))
     if form == "composed":
         stack.enter_context(mock.patch.object(experts, "run_experts", _composed))
     if form == "dx beside":
@@ -76,9 +76,9 @@ def patches(form: str) -> ExitStack:
 
 def _composed(*tensors: Any, dispatcher, recipe, backend, activation, wgrad_scale, **none: Any) -> Any:
     """`run_experts` of the functions that it would compose for a recipe with wgrad "bf16"."""
-    how = dispatcher, recipe, select(backend, tensors[0].device), activation
-    config = LayerConfig(*how, wgrad_scale=wgrad_scale)
-    out, _, routing = mxep.ep.experts._compose(*tensors, config=config, gate_up_bias=None, drops=False)
+    config = LayerConfig(recipe, select(backend, tensors[0].device), activation)
+    how = {"dispatcher": dispatcher, "config": config, "main_grads": (None, None), "wgrad_scale": wgrad_scale}
+    out, _, routing = mxep.ep.experts._compose(*tensors, **how, gate_up_bias=None, drops=False)
     return out, routing
 
 

@@ -3,7 +3,7 @@
     python integration/benchmarks/memory_table.py
 
 Nothing is allocated and no GPU is needed: `Layout` gives the buffers, `Capacity` and `make_plan` the plan, and
-`Saved.shapes` what the forward of a layer leaves to its backward on Hopper. The measured column is of
+`saved_of_shapes` what the forward of a layer leaves to its backward on Hopper. The measured column is of
 docs/results/layer-h200.json, of a commit whose layers kept h, too.
 
 T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, W ranks, N = T K pairs.
@@ -22,9 +22,13 @@ from torch._subclasses import FakeTensorMode
 
 from mxep.comms import Capacity, RoutingPlan, make_plan
 from mxep.comms.layout import Layout
-from mxep.ep.saved import Saved, keeps_rows, num_parts
+from mxep.ep.autograd import saved_of_shapes
+from mxep.ep.layer import Needs
+from mxep.ep.mlp import LayerConfig
+from mxep.ep.wire import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Hopper
+from mxep.runtime.bundle import tensors_in
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -77,17 +81,17 @@ def memory(
         )
         x = torch.empty(tokens, dim, dtype=torch.bfloat16)
         w13, w2 = x.new_empty(local, 2 * hidden_dim, dim), x.new_empty(local, dim, hidden_dim)
-        flat = Saved.shapes(x, plan, (w13, w2), how, Hopper(), (True, True, False), copied=True)
-        of_rows, of_gate_up = num_parts(how, (True, True, False))
+        config, needs = LayerConfig(how, Hopper()), Needs(True, True, False)
+        saved = saved_of_shapes(x, plan, (w13, w2), config, needs, copied=True)
         names = {field.name for field in dataclasses.fields(RoutingPlan)} - {"alignment", "dispatch"}
         fields = [getattr(plan, name) for name in names]
         return Memory(
             max_rows=plan.max_rows,
             keeps_rows=how.scaling == "none" or keeps_rows(plan.max_rows, len(plan.slot_rows), copied=True),
             buffers=2 * layout.nbytes,
-            rows=_bytes(flat[:of_rows]),
-            gate_up=_bytes(flat[of_rows:][:of_gate_up]),
-            of_weights=_bytes(flat[of_rows + of_gate_up :]),
+            rows=_bytes(tensors_in(saved.rows)),
+            gate_up=_bytes(tensors_in(saved.gate_up)),
+            of_weights=_bytes(tensors_in((saved.gate_up_columns, saved.down_columns))),
             plan=_bytes(fields),
             gradients=_bytes([w13, w2]),
         )

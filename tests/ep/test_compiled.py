@@ -16,15 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, run_experts, swiglu
-from mxep.ep.compiled import _plan_of_shapes, forward_op
-from mxep.ep.passes import LayerConfig, layer_forward, tensors_of_plan
-from mxep.ep.saved import Saved
+from mxep.ep.autograd import forward_op, plan_of_shapes, saved_of_shapes
+from mxep.ep.layer import ForwardInput, Needs, layer_forward
+from mxep.ep.mlp import LayerConfig
 from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.reference import Reference
 from mxep.integration.launch import Rank, run_ranks
 from mxep.quant import SwiGLU
+from mxep.runtime.bundle import tensors_in
 from ranks import distributed
 
 DIM, TOKENS = 64, 40
@@ -307,16 +308,15 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     moe, x = MoE(DIM, 96, 4, 2, recipe=recipe, dispatcher="local"), torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
-    config = LayerConfig(moe.dispatcher, moe.recipe, Hopper(), SwiGLU())
+    config, needs = LayerConfig(moe.recipe, Hopper(), SwiGLU()), Needs(True, True, False)
     ids, weights = moe.router(x)
     given = x, ids, weights.detach(), moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-    tensors = [x, given[2], ids, None, given[3], None, given[4]]
-    routing, made = layer_forward(tensors, *config.of_passes, True, (True, True, False))
-    saved = made[1 + len(tensors_of_plan(routing.plan)) :]
+    made = layer_forward(ForwardInput(x, given[2], ids, *given[3:]), moe.dispatcher, config, needs=needs)
+    saved = tensors_in(made.saved)
     with FakeTensorMode() as mode:
         x, ids, weights, *experts = map(mode.from_tensor, given)
-        plan = _plan_of_shapes(ids, weights, config)
-        fake = Saved.shapes(x, plan, tuple(experts), config.recipe, config.backend, (True, True, False), copied=False)
+        plan = plan_of_shapes(ids, weights, moe.dispatcher, config)
+        fake = tensors_in(saved_of_shapes(x, plan, tuple(experts), config, needs, copied=False))
     assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 

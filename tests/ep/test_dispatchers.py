@@ -712,7 +712,7 @@ def test_a_forward_repeated_after_all_was_sent_is_not_taken_for_the_next(ctx: Co
     moe, x = spread(ctx, name), torch.ones(16, 64, dtype=torch.bfloat16)
     moe(x)
     if ctx.rank == 1:
-        after_combine = mock.patch("mxep.ep.passes.tensors_of_plan", side_effect=MemoryError)
+        after_combine = mock.patch("mxep.ep.layer.saved_columns", side_effect=MemoryError)
         with after_combine, pytest.raises(MemoryError):
             moe(x)
     else:
@@ -727,7 +727,7 @@ def test_an_abandoned_forward_is_not_taken_for_the_next(ctx: Context, name: str)
     moe, x = spread(ctx, name), torch.ones(16, 64, dtype=torch.bfloat16)
     moe(x)
     if ctx.rank == 1:
-        failing = mock.patch("mxep.ep.passes.mlp_forward", side_effect=MemoryError("of this batch alone"))
+        failing = mock.patch("mxep.ep.layer.mlp_forward", side_effect=MemoryError("of this batch alone"))
         with failing, pytest.raises(MemoryError):
             moe(x)
     with pytest.raises(PeersDisagree, match=r"rank 0 at combine"):
@@ -745,7 +745,7 @@ def test_peers_of_a_rank_that_raised_say_why_at_their_time_out(ctx: Context, nam
     moe(x)  # which makes buffers, together
     step = moe(x).sum().backward if backward else lambda: moe(x)
     if ctx.rank == 1:
-        function = "mxep.ep.layer.layer_backward" if backward else "mxep.ep.experts.layer_forward"
+        function = "mxep.ep.autograd.layer_backward" if backward else "mxep.ep.experts.layer_forward"
         with mock.patch(function, side_effect=MemoryError("no room for h")), pytest.raises(MemoryError):
             step()
     else:
@@ -756,10 +756,10 @@ def test_peers_of_a_rank_that_raised_say_why_at_their_time_out(ctx: Context, nam
 
 RAISING = {
     "composed": {  # in the order in which a pass goes through them
-        "forward": ("ep.functional.pack", "gemm.functional.steps.run_forward", "ep.functional.swiglu_forward"),
-        "backward": ("ep.functional.pack", "gemm.functional.steps.backward", "ep.functional.swiglu_backward"),
+        "forward": ("ep.functional.pack.function", "gemm.functional.steps.run_forward", "ep.functional.swiglu_forward"),
+        "backward": ("ep.functional.pack.function", "gemm.functional.steps.backward", "ep.functional.swiglu_backward"),
     },
-    "compiled": {"forward": ("ep.compiled.layer_forward",), "backward": ("ep.compiled.layer_backward",)},
+    "compiled": {"forward": ("ep.autograd.layer_forward",), "backward": ("ep.autograd.layer_backward",)},
 }
 
 

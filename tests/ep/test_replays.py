@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.ep import MoE, shared_expert, steps
+from mxep.ep import MoE, mlp, shared_expert, wire
 from mxep.ep.dispatchers import AllToAllDispatcher, LocalDispatcher, SymmetricDispatcher, TokenDispatcher
 from mxep.ep.dispatchers.all_to_all import _plan_rows
 from mxep.ep.shared_expert import SharedExpert
@@ -19,7 +19,7 @@ from ranks import distributed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 T, DIM, HIDDEN_DIM, EXPERTS, TOP_K = 200, 128, 64, 8, 2
-STEPS = (steps.pack_rows, steps.rowwise_weights, steps.mlp_forward, steps.colwise_weights, steps.mlp_backward)
+STEPS = (wire.pack, mlp.quantize_rowwise, mlp.mlp_forward, mlp.quantize_colwise, mlp.mlp_backward)
 
 
 def make_layer(recipe: str, dispatcher: str | TokenDispatcher) -> MoE:
@@ -61,8 +61,8 @@ def test_replays_have_the_bits_of_the_functions(recipe, dispatcher):
         assert not replayed
         assert sum(step.replays for step in STEPS) > before
     else:  # the first of each size was called, the second recorded, one later where the first made the buffers
-        assert replayed["layer_forward"] == 6 - (dispatcher == "symmetric")
-        assert replayed["layer_backward"] == 6
+        assert replayed["forward_pass"] == 6 - (dispatcher == "symmetric")
+        assert replayed["backward_pass"] == 6
     with no_replays():
         wanted = [run(layer, *batch) for batch in batches]
     for one, other in zip(got, wanted):
@@ -101,7 +101,7 @@ def test_layers_and_micro_batches_in_flight_share_graphs_on_all_ranks(ctx, recip
     replayed = replays(layers[0])
     assert layers[0].dispatcher is layers[1].dispatcher
     # Of 24 all but the first two of each size; with peers, the first of all made the buffers.
-    assert replayed == {"layer_forward": 24 - 4 - (ctx.world_size > 1), "layer_backward": 24 - 4}
+    assert replayed == {"forward_pass": 24 - 4 - (ctx.world_size > 1), "backward_pass": 24 - 4}
     with no_replays():
         wanted = [step(batches) for batches in steps]
     for one, other in zip(got, wanted):
@@ -145,7 +145,7 @@ def test_another_routing_in_each_step_is_one_replay_more_and_captures_nothing(ct
         counts.append(replays(layer))
     for before, after in itertools.pairwise(counts[3:]):  # the first makes the buffers, the third is recorded
         assert after == {name: number + 1 for name, number in before.items()}
-    assert counts[-1].keys() == {"layer_forward", "layer_backward"}
+    assert counts[-1].keys() == {"forward_pass", "backward_pass"}
     with no_replays():
         wanted = [step(*each) for each in given]
     for one, other in zip(got, wanted):
@@ -162,9 +162,9 @@ def test_what_all_to_all_sends_is_planned_by_one_graph(tokens):
         ids = torch.randint(-2, 18, (tokens, 8), dtype=torch.int32, device="cuda")
         weights = torch.rand(tokens, 8, device="cuda")
         with torch.no_grad():
-            got = _plan_rows([ids, weights], 4, 4, 96)
+            got = _plan_rows(ids, weights, experts_per_rank=4, num_ranks=4, width=96)
             with no_replays():
-                wanted = _plan_rows([ids, weights], 4, 4, 96)
+                wanted = _plan_rows(ids, weights, experts_per_rank=4, num_ranks=4, width=96)
         for a, b in zip(got, wanted, strict=True):
             assert torch.equal(a, b)
     assert tokens == 0 or _plan_rows.replays == before + 4

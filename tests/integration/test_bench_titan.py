@@ -23,5 +23,5 @@ def test_checked_passes_are_compared_with_their_functions(monkeypatch: pytest.Mo
             return [out + 1, *others]
 
         monkeypatch.setattr(graph.Player, "play", spoil_once)
-        with pytest.raises(AssertionError, match="layer_forward"):
+        with pytest.raises(AssertionError, match="forward_pass"):
             run(dispatcher, seed=2)

@@ -240,8 +240,7 @@ def test_kernels_on_two_streams_keep_their_order_in_the_graph() -> None:
     side, begun, ended = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
 
     @replayed
-    def function(tensors: list[Any]) -> list[Any]:
-        (x,) = tensors
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         main = torch.cuda.current_stream()
         first = torch.empty_like(x).copy_(x)
         record_event(begun, main)
@@ -251,12 +250,12 @@ def test_kernels_on_two_streams_keep_their_order_in_the_graph() -> None:
             record_event(ended, side)
         beside = torch.empty_like(x).copy_(first)
         wait_event(main, ended)
-        return [torch.empty_like(x).copy_(aside), torch.empty_like(x).copy_(beside)]
+        return torch.empty_like(x).copy_(aside), torch.empty_like(x).copy_(beside)
 
     with torch.no_grad():
         for _ in range(5):
             x = torch.randn(1 << 20, device="cuda")
-            for got in function([x]):
+            for got in function(x):
                 assert torch.equal(got, x)
     assert function.replays == 3
     (kind,) = function._kinds.values()

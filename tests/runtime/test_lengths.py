@@ -10,7 +10,7 @@ from torch import Tensor
 from mxep.runtime import record
 from mxep.runtime.launch import launch
 from mxep.runtime.lengths import Length, first_rows, room_for
-from mxep.runtime.replay import Replayed, Tensors
+from mxep.runtime.replay import Replayed
 from records_on_cpu import replays_on_the_cpu
 
 
@@ -63,24 +63,23 @@ class Scale:
 
 
 class OfLengths(Replayed):
-    def moving(self, *static: Any) -> tuple[int, ...]:
+    def moving(self, **static: Any) -> tuple[int, ...]:
         return (0,)
 
 
-def scaled(tensors: Tensors, room: int, factor: float) -> Tensors:
-    """[x (T, D)] -> [factor * x (room, D), T]."""
-    (x,) = tensors
+def scaled(x: Tensor, *, room: int, factor: float) -> tuple[Tensor, Tensor]:
+    """factor * x (T, D) as (room, D), and T."""
     out, count = x.new_empty(room, x.shape[1]), torch.empty(1, dtype=torch.int32)
     launch(Scale(), (1,), x, out, Length(len(x)), Length(len(x), lambda tokens: tokens - 1), factor)
     record.fill(count, Length(len(x)))
-    return [out, count]
+    return out, count
 
 
 def test_lengths_of_a_room_share_a_record() -> None:
     function = OfLengths(scaled)
     for call, tokens in enumerate((5, 9, 16, 1, 7)):
         x = torch.randn(tokens, 3)
-        out, count = function([x], 16, 2.0)
+        out, count = function(x, room=16, factor=2.0)
         assert torch.equal(out[:tokens], 2 * x), tokens
         assert out.shape == (16, 3)
         assert count.tolist() == [tokens]
@@ -93,7 +92,7 @@ def test_without_tokens_that_move_each_length_has_a_record_of_its_own() -> None:
     for turn in range(3):
         for tokens in (5, 9):
             x = torch.randn(tokens, 3)
-            out, count = function([x], 16, 2.0)
+            out, count = function(x, room=16, factor=2.0)
             assert torch.equal(out[:tokens], 2 * x), (turn, tokens)
             assert count.tolist() == [tokens]
     assert function.replays == 2
@@ -103,7 +102,7 @@ def test_tokens_that_lie_apart_are_not_of_that_kind() -> None:
     function = OfLengths(scaled)
     for _ in range(4):
         x = torch.randn(5, 6)[:, ::2]
-        assert torch.equal(function([x], 16, 2.0)[0][:5], 2 * x)
+        assert torch.equal(function(x, room=16, factor=2.0)[0][:5], 2 * x)
     assert function.replays == 0
 
 
@@ -112,8 +111,8 @@ def test_tokens_that_lie_apart_are_not_of_that_kind() -> None:
 )
 def test_an_op_that_reads_tokens_makes_no_record(reads: Callable[[Tensor], Tensor]) -> None:
     """It has a size, which would be that of all plays."""
-    function = OfLengths(lambda tensors: [reads(tensors[0])])
+    function = OfLengths(reads)
     for _ in range(3):
-        function([torch.randn(4, 3)])
+        function(torch.randn(4, 3))
     assert function.replays == 0
     assert "whose rows change from call to call" in function.refused[0]

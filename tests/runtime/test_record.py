@@ -96,11 +96,11 @@ def test_copies_of_bytes_as_they_lie_are_copies_and_others_are_called() -> None:
     ],
 )
 def test_plays_have_the_bits_of_the_function(function: Callable[..., list[Any]]) -> None:
-    played = replayed(lambda tensors: function(*tensors))
+    played = replayed(function)
     for _ in range(5):
         given = [torch.randn(4, 4) for _ in range(2)]
         others = [x.clone() for x in given]
-        for got, want in zip(played(list(given)), function(*others), strict=True):
+        for got, want in zip(played(*given), function(*others), strict=True):
             assert (got is None) == (want is None)
             assert got is None or (torch.equal(got, want) and got.stride() == want.stride() and got.dtype == want.dtype)
         assert all(map(torch.equal, given, others))
@@ -108,22 +108,22 @@ def test_plays_have_the_bits_of_the_function(function: Callable[..., list[Any]])
 
 
 def test_what_is_written_gets_another_version() -> None:
-    played = replayed(lambda tensors: [tensors[0].add_(1), tensors[1] + 1])
+    played = replayed(lambda x, y: [x.add_(1), y + 1])
     for _ in range(4):
         x, y = torch.zeros(3), torch.zeros(3)
         before = x._version, y._version
-        played([x, y])
+        played(x, y)
         assert (x._version > before[0], y._version > before[1]) == (True, False)
 
 
 def test_halves_of_one_memory_are_told_apart() -> None:
     """Two arguments in one storage: what is written to one of them is of that one."""
-    played = replayed(lambda tensors: [tensors[0].zero_(), tensors[1][1:].fill_(2)])
+    played = replayed(lambda x, y: [x.zero_(), y[1:].fill_(2)])
     whole = torch.ones(16)
     halves = [(whole[:8], whole[8:]), (whole[8:], whole[:8])] * 2
     for first, second in [*halves, (torch.ones(8), torch.ones(8))]:
         whole.fill_(1)
-        played([first, second])
+        played(first, second)
         assert first.tolist() == [0.0] * 8
         assert second.tolist() == [1.0] + [2.0] * 7
 
@@ -169,8 +169,8 @@ def test_what_outlives_the_call_is_given_or_makes_no_record() -> None:
 def test_memory_that_stays_is_kept_alive_by_the_record() -> None:
     counter = torch.zeros(1)
     fixed(counter)
-    played = replayed(lambda tensors: [counter.add_(tensors[0]).clone()])
-    assert [played([torch.ones(1)])[0].item() for _ in range(5)] == [1, 2, 3, 4, 5]
+    played = replayed(lambda x: counter.add_(x).clone())
+    assert [played(torch.ones(1)).item() for _ in range(5)] == [1, 2, 3, 4, 5]
     assert played.replays == 3
     (kind,) = played._kinds.values()
     assert [x.data_ptr() for x in kind.record.fixed] == [counter.data_ptr()]
@@ -180,15 +180,15 @@ def test_set_up_is_done_once_and_in_no_record() -> None:
     made: list[Tensor] = []
 
     @replayed
-    def function(tensors: list[Any]) -> list[Any]:
+    def function(x: Tensor) -> Tensor:
         if not made:
             with set_up():
                 made.append(torch.arange(4.0) + 1)
                 fixed(*made)
-        return [tensors[0] * made[0]]
+        return x * made[0]
 
     for _ in range(4):
-        assert function([torch.full((4,), 2.0)])[0].tolist() == [2, 4, 6, 8]
+        assert function(torch.full((4,), 2.0)).tolist() == [2, 4, 6, 8]
     assert (function.replays, len(made)) == (2, 1)
 
 
@@ -203,9 +203,9 @@ def test_other_threads_are_in_no_record() -> None:
 
 
 def test_random_ops_draw_anew_at_each_play() -> None:
-    played = replayed(lambda tensors: [torch.rand_like(tensors[0])])
+    played = replayed(torch.rand_like)
     torch.manual_seed(0)
-    got = [played([torch.zeros(4)])[0] for _ in range(4)]
+    got = [played(torch.zeros(4)) for _ in range(4)]
     torch.manual_seed(0)
     assert all(torch.equal(x, torch.rand(4)) for x in got)
 
@@ -258,10 +258,10 @@ def test_what_only_one_piece_uses_is_free_behind_it() -> None:
 
 
 def test_records_hold_no_arguments_and_no_results() -> None:
-    played = replayed(lambda tensors: [tensors[0] + 1, torch.zeros(3)])
+    played = replayed(lambda x: [x + 1, torch.zeros(3)])
     x = torch.zeros(4)
     for _ in range(4):
-        results = played([x])
+        results = played(x)
     refs = [weakref.ref(x), *map(weakref.ref, results)]
     del x, results
     assert [ref() for ref in refs] == [None] * 3

@@ -1,17 +1,23 @@
 """What makes a kind of calls, and what a function does that is recorded in its first call of one."""
 
+import operator
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mxep.quant import MXTensor, quantize
 from mxep.quant.parts import MXParts
 from mxep.runtime import graph, record, replay
+from mxep.runtime.bundle import Bundle, build, count, take_apart
 from mxep.runtime.replay import Replayed, replayed
 from records_on_cpu import replays_on_the_cpu
 
@@ -22,13 +28,13 @@ def test_on_the_cpu_the_function_is_called() -> None:
     calls = []
 
     @replayed
-    def function(tensors: list[Any], factor: int) -> list[Any]:
-        calls.append(type(tensors[0]))
-        return [tensors[0]]
+    def function(x: Any, *, factor: int) -> Any:
+        calls.append(type(x))
+        return x
 
     x = MXParts.of(quantize(torch.randn(4, 64).bfloat16()))
     for _ in range(4):
-        (got,) = function([x], 3)
+        got = function(x, factor=3)
         assert isinstance(got, MXParts)
         assert got.qdata is x.qdata
     assert calls == [MXTensor] * 4
@@ -45,19 +51,18 @@ def test_the_second_call_of_a_kind_is_recorded_and_later_ones_are_played(replays
     calls = []
 
     @replayed
-    def function(tensors: list[Any], factor: float) -> list[Any]:
+    def function(x: Tensor, bias: Tensor | None, *, factor: float) -> tuple[Any, Tensor | None]:
         calls.append(factor)
-        x, bias = tensors
-        return [quantize(x * factor), None if bias is None else x + bias]
+        return quantize(x * factor), None if bias is None else x + bias
 
     bias = torch.randn(64)
     for kind in ((4, 2.0, None), (4, 3.0, None), (8, 2.0, None), (4, 2.0, bias), (4, 2.0, torch.randn(128)[::2])):
         rows, factor, given = kind
         x = torch.randn(rows, 64).bfloat16()
-        want, other = function.direct([x, given], factor)
+        want, other = function.direct(x, given, factor=factor)
         calls.clear()
         for _ in range(5):
-            got, plain = function([x.clone(), given], factor)
+            got, plain = function(x.clone(), given, factor=factor)
             assert torch.equal(got.join().dequantize(), want.join().dequantize())
             assert (plain is None) == (other is None)
             assert plain is None or torch.equal(plain, other)
@@ -69,57 +74,57 @@ def test_the_second_call_of_a_kind_is_recorded_and_later_ones_are_played(replays
 def test_streams_autocast_and_inference_are_kinds_of_their_own(
     replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = replayed(lambda tensors: [tensors[0] + 1])
+    function = replayed(lambda x: x + 1)
     x, kinds = torch.zeros(4), 0
     for context in (nullcontext, lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode):
         with context():
-            function([x])
+            function(x)
         kinds += 1
         assert len(function._kinds) == kinds
     monkeypatch.setattr(replay, "_stream", lambda device: 1)
-    function([x])
+    function(x)
     assert len(function._kinds) == kinds + 1
     assert function.replays == 0
 
 
 def test_kinds_that_come_again_are_kept(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST_RECORDS", 3)
-    function = replayed(lambda tensors: [tensors[0] + 1])
+    function = replayed(lambda x: x + 1)
     for _ in range(3):
-        function([torch.zeros(7)])
+        function(torch.zeros(7))
     for size in range(20, 40):
-        function([torch.zeros(size)])
-        function([torch.zeros(7)])
+        function(torch.zeros(size))
+        function(torch.zeros(7))
     assert len(function._kinds) == 3
     assert function.replays == 1 + 20, "what came again was kept"
 
 
 def test_arguments_that_are_one_tensor_are_a_kind_of_their_own(replays_on_cpu: None) -> None:
-    function = replayed(lambda tensors: [tensors[0] + tensors[1]])
+    function = replayed(lambda x, y: x + y)
     x, y, z = (torch.zeros(4) for _ in range(3))
     for given in ([x, y], [y, z], [z, x], [x, x], [z, z], [y, y]):
-        function(given)
+        function(*given)
     assert function.replays == 2
     assert len(function._kinds) == 2
 
 
 def test_where_a_tensor_begins_is_told_apart_to_32_bytes(replays_on_cpu: None) -> None:
-    function, x = replayed(lambda tensors: [tensors[0] + 1]), torch.zeros(64)
+    function, x = replayed(lambda x: x + 1), torch.zeros(64)
     first = -x.data_ptr() // 4 % 8  # where 32 bytes begin
     for start in (0, 8, 16, 24, 4, 12):
-        function([x[first + start :][:8]])
+        function(x[first + start :][:8])
     assert len(function._kinds) == 2
     assert function.replays == 2
 
 
 def test_replays_can_be_paused(replays_on_cpu: None) -> None:
-    function = replayed(lambda tensors: [tensors[0] + 1])
+    function = replayed(lambda x: x + 1)
     for _ in range(4):
-        function([torch.zeros(2)])
+        function(torch.zeros(2))
     with replay.no_replays(), replay.no_replays():
-        function([torch.zeros(2)])
+        function(torch.zeros(2))
     assert function.replays == 2
-    function([torch.zeros(2)])
+    function(torch.zeros(2))
     assert function.replays == 3
 
 
@@ -136,32 +141,32 @@ def test_what_tells_two_calls_apart(replays_on_cpu: None) -> None:
         [mx[1]],
     ]
     calls += [[mx[0]._replace(dtype=torch.float32)], [*mx[0][:3]]]
-    function = replayed(lambda tensors: [])
-    for count, call in enumerate(calls, 1):
-        function(call)
-        assert len(function._kinds) == count
+    function = replayed(lambda *args: None)
+    for number, call in enumerate(calls, 1):
+        function(*call)
+        assert len(function._kinds) == number
     assert function.replays == 0
 
 
 def test_where_somebody_listens_the_function_is_called(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, x = replayed(lambda tensors: [tensors[0] + 1]), torch.zeros(4)
+    function, x = replayed(lambda x: x + 1), torch.zeros(4)
     for _ in range(3):
-        function([x])
+        function(x)
     assert function.replays == 1
     with torch.enable_grad():
-        function([x])
+        function(x)
     with FlopCounterMode(display=False):
-        function([x])
+        function(x)
     for name, value in (
         ("_is_capturing", lambda: True),
         ("_launch", lambda: SimpleNamespace(is_profiled=lambda: True)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(replay, name, value)
-            function([x])
+            function(x)
     assert function.replays == 1
     assert len(function._kinds) == 1
-    function([x])
+    function(x)
     assert function.replays == 2
 
 
@@ -181,20 +186,20 @@ def test_where_somebody_listens_the_function_is_called(replays_on_cpu: None, mon
 def test_a_setting_by_which_torch_chooses_kernels_makes_another_kind(
     replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
-    function = replayed(lambda tensors: [tensors[0] + 1])
+    function = replayed(lambda x: x + 1)
     for _ in range(4):
-        function([torch.zeros(4)])
+        function(torch.zeros(4))
     monkeypatch.setattr(torch._C, name, lambda *args: value)
-    function([torch.zeros(4)])
+    function(torch.zeros(4))
     assert (function.replays, len(function._kinds)) == (2, 2)
 
 
 def test_the_dtype_of_autocast_makes_another_kind(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-    function = replayed(lambda tensors: [tensors[0] + 1])
+    function = replayed(lambda x: x + 1)
     for dtype in (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16):
         monkeypatch.setattr(torch, "get_autocast_dtype", lambda device, dtype=dtype: dtype)
-        function([torch.zeros(4)])
+        function(torch.zeros(4))
     assert (function.replays, len(function._kinds)) == (1, 2)
 
 
@@ -202,67 +207,67 @@ def test_the_dtype_of_autocast_makes_another_kind(replays_on_cpu: None, monkeypa
 def test_equal_values_of_other_signs_and_types_are_kinds_of_their_own(
     replays_on_cpu: None, one: Any, other: Any
 ) -> None:
-    function = replayed(lambda tensors, factor: [tensors[0] * factor])
+    function = replayed(lambda x, factor: x * factor)
     for factor in (one, one, one, other):
-        got = function([torch.ones(2)], factor)[0]
+        got = function(torch.ones(2), factor)
         assert got.signbit().tolist() == (torch.ones(2) * factor).signbit().tolist()
     assert (function.replays, len(function._kinds)) == (1, 2)
 
 
 def test_a_factor_that_is_not_a_number_is_one_kind(replays_on_cpu: None) -> None:
-    function = replayed(lambda tensors, factor: [tensors[0] * factor])
+    function = replayed(lambda x, factor: x * factor)
     for _ in range(5):
-        function([torch.ones(2)], float("nan"))
+        function(torch.ones(2), float("nan"))
     assert (function.replays, len(function._kinds)) == (3, 1)
 
 
 def test_inference_tensors_are_a_kind_of_their_own(replays_on_cpu: None) -> None:
     with torch.inference_mode():
         made = torch.zeros(4)
-    function = replayed(lambda tensors: [tensors[0] + tensors[1]])
+    function = replayed(lambda x, y: x + y)
     for x in (torch.zeros(4), torch.zeros(4), torch.zeros(4), made):
-        function([x, torch.ones(4)])
+        function(x, torch.ones(4))
     assert (function.replays, len(function._kinds)) == (1, 2)
 
 
 def test_an_error_of_a_first_call_leaves_replays_as_they_were(replays_on_cpu: None) -> None:
-    function = replayed(lambda tensors: [tensors[0] + 1])
+    function = replayed(lambda x: x + 1)
     with pytest.raises(ValueError, match="none"):
-        replayed(lambda tensors: [tensors[0].view(int("none"))])([torch.zeros(2)])
+        replayed(lambda x: x.view(int("none")))(torch.zeros(2))
     for _ in range(3):
-        function([torch.zeros(2)])
+        function(torch.zeros(2))
     assert function.replays == 1
 
 
 def test_errors_of_the_function_come_through(replays_on_cpu: None) -> None:
-    def function(tensors: list[Any]) -> list[Any]:
+    def function(x: Tensor) -> Tensor:
         raise ValueError("x: got nothing")
 
     for _ in range(3):
         with pytest.raises(ValueError, match="x: got nothing"):
-            replayed(function)([torch.ones(2)])
+            replayed(function)(torch.ones(2))
 
 
 @needs_gpu
 def test_where_gradients_or_modes_listen_the_function_is_called() -> None:
     @replayed
-    def function(tensors: list[Any]) -> list[Any]:
-        return [tensors[0] * 2]
+    def function(x: Tensor) -> Tensor:
+        return x * 2
 
     x = torch.ones(4, device="cuda", requires_grad=True)
     for _ in range(4):
-        (y,) = function([x])
+        y = function(x)
         assert y.requires_grad
     assert function.replays == 0
     with torch.no_grad():
         for _ in range(4):
-            function([x])
+            function(x)
     assert function.replays == 2
     with torch.no_grad(), FlopCounterMode(display=False):
-        function([x])
+        function(x)
     captured = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(captured):
-        (y,) = function([x])
+        y = function(x)
     captured.replay()
     assert y.tolist() == [2.0] * 4
     assert function.replays == 2
@@ -274,15 +279,15 @@ def test_a_function_that_cannot_be_recorded_is_called_and_tried_less_and_less_of
     tries, calls = [], 0
 
     @replayed
-    def function(tensors: list[Any]) -> list[Any]:
+    def function(x: Tensor) -> Tensor:
         if record.here.recorder is not None:
             tries.append(calls)
             if len(tries) < 4:
                 record.refuse("set-up")
-        return [tensors[0] + 1]
+        return x + 1
 
     for calls in range(1, 17):
-        assert function([torch.zeros(4)])[0].tolist() == [1.0] * 4
+        assert function(torch.zeros(4)).tolist() == [1.0] * 4
         assert function.refused == (["set-up"] if 2 <= calls < 9 else [])
     assert tries == [2, 3, 5, 9]
     assert function.replays == 7
@@ -293,20 +298,20 @@ def test_a_function_that_cannot_be_recorded_is_called_and_tried_less_and_less_of
 def test_what_stands_in_the_way_of_a_play_leaves_the_call_to_the_function(
     replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = replayed(lambda tensors: [tensors[0] + 1])
+    function = replayed(lambda x: x + 1)
     for error in (torch.OutOfMemoryError("full"), RuntimeError("error 1")):
 
         def fail(*how: Any, error: Exception = error) -> None:
             raise error
 
         for _ in range(3):
-            function([torch.zeros(4)])
+            function(torch.zeros(4))
         with monkeypatch.context() as patch:
             patch.setattr(graph.Player, "play", fail)
-            assert function([torch.zeros(4)])[0].tolist() == [1.0] * 4
+            assert function(torch.zeros(4)).tolist() == [1.0] * 4
     assert function.refused == ["RuntimeError: error 1"]
-    function([torch.zeros(4)])
-    function([torch.zeros(4)])
+    function(torch.zeros(4))
+    function(torch.zeros(4))
     assert function.refused == []
     assert function.replays == 1 + 3 + 1, "an OutOfMemoryError is forgotten, what else failed is recorded anew"
 
@@ -315,16 +320,15 @@ def test_an_error_behind_a_part_of_a_play_comes_through(replays_on_cpu: None) ->
     """Its first op may have added to a gradient: nothing is done twice."""
 
     @replayed
-    def function(tensors: list[Any]) -> list[Any]:
-        total, x = tensors
+    def function(total: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         total.add_(1)
-        return [total, torch.index_select(x, 0, x.long())]
+        return total, torch.index_select(x, 0, x.long())
 
     total = torch.zeros(1)
     for _ in range(3):
-        function([total, torch.zeros(3)])
+        function(total, torch.zeros(3))
     with pytest.raises(IndexError):
-        function([total, torch.full((3,), 7.0)])
+        function(total, torch.full((3,), 7.0))
     assert total.item() == 4
 
 
@@ -333,24 +337,24 @@ def test_what_else_decides_is_asked_and_told(replays_on_cpu: None) -> None:
         now: Any = "a"
         plays = 0
 
-        def state(self, *static: Any) -> Any:
+        def state(self) -> Any:
             return self.now
 
-        def launched(self, *static: Any) -> None:
+        def launched(self) -> None:
             self.plays += 1
 
-    function = Counting(lambda tensors: [tensors[0] + 1])
+    function = Counting(lambda x: x + 1)
     for state in ("a", "b", None, None, None, "a", "a"):
         function.now = state
-        function([torch.zeros(2)])
+        function(torch.zeros(2))
     assert (function.plays, function.replays, len(function._kinds)) == (1, 1, 2)
 
 
 def test_functions_within_one_that_is_recorded_are_part_of_its_record(replays_on_cpu: None) -> None:
-    part = replayed(lambda tensors: [tensors[0] + 1])
-    whole = replayed(lambda tensors: part(part(tensors)))
+    part = replayed(lambda x: x + 1)
+    whole = replayed(lambda x: part(part(x)))
     for _ in range(4):
-        assert whole([torch.zeros(2)])[0].tolist() == [2.0, 2.0]
+        assert whole(torch.zeros(2)).tolist() == [2.0, 2.0]
     assert (whole.replays, part.replays) == (2, 0)
     assert not part._kinds, "nor are they kinds of their own where the whole came once"
 
@@ -366,7 +370,71 @@ def test_a_backend_of_a_users_own_says_itself_that_it_is_recordable(replays_on_c
         """Which may start kernels of its own."""
 
     for kind, replays in ((Silent, 0), (Ours, 2), (Derived, 0), (int, 2)):
-        function, static = replayed(lambda tensors, how: [tensors[0] + 1]), kind()
+        function, static = replayed(lambda x, how: x + 1), kind()
         for _ in range(4):
-            function([torch.zeros(2)], static)
+            function(torch.zeros(2), static)
         assert function.replays == replays, kind
+
+
+@dataclass(frozen=True)
+class Pair(Bundle):
+    x: Tensor
+    y: Any
+    name: str = "pair"
+
+
+def test_bundles_come_and_go_as_they_are_and_their_other_fields_decide(replays_on_cpu: None) -> None:
+    function = replayed(lambda pair, rest: Pair(pair.x + rest[0], (pair.y, None), pair.name))
+    for name in ("one", "other"):
+        for _ in range(4):
+            x, y, z = torch.randn(3, 2)
+            got = function(Pair(x, y, name), (z,))
+            assert isinstance(got, Pair)
+            assert torch.equal(got.x, x + z)
+            assert got.y == (y, None)
+            assert got.name == name
+    assert (function.replays, len(function._kinds)) == (4, 2)
+
+
+def test_memory_of_fields_that_a_function_releases_is_free_before_it_ends(replays_on_cpu: None) -> None:
+    @replayed
+    def function(pair: Pair) -> Tensor:
+        h = pair.x * 2
+        if early:
+            pair.release("x")
+        return h.cumsum(0)
+
+    for early in (True, False):
+        function._kinds.clear()
+        for _ in range(3):
+            function(Pair(torch.zeros(4), None))
+        (kind,) = function._kinds.values()
+        assert kind.donated == ([0] if early else [])
+    given = Pair(torch.zeros(4), None)
+    gone = weakref.ref(given.x)
+    function(given)
+    assert given.x is None
+    assert gone() is None, "a play empties the bundle"
+
+
+def test_what_a_failed_play_has_emptied_the_function_gets_again(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = replayed(lambda pair: pair.x + 1)
+    for _ in range(3):
+        function(Pair(torch.zeros(2), None))
+    monkeypatch.setattr(graph.Player, "play", mock.Mock(side_effect=torch.OutOfMemoryError("full")))
+    assert function(Pair(torch.ones(2), None)).tolist() == [2.0, 2.0]
+
+
+def test_forms_and_tensors_make_an_object_again() -> None:
+    mx = MXParts.of(quantize(torch.randn(4, 64).bfloat16()))
+    for x in (None, torch.zeros(2), Pair(torch.ones(1), (mx, -0.0, [True, None]), "a"), mx, (), 1.5, torch.bfloat16):
+        tensors, form = take_apart(x)
+        again = build(form, iter(tensors))
+        assert count(form) == len(tensors)
+        assert take_apart(again)[1] == form
+        assert all(map(operator.is_, take_apart(again)[0], tensors))
+        assert hash(form) == hash(take_apart(again)[1])
+    for one, other in ((0.0, -0.0), (1, True), ((1,), [1])):
+        assert take_apart(one)[1] != take_apart(other)[1]

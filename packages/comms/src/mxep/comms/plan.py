@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mxep.runtime.bundle import Bundle
 from mxep.runtime.lengths import Length
 from mxep.runtime.op import ANY_GPU, op
 
@@ -46,7 +47,7 @@ PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class RoutingPlan:
+class RoutingPlan(Bundle):
     """A plan. All tensors are on the tables' device. R_max rows, S = W * T_max slots, e local experts.
 
     Attributes:

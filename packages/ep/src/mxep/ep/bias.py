@@ -7,7 +7,7 @@ token's sum: S @ down_bias, with S (T, E) the weights by expert. That is a produ
 its gradients take d_out as it is, unquantized. A token without experts has none, as its d_out may be NaN. 0 times NaN
 is NaN, so what is not finite stays out of the products: the token's whole row, or the expert's, is NaN then, no other.
 Ranks that share experts gather the bias, (E, D), and reduce its gradient: torch's own collectives. gate_up's is added
-by the product's kernel (`steps.py`).
+by the kernel of the weight gradient (`mlp.py`).
 """
 
 import math

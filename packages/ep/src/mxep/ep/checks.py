@@ -8,14 +8,21 @@ from torch import Tensor
 from mxep.gemm.checks import check_weight
 from mxep.gemm.several import Weight
 
-from .passes import LayerConfig
+from .dispatchers.base import TokenDispatcher
+from .mlp import LayerConfig
 
 
 def check_weights(
-    x: Tensor, gate_up_proj: Weight, down_proj: Tensor, gate_up_bias: Tensor | None, config: LayerConfig
+    x: Tensor,
+    gate_up_proj: Weight,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """ValueError for weights that do not fit x, each other, the dispatcher or the recipe: before any exchange."""
-    dispatcher, recipe, main_grads = config.dispatcher, config.recipe, config.main_grads
+    recipe = config.recipe
     e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if down_proj.dim() else 0
     wanted = [("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim))]
     if isinstance(gate_up_proj, Tensor):

@@ -4,6 +4,7 @@ e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_pro
 up part; with an interleaved activation gate and up take turns.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -18,15 +19,14 @@ from mxep.quant import SwiGLU
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import check_no_tangent
 
+from .autograd import Layer, MainGrads, compiled_layer, needs_of, unsupported_reason
 from .bias import add_down_bias
 from .checks import check_weights
-from .compiled import compiled_layer, unsupported_reason
 from .dispatchers.base import Routing, TokenDispatcher
-from .functional import PLAIN, Weighted, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
-from .layer import Layer, needs_of
-from .passes import LayerConfig, layer_forward
+from .functional import Weighted, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
+from .layer import ForwardInput, layer_forward
+from .mlp import PLAIN, LayerConfig
 from .shares import empty_share, init_normal_, local_tensor, local_weight
-from .steps import whole
 
 
 class Experts(nn.Module):
@@ -122,8 +122,9 @@ def run_experts(
     Raises ValueError as `dispatch` and `grouped_mm` do, before any exchange.
     """
     main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
-    config = LayerConfig(dispatcher, recipe, select(backend, x.device), activation, main_grads, wgrad_scale)
-    if torch.compiler.is_compiling() and (reason := unsupported_reason(config)) is not None:
+    config = LayerConfig(recipe, select(backend, x.device), activation)
+    reason = unsupported_reason(dispatcher, config, main_grads) if torch.compiler.is_compiling() else None
+    if reason is not None:
         if not torch.compiler.is_dynamo_compiling():  # torch.export traces without it, and knows no breaks
             raise RuntimeError(f"run_experts is in no exported graph: {reason}")
         torch._dynamo.graph_break(msg=f"run_experts is in no graph: {reason}")
@@ -150,30 +151,38 @@ def run_experts(
     routing: Routing | None = None
     kept: Tensor | None = None
     if recipe.wgrad == "bf16":
-        how = {"config": config, "gate_up_bias": gate_up_bias, "drops": drops}
+        how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
+        how |= {"gate_up_bias": gate_up_bias, "drops": drops}
         with dispatcher.watched():
             out, kept, routing = _compose(x, ids, weights, gate_up_proj, down_proj, **how)
     elif torch.compiler.is_compiling():
-        out, kept = compiled_layer(x, ids, weights, gate_up_proj, down_proj, gate_up_bias, config, drops)
+        experts = gate_up_proj, down_proj, gate_up_bias
+        out, kept = compiled_layer(x, ids, weights, *experts, dispatcher, config, wgrad_scale, drops)
     else:
         ids = checked_tokens(x, ids, weights, dispatcher)
         gate, *halves = tensors_of(gate_up_proj)
         up = halves[0] if halves else None
         tensors = x, weights, gate, down_proj, up, gate_up_bias
         here, down, other, here_bias = (None if each is None else local_tensor(each) for each in tensors[2:])
-        check_weights(x, whole(here, other), down, here_bias, config)  # type: ignore[arg-type]
+        assert here is not None
+        assert down is not None
+        whole = here if other is None else (here, other)
+        check_weights(x, whole, down, here_bias, dispatcher, config, main_grads)
         grads = [each is not None and each.requires_grad for each in tensors]
         backward = torch.is_grad_enabled() and any(grads)
         check_no_tangent(x, weights, here, down, other, here_bias)
         with dispatcher.watched(), torch.no_grad():
             # The router's weights may lie anyhow, and a room's tokens are read where they lie.
             room = dispatcher.room_for(x, per_token)
-            of_tokens = (x, weights, ids) if room is None else (x.contiguous(), weights.contiguous(), ids)
-            given = [*of_tokens, here_bias, here, other, down]
-            routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads), drops, room)
-            made[0] = first_rows(made[0], len(x))
-        kept = first_rows(made.pop(), len(x)) if drops else None
-        out = Layer.apply(*tensors, config, routing, made) if backward else made[0]  # type: ignore[no-untyped-call]
+            of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
+            given, needs = ForwardInput(*of_tokens, ids, whole, down, here_bias), needs_of(grads) if backward else None
+            made = layer_forward(given, dispatcher, config, needs=needs, drops=drops, room=room)
+            made = dataclasses.replace(made, out=first_rows(made.out, len(x)))
+        routing, out = made.routing, made.out
+        kept = None if made.kept is None else first_rows(made.kept, len(x))
+        if backward:
+            how_node = dispatcher, config, main_grads, wgrad_scale, made
+            out = Layer.apply(*tensors, *how_node)  # type: ignore[no-untyped-call]
         del made
     if bias is not None:
         group = dispatcher.group if dispatcher.spans_ranks else None
@@ -192,12 +201,15 @@ def _compose(
     proj: Weight,
     down: Tensor,
     *,
+    dispatcher: TokenDispatcher,
     config: LayerConfig,
+    main_grads: MainGrads,
+    wgrad_scale: float,
     gate_up_bias: Tensor | None,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None, Routing]:
     """Of a recipe whose weight gradients take unquantized operands: out, which pairs have a row if `drops`, routing."""
-    how: dict[str, Any] = {"dispatcher": config.dispatcher, "recipe": config.recipe}
+    how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": config.recipe}
     rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
     y = expert_mlp(
         rows,
@@ -207,11 +219,11 @@ def _compose(
         row_weight=row_weight,
         recipe=config.recipe,
         backend=config.backend,
-        main_grads=config.main_grads,
-        wgrad_scale=config.wgrad_scale,
+        main_grads=main_grads,
+        wgrad_scale=wgrad_scale,
         activation=config.activation,
         gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
-        dispatcher=config.dispatcher,
+        dispatcher=dispatcher,
     )
     if drops:
         return *combine_and_kept(y, routing, **how), routing

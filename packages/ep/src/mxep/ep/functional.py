@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxep import quant
 from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.anomaly import for_anomaly_mode
@@ -38,9 +37,9 @@ from mxep.quant import SwiGLU
 
 from .bias import scaled_gradient
 from .dispatchers.base import Routing, TokenDispatcher
-from .wire_format import WireFormat, pack
+from .mlp import PLAIN, saved_gate_up, swiglu_backward, swiglu_forward
+from .wire import Wire, pack
 
-PLAIN = SwiGLU()
 FLOATS = torch.bfloat16, torch.float32
 """That tokens and parameters of a layer have."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -202,12 +201,12 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, expert_ids: Tensor, dispatcher: TokenDispatcher, recipe: Recipe
     ) -> tuple[Tensor, Tensor, Routing]:
-        payload = tuple(pack([x], recipe, recipe.fmt))
+        payload = pack.function(x, recipe=recipe, fmt=recipe.fmt)
         alignment = recipe.group_alignment
         slots, routing = dispatcher.dispatch(payload, expert_ids, weights, alignment=alignment).wait()
         ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
         # Detached: the output gets a grad_fn, and the plan that this node keeps must not point back at it.
-        plan, wire = routing.plan, WireFormat.of(x, recipe, recipe.fmt)
+        plan, wire = routing.plan, Wire.of(x, recipe, recipe.fmt)
         rows = wire.rows(slots, plan.row_slot, plan.offs, copy=dispatcher.borrows)
         return rows, plan.row_weight.detach(), routing
 
@@ -236,18 +235,11 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
         recipe, plan, dispatcher = ctx.recipe, ctx.routing.plan, ctx.dispatcher
         with dispatcher.watched():
-            slots = dispatcher.redispatch(tuple(pack([d_out], recipe, recipe.grad_fmt)), ctx.routing).wait()
-            wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
+            payload = pack.function(d_out, recipe=recipe, fmt=recipe.grad_fmt)
+            slots = dispatcher.redispatch(payload, ctx.routing).wait()
+            wire = Wire.of(d_out, recipe, recipe.grad_fmt)
             d_rows = wire.rows(slots, plan.row_slot, plan.offs, copy=dispatcher.borrows)
         return for_anomaly_mode(d_rows, plan.offs), None, None, None, None
-
-
-def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
-    """What :func:`swiglu_backward` gets of gate_up (R_max, 2F): itself, or an MXTensor with one scale a row. Rows past
-    the valid ones, which may hold anything, are quantized, too, each by itself."""
-    if recipe.saved_gate_up == "unquantized":
-        return gate_up
-    return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -275,46 +267,3 @@ class _SwiGLU(torch.autograd.Function):
             d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
         d_weight = None if row_weight is None else for_anomaly_mode(d_row_weight, offs)
         return for_anomaly_mode(d_gate_up, offs), d_weight, *[None] * 4
-
-
-def swiglu_forward(
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    recipe: Recipe,
-    activation: SwiGLU = PLAIN,
-    *,
-    folded: bool = False,
-) -> Tensor:
-    """:func:`swiglu` without autograd. folded: MX rows with one scale each, for a backend that `wants_rowwise`."""
-    if recipe.scaling == "none":
-        return quant.swiglu(gate_up, row_weight, offs=offs, activation=activation)
-    options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
-    options["activation"] = activation
-    folded = folded and recipe.scaling == "mx"
-    return quant.swiglu_quantize(gate_up, row_weight, offs=offs, folded=folded, **options)
-
-
-def swiglu_backward(
-    d_h: Tensor,
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    recipe: Recipe,
-    activation: SwiGLU = PLAIN,
-    *,
-    folded: bool = False,
-    overwrite: bool = False,
-    with_h: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(d_gate_up (R_max, 2F), quantized as gradients are, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
-
-    gate_up: of `saved_gate_up`. overwrite: d_h is not needed any more. h: what :func:`swiglu_forward` returns of this
-    gate_up, bit for bit, if `with_h`, or None.
-    """
-    if recipe.scaling == "none":
-        return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, with_h=with_h, activation=activation)
-    options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block_size": recipe.block_size}
-    options |= {"activation": activation, "folded": folded and recipe.scaling == "mx"}
-    options |= {"h_fmt": recipe.fmt if with_h else None}
-    return quant.swiglu_backward_quantize(d_h, gate_up, row_weight, offs=offs, overwrite=overwrite, **options)

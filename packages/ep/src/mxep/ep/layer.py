@@ -1,113 +1,319 @@
-"""What a layer leaves to its backward, as one node of autograd: of dispatch, expert MLP and combine together.
+"""The layer, forward and backward, in reading order.
 
-What that buys over the composed functions of `functional.py`, which it equals bit for bit:
+    forward                                              backward
+    x (T, D)                                             d_out (T, D)
+      pack: quantize, as bytes      -> payload             pack                             -> payload
+      dispatch                      -> slots (S, .)        redispatch, by forward's plan    -> slots (S, .)
+      meanwhile: quantize weights rowwise                  meanwhile: quantize weights colwise
+    rows (R_max, D): slots under the plan's index        d_y (R_max, D)
+      GEMM with gate_up_proj        -> gate_up             GEMM with down_proj              -> d_h
+      SwiGLU * row_weight, quantize -> h                   SwiGLU backward, quantize        -> d_gate_up, and h again
+      GEMM with down_proj           -> y                   GEMM d_y^T h                     -> d_down_proj
+      combine: sum each token's rows                       GEMM with gate_up_proj           -> d_rows
+    out (T, D)                                             combine: sum each token's rows
+                                                           meanwhile: GEMM d_gate_up^T rows -> d_gate_up_proj
+                                                         dx (T, D), d_weights (T, K)
 
-    SwiGLU and its backward fold what they quantize, for a backend that folds: one pass less over h and d_gate_up
-    d_out's slots are used where they lie, before the next exchange
-    weights are quantized while rows are under way, each way as it is needed: nothing of them is kept for backward
-    dx is combined while the gradient of gate_up_proj computes, between nodes
+A pass is one record (`mxep.runtime.replay`) if its dispatcher needs nothing from the host. With other dispatchers each
+function between two exchanges is a record. Autograd is in `autograd.py`.
 
-Weight gradients that a backward does not want are left to a later one, which exchanges nothing and computes them alone.
-
-T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
+T tokens of this rank, K experts a token, S slots, R_max rows that fit, D model dim, F hidden dim, e local experts.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
-from mxep.runtime.lengths import first_rows
+from mxep.comms import RoutingPlan
+from mxep.gemm.quantize_once import SavedWeight, is_held
+from mxep.gemm.several import Weight
+from mxep.quant.parts import MXParts
+from mxep.runtime.bundle import Bundle
+from mxep.runtime.replay import Replayed
 
-from .dispatchers.base import Routing
-from .passes import PLAN, LayerConfig, Pending, layer_backward, tensors_of_plan
-from .saved import Needs
-from .shares import Share, local_tensor
-from .steps import bias_gradient, wgrad
+from .dispatchers.base import Routing, TokenDispatcher
+from .mlp import (
+    ColwiseWeights,
+    LayerConfig,
+    MLPGradientInput,
+    MLPInput,
+    RowwiseWeights,
+    Saved,
+    WgradInput,
+    bias_gradient,
+    mlp_backward,
+    mlp_forward,
+    quantize_colwise,
+    quantize_rowwise,
+    saved_columns,
+    saved_with,
+    wgrad,
+)
+from .wire import Wire, keeps_rows, pack
 
 
-def needs_of(each: Sequence[bool]) -> Needs:
-    """Of gate_up_proj, whole or in halves, down_proj and gate_up's bias: of `Layer`'s first six arguments."""
-    return each[2] or each[4], each[3], each[5]
+class Needs(NamedTuple):
+    """Which parameters have gradients."""
+
+    gate_up_proj: bool
+    down_proj: bool
+    gate_up_bias: bool
 
 
-class Layer(torch.autograd.Function):
-    """The node of a forward that was: `layer_forward` has made the routing, and [out, *plan, *saved]. Gives out."""
+ALL = Needs(True, True, True)
+
+
+@dataclass(frozen=True)
+class ForwardInput(Bundle):
+    """Tensors of forward.
+
+    Attributes:
+        x: (T, D). weights: (T, K) fp32. expert_ids: (T, K).
+        gate_up_proj: (e, 2F, D), or gate and up, (e, F, D) each. down_proj: (e, D, F). gate_up_bias: (e, 2F) or None.
+    """
+
+    x: Tensor
+    weights: Tensor
+    expert_ids: Tensor
+    gate_up_proj: Weight
+    down_proj: Tensor
+    gate_up_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ForwardOutput(Bundle):
+    """Results of forward: out (T, D). saved: for backward, if it will be. kept: (T, K) fp32, 1 for pairs with a row,
+    else 0, if asked for. With a room, T is the room's size, and only the tokens' rows count."""
+
+    out: Tensor
+    routing: Routing
+    saved: Saved | None
+    kept: Tensor | None
+
+
+@dataclass(frozen=True)
+class BackwardInput(Bundle):
+    """Tensors of backward: d_out (T, D), the weights as in `ForwardInput`, and fp32 main_grads of their shapes. Weight
+    gradients are added to a main_grad and not returned."""
+
+    d_out: Tensor
+    routing: Routing
+    saved: Saved
+    gate_up_proj: Weight
+    down_proj: Tensor
+    gate_up_main_grad: Tensor | None = None
+    down_main_grad: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Gradients(Bundle):
+    """Gradients of x, the routing weights, and parameters. Of gate and up apart, gate_up_proj's is (2, e, F, D). The
+    bias's is fp32. None: not wanted, or added to a main_grad."""
+
+    x: Tensor
+    weights: Tensor
+    gate_up_proj: Tensor | None
+    down_proj: Tensor | None
+    gate_up_bias: Tensor | None
+
+
+@dataclass
+class DeferredWgrads:
+    """Operands of weight gradients that a later backward computes: (dy, a) of each weight, or None."""
+
+    gate_up: tuple[Any, Any] | None = None
+    down: tuple[Any, Any] | None = None
+
+
+# ── the two passes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def layer_forward(
+    given: ForwardInput,
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+    *,
+    needs: Needs | None,
+    drops: bool = False,
+    room: int | None = None,
+) -> ForwardOutput:
+    """Forward without autograd or checks, as one record if the dispatcher can be in one.
+
+    needs: of backward; None: there will be none. The exchanges and dx are made in any case, as ranks do not know what
+    the others need. drops: return `kept`. room: of the dispatcher's `room_for`; then tokens are contiguous.
+    """
+    held = is_held(given.gate_up_proj, config.recipe)
+    rowwise = quantize_rowwise.direct(*_weights(given), config=config, dgrad=needs is not None) if held else None
+    how: dict[str, Any] = {"config": config, "needs": needs, "drops": drops, "room": room}
+    if dispatcher.in_graphs:
+        return _Pass.of(dispatcher, forward_pass)(given, rowwise, **how)  # type: ignore[no-any-return]
+    return forward_pass(given, rowwise, dispatcher=dispatcher, **how)
+
+
+def forward_pass(
+    given: ForwardInput,
+    rowwise: RowwiseWeights | None,
+    *,
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+    needs: Needs | None,
+    drops: bool,
+    room: int | None,
+) -> ForwardOutput:
+    """`layer_forward` itself. rowwise: the weights, if `quantize_weights_once` holds them."""
+    recipe, keep_rows = config.recipe, needs is not None and needs.gate_up_proj
+    payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
+    of_room: dict[str, Any] = {} if room is None else {"room": room}
+    alignment = recipe.group_alignment
+    arriving = dispatcher.dispatch(
+        payload, given.expert_ids, given.weights, alignment=alignment, overlap=True, **of_room
+    )
+    try:
+        if rowwise is None:
+            rowwise = quantize_rowwise(*_weights(given), config=config, dgrad=needs is not None)
+    finally:
+        slots, routing = arriving.wait()  # nothing stays in flight
+    plan = routing.plan
+    # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
+    copy = keep_rows and dispatcher.borrows
+    weights = rowwise.gate_up, given.gate_up_bias, rowwise.down
+    into_mlp = MLPInput(slots, plan.row_slot, plan.row_weight, plan.offs, *weights)
+    mlp = mlp_forward(
+        into_mlp, config=config, wire=wire, copy=copy, keep_rows=keep_rows, keep_gate_up=needs is not None
+    )
+    out, kept = dispatcher.combine(mlp.y, routing, torch.ones_like(plan.row_weight) if drops else None).wait()
+    saved = None
+    if needs is not None:
+        saved = Saved(_under(None, mlp.rows), mlp.gate_up, *saved_columns(rowwise))
+    return ForwardOutput(out, routing, saved, kept)
+
+
+def layer_backward(
+    given: BackwardInput,
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+    *,
+    needs: Needs,
+    wgrad_scale: float = 1.0,
+    wanted: Needs = ALL,
+    deferred: DeferredWgrads | None = None,
+) -> Gradients:
+    """Backward, as one record if the dispatcher can be in one. `given` is emptied, and its memory used again.
+
+    needs: forward's. wgrad_scale: factor of gradients of parameters. wanted: which of these are computed now. deferred:
+    receives the operands of weight gradients that are computed later. With a room d_out is contiguous.
+    """
+    colwise = None
+    if is_held(given.gate_up_proj, config.recipe):
+        colwise = quantize_colwise.direct(*_saved_weights(given), config=config)
+    how: dict[str, Any] = {"config": config, "needs": needs, "wgrad_scale": wgrad_scale}
+    now = all(want or not need for want, need in zip(wanted, needs))
+    if dispatcher.in_graphs and deferred is None and now:
+        return _Pass.of(dispatcher, backward_pass)(given, colwise, **how, room=given.routing.room)  # type: ignore[no-any-return]
+    return backward_pass(given, colwise, dispatcher=dispatcher, **how, wanted=wanted, deferred=deferred)
+
+
+def backward_pass(
+    given: BackwardInput,
+    colwise: ColwiseWeights | None,
+    *,
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+    needs: Needs,
+    wgrad_scale: float,
+    room: int | None = None,
+    wanted: Needs = ALL,
+    deferred: DeferredWgrads | None = None,
+) -> Gradients:
+    """`layer_backward` itself. colwise: the weights, if `quantize_weights_once` holds them."""
+    recipe, routing, plan, borrows = config.recipe, given.routing, given.routing.plan, dispatcher.borrows
+    payload = pack(given.d_out, recipe=recipe, fmt=recipe.grad_fmt, room=routing.room)
+    wire = Wire.of(given.d_out, recipe, recipe.grad_fmt)
+    arriving = dispatcher.redispatch(payload, routing, overlap=True)
+    del payload
+    if colwise is None:
+        colwise = quantize_colwise(*_saved_weights(given), config=config)
+    index = None if keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=borrows) else plan.row_slot
+    rows, gate_up, main_grad = _under(index, given.saved.rows), given.saved.gate_up, given.gate_up_main_grad
+    halves, dtypes = type(given.gate_up_proj) is tuple, (_dtype(given.gate_up_proj), given.down_proj.dtype)
+    later = deferred is not None and needs.down_proj and not wanted.down_proj
+    weights = colwise.down, colwise.gate_up, given.down_main_grad
+    into_mlp = [MLPGradientInput(arriving.wait(), plan.row_slot, plan.row_weight, plan.offs, gate_up, *weights)]
+    given.release("saved")
+    del gate_up, weights, colwise, arriving
+    of_mlp: dict[str, Any] = {"with_h": needs.down_proj and (later or wanted.down_proj), "copy": later and borrows}
+    of_mlp |= {"config": config, "wire": wire, "later": later, "scale": wgrad_scale, "dtype": dtypes[1]}
+    mlp = mlp_backward(into_mlp.pop(), **of_mlp)
+    if later and deferred is not None:
+        deferred.down = mlp.d_y, mlp.h
+    arriving_home = dispatcher.combine(mlp.d_rows, routing, mlp.d_row_weight, overlap=True)
+    d_gate_up, d_down_proj = mlp.d_gate_up, mlp.d_down_proj
+    del mlp
+    d_bias = d_gate_up_proj = None
+    if needs.gate_up_bias and wanted.gate_up_bias:
+        d_bias = bias_gradient(d_gate_up, plan.offs, scale=wgrad_scale)
+    if rows is not None and wanted.gate_up_proj:
+        operands = WgradInput(d_gate_up, rows, plan.offs, main_grad)
+        del d_gate_up, rows
+        d_gate_up_proj = wgrad(operands, config=config, scale=wgrad_scale, dtype=dtypes[0], halves=halves)
+    elif rows is not None and deferred is not None:
+        deferred.gate_up = d_gate_up, rows
+    dx, d_weights = arriving_home.wait()
+    assert d_weights is not None
+    return Gradients(dx, d_weights, d_gate_up_proj, d_down_proj, d_bias)
+
+
+class _Pass(Replayed):
+    """A pass of two exchanges. The dispatcher owns it, with its records. It knows the dispatcher by a weak reference,
+    so that both go with the dispatcher's users, not when garbage is collected."""
+
+    def __init__(self, function: Callable[..., Any], dispatcher: TokenDispatcher) -> None:
+        super().__init__(function)
+        self._dispatcher: TokenDispatcher = weakref.proxy(dispatcher)
+        # x, weights and expert_ids; or d_out, and the expert_ids behind the plan of its routing.
+        self._of_tokens = (0, 1, 2) if function is forward_pass else (0, 1 + len(PLAN))
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        up_proj: Tensor | None,
-        gate_up_bias: Tensor | None,
-        config: LayerConfig,
-        routing: Routing,
-        made: list[Tensor],
-    ) -> Tensor:
-        out, saved = made[0], made[1 + len(PLAN) :]
-        parameters = gate_up_proj, down_proj, up_proj, gate_up_bias
-        gate, down, up, _ = (None if each is None else local_tensor(each) for each in parameters)
-        ctx.save_for_backward(gate, up, down, *saved)
-        ctx.shares = [None if each is None else Share(each) for each in parameters]
-        ctx.config, ctx.routing, ctx.saved_operands = config, routing, None
-        return out
+    def of(dispatcher: TokenDispatcher, function: Callable[..., Any]) -> "_Pass":
+        if function not in dispatcher.passes:
+            dispatcher.passes[function] = _Pass(function, dispatcher)
+        return dispatcher.passes[function]  # type: ignore[return-value]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        config, routing, halves = ctx.config, ctx.routing, ctx.shares[2] is not None
-        # Only tensors count there, and up_proj is none where gate_up_proj is whole.
-        last = 5 if halves else 4
-        asked = [need and is_wanted(ctx, min(i, last)) for i, need in enumerate(ctx.needs_input_grad[:6])]
-        wanted, offs = needs_of(asked), routing.plan.offs
-        kept, retained = ctx.saved_operands, graph_is_retained()
-        if not retained:
-            ctx.saved_operands = None
-        if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out):
-            pending: Pending = kept.operands
-            # What the bias's gradient sums is an operand of gate_up_proj's.
-            if all(i in pending for i in (0, 1) if wanted[i]) and (0 in pending or not wanted[2]):
-                grads = list[Tensor | None]((None, None, None))
-                if wanted[2]:
-                    (grads[2],) = bias_gradient([pending[0][0], offs], config.wgrad_scale)
-                for i, operands in pending.items():
-                    if wanted[i]:
-                        tensors = [*operands, offs, config.main_grads[i]]
-                        dtype, in_two = ctx.shares[i].dtype, halves and i == 0
-                        (grads[i],) = wgrad(tensors, config.recipe, config.backend, config.wgrad_scale, dtype, in_two)
-                return None, None, *_of_parameters(ctx, grads)
-        gate, up, down, *saved = ctx.saved_tensors
-        d_rows = d_out if routing.room is None else d_out.contiguous()
-        tensors = [d_rows, routing.expert_ids, gate, up, down, *config.main_grads, *tensors_of_plan(routing.plan)]
-        tensors += saved
-        del saved, d_rows
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
-        left: Pending | None = {} if retained else None
-        for share in ctx.shares[:3]:  # the bias is not read
-            if share is not None:
-                share.check()
-        how = *config.of_passes, config.wgrad_scale, needs_of(ctx.needs_input_grad), routing.room, routing
-        with config.dispatcher.watched():
-            _, (dx, d_weights, *grads) = layer_backward(tensors, *how, wanted=wanted, left=left)
-        dx, d_weights = (first_rows(grad, len(d_out)) for grad in (dx, d_weights))
-        if left:
-            ctx.saved_operands = SavedOperands.of(left, d_out)
-        return dx, d_weights, *_of_parameters(ctx, grads)
+    def state(self) -> Hashable | None:
+        return self._dispatcher.graph_state()
+
+    def moving(self, **how: Any) -> tuple[int, ...]:
+        return () if how["room"] is None else self._of_tokens
+
+    def launched(self) -> None:
+        self._dispatcher.launched(2)
+
+    def direct(self, *args: Any, **how: Any) -> Any:
+        return self.function(*args, dispatcher=self._dispatcher, **how)  # its functions join parts
 
 
-def _of_parameters(ctx: Any, grads: list[Any]) -> tuple[Tensor | None, ...]:
-    """What `Layer.backward` returns after dx and d_weights."""
-    gate, down, bias = grads
-    up = None
-    if gate is not None and ctx.shares[2] is not None:
-        gate, up = gate
-    if bias is not None:
-        bias = bias.to(ctx.shares[3].dtype)
-    found = zip(ctx.shares, (gate, down, up, bias))
-    return *(None if share is None else share.gradient(grad) for share, grad in found), None, None, None
+PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
+"""The plan's tensors."""
+
+
+def _under(index: Tensor | None, rows: Any) -> Any:
+    """Quantized rows under this index; others as they are."""
+    return rows._replace(row_index=index) if type(rows) is MXParts else rows
+
+
+def _weights(given: ForwardInput) -> tuple[Weight, Tensor]:
+    return given.gate_up_proj, given.down_proj
+
+
+def _saved_weights(given: BackwardInput) -> tuple[SavedWeight, SavedWeight]:
+    columns = given.saved.gate_up_columns, given.saved.down_columns
+    return saved_with(given.gate_up_proj, columns[0]), saved_with(given.down_proj, columns[1])
+
+
+def _dtype(w: Weight) -> torch.dtype:
+    return (w if isinstance(w, Tensor) else w[0]).dtype

@@ -18,7 +18,8 @@ from mxep.quant import SwiGLU
 from .auto import pick_recipe, recipe_of_call
 from .dispatchers import Dispatch, DispatchFields, Routing, make_dispatcher
 from .experts import Experts
-from .functional import FLOATS, PLAIN
+from .functional import FLOATS
+from .mlp import PLAIN
 from .recomputation import recomputing
 from .router import Router, checked_mask
 from .shared_expert import SharedExpert

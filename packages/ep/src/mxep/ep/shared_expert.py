@@ -14,7 +14,7 @@ number: products are `mxep.gemm.linear`'s.
 With a gate (Qwen2-MoE) a token's out is multiplied by sigmoid(x gate^T), a number, in torch's own operations.
 """
 
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +25,29 @@ from torch.nn import functional as F
 from mxep.gemm import Recipe, linear
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_linear, check_weight
-from mxep.gemm.functional import between_graphs, joined, taken_apart
+from mxep.gemm.functional import between_graphs
 from mxep.gemm.partial_backward import is_wanted
 from mxep.gemm.quantize_once import SavedWeight, is_held
-from mxep.quant import MXTensor, SwiGLU
-from mxep.quant.parts import MXParts
-from mxep.runtime.replay import Tensors, replayed
+from mxep.quant import SwiGLU
+from mxep.runtime.bundle import Bundle, build, take_apart
+from mxep.runtime.replay import replayed
 
-from .functional import PLAIN, saved_gate_up, swiglu, swiglu_backward, swiglu_forward
+from .functional import swiglu
+from .mlp import (
+    PLAIN,
+    ColwiseWeights,
+    LayerConfig,
+    RowwiseWeights,
+    Saved,
+    quantize_colwise,
+    quantize_rowwise,
+    saved_columns,
+    saved_gate_up,
+    saved_with,
+    swiglu_backward,
+    swiglu_forward,
+)
 from .shares import init_normal_
-from .steps import colwise_weights, rowwise_weights
 
 
 class SharedExpert(nn.Module):
@@ -84,7 +97,8 @@ class SharedExpert(nn.Module):
         else:
             check_linear(x, weights[0], None, recipe=recipe, out_dtype=x.dtype, main_grad=main_grads[0])
             check_weight(weights[1], recipe=recipe, device=x.device, main_grad=main_grads[1], name="down_proj")
-            out = _SharedMLP.apply(x, *weights, recipe, chosen, main_grads, activation)  # type: ignore[no-untyped-call]
+            config = LayerConfig(recipe, chosen, activation)
+            out = _SharedMLP.apply(x, *weights, config, main_grads)  # type: ignore[no-untyped-call]
         return out if self.gate is None else out * torch.sigmoid(F.linear(x, self.gate.to(x.dtype)))
 
 
@@ -111,84 +125,108 @@ class _SharedMLP(torch.autograd.Function):
         x: Tensor,
         gate_up_proj: Tensor,
         down_proj: Tensor,
-        recipe: Recipe,
-        backend: Backend,
+        config: LayerConfig,
         main_grads: tuple[Tensor | None, Tensor | None],
-        activation: SwiGLU,
     ) -> Tensor:
         needs, weights = ctx.needs_input_grad[:3], (gate_up_proj.unsqueeze(0), down_proj.unsqueeze(0))
-        held = [None] * 4
-        if is_held(weights[0], recipe):
-            held = rowwise_weights.direct([weights[0], None, weights[1]], recipe, backend, any(needs))
-        out, gate_up, rows, *later = _forward([x, *weights, *held], recipe, backend, needs, activation)
-        later = [w if part is None else part for w, part in zip(weights, later[:2])] + later[2:]
-        parts, ctx.rests = zip(*map(taken_apart, (gate_up, rows, *later[:2])))
-        ctx.save_for_backward(*later[2:], *(part for three in parts for part in three))
-        ctx.how, ctx.dtypes = (recipe, backend, main_grads, activation), (x.dtype, gate_up_proj.dtype, down_proj.dtype)
-        result: Tensor = out
+        held = is_held(weights[0], config.recipe)
+        rowwise = quantize_rowwise.direct(*weights, config=config, dgrad=any(needs)) if held else None
+        made = _forward(x, *weights, rowwise, config=config, needs=needs)
+        saved, ctx.form = take_apart(made.saved)
+        ctx.save_for_backward(*weights, *saved)
+        ctx.config, ctx.main_grads = config, main_grads
+        result: Tensor = made.out
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        recipe, backend, main_grads, activation = ctx.how
+        config = ctx.config
         wanted = tuple(need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
-        amax13, amax2, *parts = ctx.saved_tensors
-        gate_up, rows, w13, w2 = (joined(parts[3 * i : 3 * i + 3], rest) for i, rest in enumerate(ctx.rests))
-        if isinstance(w13, Tensor) and not isinstance(w13, MXTensor) and is_held(w13, recipe):
-            w2, w13 = colwise_weights.direct([w2, amax2, w13, None, amax13], recipe, backend)
-        into = (None if main_grad is None else main_grad.unsqueeze(0) for main_grad in main_grads)
-        tensors = [d_out, gate_up, rows, w13, amax13, w2, amax2, *into]
-        tensors = [MXParts.of(x) if isinstance(x, MXTensor) else x for x in tensors]
-        return *_backward(tensors, recipe, backend, wanted, ctx.dtypes, activation), *[None] * 4
+        gate_up_proj, down_proj, *saved = ctx.saved_tensors
+        into = (None if main_grad is None else main_grad.unsqueeze(0) for main_grad in ctx.main_grads)
+        given = _BackwardInput(d_out, gate_up_proj, down_proj, build(ctx.form, iter(saved)), *into)
+        del saved
+        colwise = None
+        if is_held(gate_up_proj, config.recipe):
+            colwise = quantize_colwise.direct(*_saved_weights(given), config=config)
+        return *_backward(given, colwise, config=config, wanted=wanted), None, None
+
+
+@dataclass(frozen=True)
+class _ForwardOutput(Bundle):
+    """out (T, D), and what backward needs besides the weights."""
+
+    out: Tensor
+    saved: Saved
+
+
+@dataclass(frozen=True)
+class _BackwardInput(Bundle):
+    """d_out (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), what forward saved, main_grads of the weights."""
+
+    d_out: Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    saved: Saved
+    gate_up_main_grad: Tensor | None
+    down_main_grad: Tensor | None
 
 
 @replayed
 def _forward(
-    tensors: Tensors, recipe: Recipe, backend: Backend, needs: tuple[bool, bool, bool], activation: SwiGLU
-) -> Tensors:
-    """[x (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), both rowwise and their amax, or None] ->
-    [out (T, D), gate_up (T, 2F), rows, both weights in 2-D blocks, their amax]: of the last six what backward needs.
-    """
-    x, *weights, w13, amax13, w2, amax2 = tensors
-    if w13 is None:
-        w13, amax13, w2, amax2 = rowwise_weights.function([weights[0], None, weights[1]], recipe, backend, any(needs))
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    rowwise: RowwiseWeights | None,
+    *,
+    config: LayerConfig,
+    needs: tuple[bool, bool, bool],
+) -> _ForwardOutput:
+    """x (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F). needs: whether each of these three has a gradient."""
+    recipe, backend = config.recipe, config.backend
+    if rowwise is None:
+        rowwise = quantize_rowwise.function(gate_up_proj, down_proj, config=config, dgrad=any(needs))
     rows = backend.quantize_rows(x, recipe.fmt, recipe)
-    gate_up = backend.forward(rows, w13, None, bias=None, out_dtype=x.dtype)
-    h = swiglu_forward(gate_up, None, None, recipe, activation, folded=backend.wants_rowwise)
-    kept = saved_gate_up(gate_up, recipe) if any(needs) else None
+    gate_up = backend.forward(rows, rowwise.gate_up, None, bias=None, out_dtype=x.dtype)
+    h = swiglu_forward(gate_up, None, None, recipe, config.activation, folded=backend.wants_rowwise)
+    kept: Any = saved_gate_up(gate_up, recipe) if any(needs) else None
     del gate_up
-    out = backend.forward(h, w2, None, bias=None, out_dtype=x.dtype)
-    blocks = (w if getattr(w, "axis", None) == (-2, -1) else None for w in (w13, w2))
-    return [out, kept, rows if needs[1] else None, *blocks, amax13, amax2]
+    out = backend.forward(h, rowwise.down, None, bias=None, out_dtype=x.dtype)
+    saved: Any = rows if needs[1] else None
+    return _ForwardOutput(out, Saved(saved, kept, *saved_columns(rowwise)))
 
 
-@partial(replayed, donated=range(1, 4))
+@replayed
 def _backward(
-    tensors: Tensors,
-    recipe: Recipe,
-    backend: Backend,
-    wanted: tuple[bool, bool, bool],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    activation: SwiGLU,
-) -> Tensors:
-    """[d_out (T, D), gate_up, rows, gate_up_proj or what is colwise of it, its amax, down_proj likewise, its amax,
-    main_grads of both] -> gradients of x and of both weights: None of those that are not wanted or in main_grad."""
-    d_out, gate_up, rows, w13, amax13, w2, amax2, *main_grads = tensors
-    tensors.clear()
+    given: _BackwardInput, colwise: ColwiseWeights | None, *, config: LayerConfig, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x and of both weights: None of those that are not wanted or are in a main_grad."""
+    recipe, backend, d_out, saved = config.recipe, config.backend, given.d_out, given.saved
+    gate_up_proj, down_proj = _saved_weights(given)
+    given.release("saved")
+    rows, gate_up = saved.rows, saved.gate_up
+    saved.release("rows", "gate_up")
 
-    def wgrad(i: int, dy: Tensor, a: Tensor) -> Tensor | None:
+    def wgrad(dy: Tensor, a: Any, w: Tensor, main_grad: Tensor | None) -> Tensor | None:
         operands = backend.prepare_wgrad(dy, a, None, recipe)
-        dw = backend.wgrad(operands, None, out_dtype=dtypes[1 + i], accumulate_into=main_grads[i])
+        dw = backend.wgrad(operands, None, out_dtype=w.dtype, accumulate_into=main_grad)
         return None if dw is None else dw.squeeze(0)
 
     d_y = backend.quantize_rows(d_out, recipe.grad_fmt, recipe)
-    d_h = backend.dgrad(d_y, SavedWeight(w2, amax2).colwise(recipe, backend), None, out_dtype=dtypes[0])
+    down = down_proj.colwise(recipe, backend) if colwise is None else colwise.down
+    d_h = backend.dgrad(d_y, down, None, out_dtype=d_out.dtype)
     options = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": wanted[2]}
-    d_gate_up, _, h = swiglu_backward(d_h, gate_up, None, None, recipe, activation, **options)
-    dw2 = None if h is None else wgrad(1, d_y, h)
+    d_gate_up, _, h = swiglu_backward(d_h, gate_up, None, None, recipe, config.activation, **options)
+    dw2 = None if h is None else wgrad(d_y, h, given.down_proj, given.down_main_grad)
     dx = None
     if wanted[0]:
-        dx = backend.dgrad(d_gate_up, SavedWeight(w13, amax13).colwise(recipe, backend), None, out_dtype=dtypes[0])
-    dw13 = wgrad(0, d_gate_up, rows) if wanted[1] else None
-    return [dx, dw13, dw2]
+        gate_up_weight = gate_up_proj.colwise(recipe, backend) if colwise is None else colwise.gate_up
+        dx = backend.dgrad(d_gate_up, gate_up_weight, None, out_dtype=d_out.dtype)
+    dw13 = wgrad(d_gate_up, rows, given.gate_up_proj, given.gate_up_main_grad) if wanted[1] else None
+    return dx, dw13, dw2
+
+
+def _saved_weights(given: _BackwardInput) -> tuple[SavedWeight, SavedWeight]:
+    columns = given.saved.gate_up_columns, given.saved.down_columns
+    return saved_with(given.gate_up_proj, columns[0]), saved_with(given.down_proj, columns[1])

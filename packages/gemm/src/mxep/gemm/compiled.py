@@ -96,10 +96,18 @@ def backward_op(
         found = [MXParts(w_qdata, w_scale, None, (-2, -1), BLOCK, ws[0].dtype)]
     how, want = (Recipe.named(recipe), select(backend, dy.device)), (needs[0], needs[1])
     with torch.no_grad():
-        w, amax = steps.colwise_if_held(found, amax, *how) if needs[0] else ([None], None)
-        tensors = [rows, amax, offs, None, dy, *w]
-        grads = steps.backward(tensors, *how, want, (dtype, ws[0].dtype), wgrad_scale, False, (dy.shape[1],))
-    return [grad for grad in grads[:2] if grad is not None]
+        w, amax = steps.colwise_if_held(found, amax, *how) if needs[0] else (None, None)
+        da, dw, _ = steps.backward(
+            steps.BackwardInput(rows, offs, w, amax, (dy,), (None,)),
+            recipe=how[0],
+            backend=how[1],
+            wanted=want,
+            dtypes=(dtype, ws[0].dtype),
+            scale=wgrad_scale,
+            quantized=False,
+            widths=(dy.shape[1],),
+        )
+    return [grad for grad in (da, dw) if grad is not None]
 
 
 @backward_op.register_fake

@@ -30,6 +30,7 @@ from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_want
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
 from mxep.quant.parts import MXParts
+from mxep.runtime.bundle import as_parts
 
 Watched = Callable[[], AbstractContextManager[None]]
 
@@ -163,27 +164,28 @@ class _GroupedMM(torch.autograd.Function):
         ]
         need_w = any(needs)
         *dtypes, bias_dtype = ctx.dtypes
-        w: list[Any] = []
-        amax, gradients = None, [*map(steps.parts_of, dys)]
+        w: Any = None
+        amax, gradients = None, as_parts(dys)
         quantized = kept is not None and not need_a and kept.fits(*dys)
         if quantized:
             offs, gradients, a = kept.operands
         else:
             offs, *parts = ctx.saved_tensors
             amax, *others = parts[6:]
-            a, w = _joined(parts[:3], ctx.a_rest), [_joined(parts[3:6], ctx.w_rest), *others]
+            a, ws = _joined(parts[:3], ctx.a_rest), [_joined(parts[3:6], ctx.w_rest), *others]
         if need_a:
-            w, amax = steps.colwise_if_held(w, amax, recipe, backend)
-        main_grads = [main_grad if need else None for main_grad, need in zip(ctx.main_grads, needs)]
-        tensors = [a if need_w else None, amax, offs, *main_grads, *gradients, *(w if need_a else [None])]
+            w, amax = steps.colwise_if_held(ws, amax, recipe, backend)
+        main_grads = tuple(main_grad if need else None for main_grad, need in zip(ctx.main_grads, needs))
         da = dw = qdata = None
         if need_a or need_w:
-            how = recipe, backend, (need_a, need_w), tuple(dtypes), ctx.wgrad_scale, quantized and recipe.wgrad == "mx"
-            da, dw, qdata = steps.backward(tensors, *how, widths)
+            how: dict[str, Any] = {"recipe": recipe, "backend": backend, "wanted": (need_a, need_w), "widths": widths}
+            how |= {"dtypes": tuple(dtypes), "scale": ctx.wgrad_scale, "quantized": quantized and recipe.wgrad == "mx"}
+            given = steps.BackwardInput(a if need_w else None, offs, w, amax, gradients, main_grads)
+            da, dw, qdata = steps.backward(given, **how)
         if not graph_is_retained():
             ctx.saved_operands = None
         elif need_a and any(ctx.needs_input_grad[i] for i in _places(len(widths))) and not need_w:
-            left = [qdata, *[None] * (len(widths) - 1)] if recipe.wgrad == "mx" else [*map(steps.parts_of, dys)]
+            left = (qdata, *[None] * (len(widths) - 1)) if recipe.wgrad == "mx" else as_parts(dys)
             ctx.saved_operands = SavedOperands.of((offs, left, a), *dys)
         dbias = steps.joined_sums(dys, offs).to(bias_dtype) if need_bias else None
         da = for_anomaly_mode(da, offs)

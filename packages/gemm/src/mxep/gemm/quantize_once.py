@@ -7,7 +7,6 @@ G groups, N out features, K in features.
 """
 
 import contextlib
-import itertools
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,10 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import Weight, quantize_colwise, quantize_rowwise, tensors_of, weight_of
+from mxep.gemm.several import Weight, quantize_colwise, quantize_rowwise, tensors_of
 from mxep.quant import MXTensor
-from mxep.quant.parts import MXParts
-from mxep.runtime.replay import Replayed, Tensors, replayed
+from mxep.runtime.bundle import as_whole, tensors_in
+from mxep.runtime.replay import Replayed, replayed
 
 
 class SavedWeight(NamedTuple):
@@ -41,27 +40,27 @@ class SavedWeight(NamedTuple):
         """What dgrad wants."""
         if isinstance(self.weight, MXTensor):
             return self.weight
-        colwise: Tensor = _once(_colwise, self.weight, recipe, backend, self.amax)[0]
+        colwise: Tensor = _once(_colwise, self.weight, recipe, backend, amax=self.amax)
         return colwise
 
 
 def rowwise_and_saved(w: Weight, recipe: Recipe, backend: Backend, *, dgrad: bool) -> tuple[Tensor, SavedWeight]:
     """A weight as forward wants it, and what to save for backward. dgrad: whether that will be used."""
     # What is held serves others, who may have a dgrad.
-    rowwise, amax = _once(_rowwise, w, recipe, backend, None, dgrad or weights_are_held())
+    rowwise, amax = _once(_rowwise, w, recipe, backend, with_amax=dgrad or weights_are_held())
     return rowwise, saved_weight(rowwise, w, amax)
 
 
 @replayed
-def _rowwise(tensors: Tensors, recipe: Recipe, backend: Backend, with_amax: bool) -> Tensors:
-    """[w, or its parts, None] -> [rowwise, amax or None]."""
-    return [*quantize_rowwise(weight_of(tensors[:-1]), recipe, backend, with_amax=with_amax)]
+def _rowwise(w: Weight, *, recipe: Recipe, backend: Backend, with_amax: bool) -> tuple[Tensor, Tensor | None]:
+    """A weight as forward multiplies it, and the amax of its columns."""
+    return quantize_rowwise(w, recipe, backend, with_amax=with_amax)
 
 
 @replayed
-def _colwise(tensors: Tensors, recipe: Recipe, backend: Backend) -> Tensors:
-    """[w, or its parts, amax or None] -> [colwise]."""
-    return [quantize_colwise(weight_of(tensors[:-1]), recipe, backend, tensors[-1])]
+def _colwise(w: Weight, amax: Tensor | None = None, *, recipe: Recipe, backend: Backend) -> Tensor:
+    """A weight as dgrad multiplies it."""
+    return quantize_colwise(w, recipe, backend, amax)
 
 
 def saved_weight(rowwise: Any, w: Weight, amax: Tensor | None) -> SavedWeight:
@@ -142,9 +141,7 @@ class QuantizedOnce:
         """Bytes of qdata and scales held now."""
         return sum(part.nbytes for held in list(self._held.values()) for part in held.plain())
 
-    def _get(
-        self, quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None, *how: Any
-    ) -> Tensors:
+    def _get(self, quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:
         parts = tensors_of(w)
         first, version = parts[0], [None if x.is_inference() else x._version for x in parts]
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -156,13 +153,13 @@ class QuantizedOnce:
                 # Of weights that are gone; a weak reference keeps a storage's address from being used again.
                 for gone in [key for key, held in self._held.items() if any(x.expired() for x in held.storages)]:
                     del self._held[gone]
-                made = _made(quantize, parts, amax, recipe, backend, *how)
+                made = _made(quantize, w, recipe=recipe, backend=backend, **how)
                 storages = [StorageWeakRef(x.untyped_storage()) for x in parts]
                 held = self._held[key] = _Held(made, storages, version, backend, *_point_in_time(first, capturing))
                 self.quantizations += 1
         held.wait()
         if held.version != version:
-            again = None if capturing else _made(quantize, parts, amax, recipe, backend, *how)
+            again = None if capturing else _made(quantize, w, recipe=recipe, backend=backend, **how)
             if again is not None and _same(again, held.made):  # written to, but as it was: by PEFT, say
                 held.version = version
                 return held.made
@@ -181,28 +178,23 @@ _lock = threading.RLock()
 _open: QuantizedOnce | None = None
 
 
-def _made(quantize: Replayed, parts: tuple[Tensor, ...], amax: Tensor | None, *how: Any) -> Tensors:
+def _made(quantize: Replayed, w: Weight, *, amax: Tensor | None = None, **how: Any) -> Any:
+    given = (w,) if amax is None else (w, amax)
     with torch.inference_mode(False), torch.no_grad():  # others may want to save them for backward
-        made = quantize([*parts, amax], *how)
-    return [x.join() if type(x) is MXParts else x for x in made]
+        return as_whole(quantize(*given, **how))
 
 
-def _same(one: Tensors, other: Tensors) -> bool:
+def _same(one: Any, other: Any) -> bool:
     """Whether all bytes are. Waits for the device."""
-    pairs = zip(_plain(one), _plain(other), strict=True)
+    pairs = zip(tensors_in(one), tensors_in(other), strict=True)
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-
-
-def _plain(made: Tensors) -> list[Tensor]:
-    plain = ((x.qdata, x.scale) if isinstance(x, MXTensor) else (x,) for x in made if x is not None)
-    return list(itertools.chain.from_iterable(plain))
 
 
 @dataclass
 class _Held:
     """backend: here, as its id is part of the key. stream, event: where it was made, and by when."""
 
-    made: Tensors
+    made: Any
     storages: list[StorageWeakRef]
     version: list[int | None]
     backend: Backend
@@ -210,7 +202,7 @@ class _Held:
     event: torch.cuda.Event | None
 
     def plain(self) -> list[Tensor]:
-        return _plain(self.made)
+        return tensors_in(self.made)
 
     def wait(self) -> None:
         """Before work on the current stream may use them; their memory stays until that is done."""
@@ -253,11 +245,11 @@ def weights_are_held() -> bool:
     return _open is not None
 
 
-def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None, *how: Any) -> Tensors:
-    """quantize([*parts of w, amax], ...), or what an open `quantize_weights_once` holds of it."""
+def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:
+    """`quantize` of w, or what an open `quantize_weights_once` holds of it."""
     if (once := _open) is None or not is_held(w, recipe):
-        return quantize.function([*tensors_of(w), amax], recipe, backend, *how)
-    return once._get(quantize, w, recipe, backend, amax, *how)
+        return quantize.function(w, recipe=recipe, backend=backend, **how)
+    return once._get(quantize, w, recipe, backend, **how)
 
 
 def in_graph_tree(device: torch.device) -> bool:

@@ -1,12 +1,11 @@
-"""What a product computes, forward and backward: functions of lists of tensors, which are replayed
-(`mxep.runtime.replay`).
+"""What a product computes, forward and backward: functions that are replayed (`mxep.runtime.replay`).
 
 M rows, N out features, K in features, G groups.
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,33 +15,71 @@ from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import tensors_of, weight_of
 from mxep.quant import MXTensor, group_sums
-from mxep.quant.parts import MXParts
-from mxep.runtime.replay import Tensors, replayed
+from mxep.runtime.bundle import Bundle, as_parts
+from mxep.runtime.replay import replayed
+
+
+class Product(NamedTuple):
+    """out (M, N), and what backward needs: a for wgrad, w in 2-D blocks, the amax of w's columns; or None."""
+
+    out: Tensor
+    a: Any
+    blocks: Any
+    amax: Tensor | None
 
 
 @replayed
 def forward(
-    tensors: Tensors, recipe: Recipe, backend: Backend, out_dtype: torch.dtype, needs: tuple[bool, bool]
-) -> Tensors:
-    """[a (M, K), bias, offs, then w (G, N, K), its parts, or what is rowwise of it] -> [out (M, N), a for wgrad,
-    w in 2-D blocks, w's amax]: of the last three what backward needs, or None.
-
-    needs: whether a and w have gradients.
-    """
-    a, bias, offs, *ws = tensors
-    w = weight_of(ws)
+    a: Any,
+    w: Any,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    *,
+    recipe: Recipe,
+    backend: Backend,
+    out_dtype: torch.dtype,
+    needs: tuple[bool, bool],
+) -> Product:
+    """a (M, K), w (G, N, K) or its parts, or as forward multiplies it. needs: whether a and w have gradients."""
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
     out = backend.forward(qdata, rowwise, offs, bias=bias, out_dtype=out_dtype)
     kept = (qdata if recipe.wgrad == "mx" else a) if needs[1] else None
     blocks = saved.weight if needs[0] and not given and isinstance(saved.weight, MXTensor) else None
-    return [out, kept, blocks, saved.amax if needs[0] else None]
+    return Product(out, kept, blocks, saved.amax if needs[0] else None)
 
 
-@partial(replayed, donated=range(3))
+@dataclass(frozen=True)
+class BackwardInput(Bundle):
+    """Operands of backward.
+
+    Attributes:
+        a: (M, K), as forward kept it, or None without dw. offs: (G,) or None.
+        w: the weight, its parts, or as dgrad multiplies it; None without da. amax: (G, K) of its columns, or None.
+        dys: (M, N of each) for each of w's parts. main_grads: fp32 or None for each.
+    """
+
+    a: Any
+    offs: Tensor | None
+    w: Any
+    amax: Tensor | None
+    dys: tuple[Any, ...]
+    main_grads: tuple[Tensor | None, ...]
+
+
+class ProductGradients(NamedTuple):
+    """da (M, K), dw (G, N, K), and dy quantized; or None."""
+
+    da: Tensor | None
+    dw: Tensor | None
+    dy: Any
+
+
+@replayed
 def backward(
-    tensors: Tensors,
+    given: BackwardInput,
+    *,
     recipe: Recipe,
     backend: Backend,
     wanted: tuple[bool, bool],
@@ -50,26 +87,23 @@ def backward(
     scale: float,
     quantized: bool,
     widths: tuple[int, ...],
-) -> Tensors:
-    """[a, w's amax, offs, a main_grad and then a dy (M, N of each) for each of w's parts, w or its parts or what is
-    colwise of it] -> [da (M, K), dw (G, N, K), dy quantized].
+) -> ProductGradients:
+    """The gradients of a and w, and what becomes of dy. It uses up a.
 
     wanted: whether da and dw are; they are None else, and where dw was added to main_grads. dtypes: theirs. quantized:
     the first dy is all of them, already as it was quantized here. widths: N of the parts.
     """
-    parts = len(widths)
-    a, amax, offs, *rest = tensors
-    tensors.clear()
-    main_grads, dys, ws = rest[:parts], rest[parts : 2 * parts], rest[2 * parts :]
+    a, offs, dys, main_grads = given.a, given.offs, given.dys, given.main_grads
+    given.release("a", "dys")
     da = dw = None
     dy = qdata = dys[0]
     if not quantized and (wanted[0] or recipe.wgrad == "mx"):
         qdata = quantized_gradient(dys, recipe, backend)
-    if recipe.wgrad != "mx" and parts > 1:
+    if recipe.wgrad != "mx" and len(widths) > 1:
         dy = torch.cat([*map(plain, dys)], 1)
-    del dys, rest
+    del dys
     if wanted[0]:
-        colwise = SavedWeight(weight_of(ws), amax).colwise(recipe, backend)
+        colwise = SavedWeight(given.w, given.amax).colwise(recipe, backend)
         da = backend.dgrad(qdata, colwise, offs, out_dtype=dtypes[0])
         del colwise
     if wanted[1]:
@@ -77,17 +111,17 @@ def backward(
             a, qdata = plain(a), plain(dy)
         operands = backend.prepare_wgrad(qdata, a, offs, recipe)
         del a
-        if parts == 1:
+        if len(widths) == 1:
             dw = backend.wgrad(operands, offs, out_dtype=dtypes[1], scale=scale, accumulate_into=main_grads[0])
         else:
             held = any(main_grad is not None for main_grad in main_grads)
             dw = backend.wgrad(operands, offs, out_dtype=torch.float32 if held else dtypes[1], scale=scale)
             if held:
                 dw = _added(dw, main_grads, widths, dtypes[1])
-    return [da, dw, qdata]
+    return ProductGradients(da, dw, qdata)
 
 
-def _added(dw: Any, main_grads: Tensors, widths: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+def _added(dw: Any, main_grads: Sequence[Tensor | None], widths: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
     """dw (G, N, K) fp32, whose parts are added to their main_grads; in dtype if there are parts without one."""
     for main_grad, part in zip(main_grads, dw.split(widths, 1)):
         if main_grad is not None:
@@ -100,7 +134,7 @@ def plain(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, MXTensor) else x
 
 
-def quantized_gradient(dys: Tensors, recipe: Recipe, backend: Backend) -> Tensor:
+def quantized_gradient(dys: Sequence[Any], recipe: Recipe, backend: Backend) -> Tensor:
     """Gradients, side by side, as the products of backward take them: one as it is if it has the recipe's blocks."""
     if len(dys) > 1:
         return backend.quantize_parts([*map(plain, dys)], recipe.grad_fmt, recipe)
@@ -130,24 +164,20 @@ def run_forward(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Any, tuple[Any, ...], Tensor | None]:
     """`forward`, with what is held of the weight, if anything is: out, a for wgrad, w for dgrad, its amax."""
-    found, saved = ws, None
-    if is_held(whole := weight_of(ws), recipe):
-        rowwise, saved = rowwise_and_saved(whole, recipe, backend, dgrad=needs[0])
-        found = (rowwise,)
-    tensors = [parts_of(a), bias, offs, *map(parts_of, found)]
-    out, kept, blocks, amax = forward(tensors, recipe, backend, out_dtype, needs)
+    whole, saved = weight_of(ws), None
+    w: Any = whole
+    if is_held(whole, recipe):
+        w, saved = rowwise_and_saved(whole, recipe, backend, dgrad=needs[0])
+    how: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype, "needs": needs}
+    made: Product = forward(as_parts(a), as_parts(w), bias, offs, **how)
     if saved is not None:
-        return out, kept, tensors_of(saved.weight), saved.amax
-    return out, kept, tuple(ws) if blocks is None else (blocks,), amax
+        return made.out, made.a, tensors_of(saved.weight), saved.amax
+    return made.out, made.a, tuple(ws) if made.blocks is None else (made.blocks,), made.amax
 
 
-def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, recipe: Recipe, backend: Backend) -> tuple[list[Any], Any]:
+def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, recipe: Recipe, backend: Backend) -> tuple[Any, Any]:
     """A saved weight and its amax as `backward` takes them: what is held of it, if anything is."""
-    if isinstance(ws[0], Tensor) and is_held(whole := weight_of(ws), recipe):
-        return [parts_of(SavedWeight(whole, amax).colwise(recipe, backend))], None
-    return [*ws], amax
-
-
-def parts_of(x: Any) -> Any:
-    """An MXTensor as a replayed function takes it."""
-    return MXParts.of(x) if isinstance(x, MXTensor) else x
+    whole = weight_of(ws)
+    if isinstance(ws[0], Tensor) and is_held(whole, recipe):
+        return as_parts(SavedWeight(whole, amax).colwise(recipe, backend)), None
+    return whole, amax

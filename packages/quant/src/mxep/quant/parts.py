@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mxep.runtime.replay import register_parts
+from mxep.runtime.bundle import register_parts
 
 from .checks import Axis
 from .tensor import MXTensor
@@ -31,4 +31,4 @@ class MXParts(NamedTuple):
         return MXTensor(*self, trusted=True)
 
 
-register_parts(MXParts, MXTensor, tensors=3)
+register_parts(MXParts, MXTensor)

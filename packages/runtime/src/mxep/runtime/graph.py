@@ -72,7 +72,7 @@ class Player:
             self._pieces.append(_Piece(makes, drops, made))
         self._results = [_result(x, record, forms) for x in record.results]
 
-    def play(self, given: list[Tensor | None], addresses: Sequence[int], tokens: int = 0) -> list[Tensor | None]:
+    def play(self, given: list[Any], addresses: Sequence[int], tokens: int = 0) -> list[Any]:
         """Run the steps on these arguments and return the function's results.
 
         given: the arguments; donated ones are dropped from the list. addresses: their addresses, 0 for None. tokens:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .bundle import Bundle, Form, NotReplayed, as_parts, as_whole, build, count, take, take_apart
 from .graph import Player
 from .record import Record, Recorder
 
@@ -27,31 +28,6 @@ MOST_RECORDS = 256
 """Of a function."""
 LEAST_DEVICE = 0
 """Index of the first device that replays; -1 is the CPU."""
-Tensors = list[Any]
-"""Tensors, objects of them or their parts, and None."""
-
-
-class _Parts(NamedTuple):
-    """How an object of tensors is taken apart, and put together."""
-
-    whole: type
-    tensors: int
-    apart: Callable[[Any], Any]
-
-
-_PARTS: dict[type, _Parts] = {}
-"""By the type of its parts, a NamedTuple of which the first are its tensors."""
-
-
-def register_parts(parts: type, whole: type, tensors: int) -> None:
-    """Let replayed functions take and give objects of type `whole` as `parts`, a NamedTuple.
-
-    The first `tensors` fields are tensors or None, the others hashable. `parts.of(whole)` and `parts.join()` convert.
-    """
-    _PARTS[parts] = _WHOLE[whole] = _Parts(whole, tensors, parts.of)  # type: ignore[attr-defined]
-
-
-_WHOLE: dict[type, _Parts] = {}
 
 
 class _Refused:
@@ -88,14 +64,14 @@ class _Recorded:
     """A kind of calls that is replayed.
 
     Attributes:
-        player: plays the record, made at the first play. joined: for each result None (a tensor), or how to put an
-            object together from flat tensors.
+        form: of the results. donated: indices of tensors that the function released. player: plays the record, made at
+            the first play.
     """
 
-    __slots__ = ("joined", "player", "record", "used")
+    __slots__ = ("donated", "form", "player", "record", "used")
 
-    def __init__(self, record: Record, joined: list[Any]) -> None:
-        self.record, self.joined = record, joined
+    def __init__(self, record: Record, form: Form, donated: Collection[int]) -> None:
+        self.record, self.form, self.donated = record, form, donated
         self.player: Player | None = None
         self.used = next(_clock)
 
@@ -110,9 +86,9 @@ class Replayed:
         function: the function itself. replays: how many calls were played.
     """
 
-    def __init__(self, function: Callable[..., Tensors], *, donated: Collection[int] = ()) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
-        self.function, self.donated = function, donated
+        self.function = function
         self.replays = 0
         self._kinds: dict[Hashable, _Recorded | _Refused | _Seen] = {}
         """By the key of a kind of calls."""
@@ -124,90 +100,91 @@ class Replayed:
         """Why not, of the kinds of calls that cannot be replayed."""
         return [kind.why for kind in self._kinds.values() if isinstance(kind, _Refused)]
 
-    def state(self, *static: Any) -> Hashable | None:
+    def state(self) -> Hashable | None:
         """Further facts that decide what the function does; None: do not replay this call. For subclasses."""
         return ()
 
-    def launched(self, *static: Any) -> None:
+    def launched(self) -> None:
         """Called after each play. For subclasses."""
 
-    def moving(self, *static: Any) -> tuple[int, ...]:
-        """Places of the tensors whose first size, the same for all, calls of a kind do not share (`lengths.py`). No
-        object of tensors comes before them. For subclasses."""
+    def moving(self, **static: Any) -> tuple[int, ...]:
+        """Indices of the tensors whose first size, the same for all, calls of a kind do not share (`lengths.py`). For
+        subclasses."""
         return ()
 
-    def __call__(self, tensors: Tensors, *static: Any) -> Tensors:
-        results = self.replay(tensors, *static)
-        return self.direct(tensors, *static) if results is None else results
-
-    def replay(self, tensors: Tensors, *static: Any) -> Tensors | None:
-        """The results of this call, recorded or played, and `tensors` emptied. None: the caller runs the function."""
+    def __call__(self, *args: Any, **static: Any) -> Any:
+        """The results of this call: recorded, played, or the function's. Bundles among `args` are emptied."""
         if torch.compiler.is_compiling() or _here.calls:
-            return None
-        moving = self.moving(*static)
-        key, flat, addresses, parts = _taken_apart(tensors, static, moving)
-        state = None if key is None else self.state(*static)
-        if state is None:
-            return None
-        key = key, state
+            return self.direct(*args, **static)
+        moving = self.moving(**static)
+        given = _taken_apart(args, static, moving)
+        state = None if given is None else self.state()
+        if given is None or state is None:
+            del given
+            return self.direct(*args, **static)
+        key = given.key, state
         found = self._kinds.get(key)
         if found is None:
-            flat.clear()
-            return self._call(key, tensors, static)
+            del given
+            return self._call(key, args, static)
         if type(found) is _Refused and not found.is_due():
-            return None
+            del given
+            return self.direct(*args, **static)
         if type(found) is not _Recorded:
-            return self._record(key, tensors, flat, static, moving, found)
+            return self._record(key, given, args, static, moving, found)
         found.used = next(_clock)
-        tokens = len(flat[moving[0]]) if moving else 0
-        tensors.clear()  # so that memory goes early
+        tensors = given.tensors
+        tokens = len(tensors[moving[0]]) if moving else 0
+        for x in args:
+            if isinstance(x, Bundle):
+                x.release(*x.__dict__)  # so that memory goes early
         try:
             if found.player is None:
-                device = next(x.device for x in flat if x is not None)
-                found.player = Player(found.record, device, self.donated)
-            results = found.player.play(flat, addresses, tokens)
+                found.player = Player(found.record, tensors[0].device, found.donated)
+            results = found.player.play(tensors, given.addresses, tokens)
         except RuntimeError as error:
             if found.player is not None and found.player.has_begun:
                 raise
             if not isinstance(error, torch.OutOfMemoryError):  # the function may need less: it drops as it goes
                 self._keep(key, _Refused(self._log(f"{type(error).__name__}: {error}"), None))
-            tensors += _joined(flat, parts)
-            return None  # the function raises what is still wrong
+            args = build(given.form, iter(given.tensors))
+            del given, tensors
+            return self.direct(*args, **static)  # raises what is still wrong
         self.replays += 1
-        self.launched(*static)
-        return _joined(results, found.joined)
+        self.launched()
+        return build(found.form, iter(results))
 
-    def _call(self, key: Hashable, tensors: Tensors, static: tuple[Any, ...]) -> Tensors:
+    def _call(self, key: Hashable, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """The results of a kind's first call. Functions inside it are not counted as kinds of their own."""
         self._keep(key, _Seen())
         _here.calls = True
         try:
-            return self.direct(tensors, *static)
+            return self.direct(*args, **static)
         finally:
             _here.calls = False
 
     def _record(
         self,
         key: Hashable,
-        tensors: Tensors,
-        flat: Tensors,
-        static: tuple[Any, ...],
+        given: "_Given",
+        args: tuple[Any, ...],
+        static: dict[str, Any],
         moving: tuple[int, ...],
         last: Any,
-    ) -> Tensors:
+    ) -> Any:
         """Record a call. Returns its results even if the record is refused."""
-        recorder = Recorder(flat, moving)
-        flat.clear()
+        recorder = Recorder(given.tensors, moving)
+        given.tensors.clear()
         with recorder:
-            results = self.direct(tensors, *static)
-        plain: Tensors = []
-        joined: list[Any] = []
-        for x in results:
-            known = _PARTS.get(type(x))
-            plain += [x] if known is None else x[: known.tensors]
-            joined.append(None if known is None else (type(x), known.tensors, x[known.tensors :]))
-        record = recorder.finish(plain)
-        self._keep(key, _Refused(self._log(recorder.why), last) if record is None else _Recorded(record, joined))
+            results = self.direct(*args, **static)
+        tensors, form = take_apart(results)
+        record = recorder.finish(tensors)
+        kind: _Refused | _Recorded
+        if record is None:
+            kind = _Refused(self._log(recorder.why), last)
+        else:
+            kind = _Recorded(record, form, _released(args, given.form))
+        self._keep(key, kind)
         return results
 
     def _log(self, why: str) -> str:
@@ -224,28 +201,26 @@ class Replayed:
                 del of[min(of, key=lambda each: (type(of[each]) is _Recorded, of[each].used))]
             self._kinds[key] = kind
 
-    def direct(self, tensors: Tensors, *static: Any) -> Tensors:
+    def direct(self, *args: Any, **static: Any) -> Any:
         """The function itself, called as it would be replayed."""
-        whole = [x.join() if type(x) in _PARTS else x for x in tensors]
-        tensors.clear()
-        return [_WHOLE[type(x)].apart(x) if type(x) in _WHOLE else x for x in self.function(whole, *static)]
+        return as_parts(self.function(*as_whole(args), **static))
 
 
-def replayed(function: Callable[..., Tensors], *, donated: Collection[int] = ()) -> Replayed:
-    """Record and play a function (tensors, *static) -> tensors on CUDA; elsewhere it is called as ever.
+def replayed(function: Callable[..., Any]) -> Replayed:
+    """Record and play a function (*args, **static) -> results on CUDA; elsewhere it is called as ever.
 
-    tensors, and what it returns: lists of tensors, objects of tensors (`register_parts`) and None; it returns what it
-    made, views of that, or what it got. It owns the list, and may empty it so that memory goes early. static: hashable;
-    with shapes, strides and dtypes it decides all that the function does. Its callers give and get objects as parts.
-    donated: places of tensors that are nobody else's, so that to drop them early may lower the peak of memory.
+    args, results: objects of tensors (`bundle.py`), on one device. The function returns what it made, views of that, or
+    what it got. static: hashable. With shapes, strides and dtypes it decides all that the function does. The function
+    owns bundles that it is given, and may `release` their fields, so that this memory serves what it makes next; a play
+    does the same. Objects with registered parts are used whole by the function, and given and got as parts by callers.
 
     A class of static objects with an attribute `recordable` says by it whether functions with its objects are recorded.
-    It must not read from the device, nor decide by anything but its arguments; other tensors that it uses are `fixed`,
-    and kernels that it starts in another way than by `launch` make it say `refuse`. Not replayed: CPU tensors, other
-    subclasses, with gradients enabled, under torch.compile or a dispatch mode, while a graph is captured, and when a
-    profiler hooks Triton's launches.
+    The function must not read from the device, nor decide by anything but its arguments; other tensors that it uses are
+    `fixed`, and kernels that it starts in another way than by `launch` make it say `refuse`. Not replayed: CPU tensors,
+    other subclasses, with gradients enabled, under torch.compile or a dispatch mode, while a graph is captured, and
+    when a profiler hooks Triton's launches.
     """
-    return Replayed(function, donated=donated)
+    return Replayed(function)
 
 
 @contextmanager
@@ -274,50 +249,49 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
-    rest = iter(flat)
-    return [next(rest) if of is None else of[0](*(next(rest) for _ in range(of[1])), *of[2]) for of in joined]
+class _Given(NamedTuple):
+    """The arguments of a call: what makes its kind, their form, their tensors and where these begin."""
+
+    key: Hashable
+    form: Form
+    tensors: list[Tensor]
+    addresses: tuple[int, ...]
 
 
-def _taken_apart(
-    tensors: Tensors, static: tuple[Any, ...], moving: tuple[int, ...]
-) -> tuple[Hashable | None, Tensors, tuple[int, ...], list[Any]]:
-    """(key of the kind or None: not replayed, plain tensors, their addresses, how `_joined` rebuilds objects)."""
+def _taken_apart(args: tuple[Any, ...], static: dict[str, Any], moving: tuple[int, ...]) -> _Given | None:
+    """The arguments, taken apart; None: this call is not replayed."""
     if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
-        return None, [], (), []
-    if not all(map(_is_recordable, map(type, static))):
-        return None, [], (), []
-    # 0.0 equals -0.0, and 1 equals True and 1.0.
-    static = tuple([(type(x), x.hex() if type(x) is float else x) for x in static])
-    if torch._C._is_any_autocast_enabled():
-        static = *static, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    flat: Tensors = []
-    parts: list[Any] = []
-    for x in tensors:
-        if (known := _PARTS.get(type(x))) is not None:
-            flat += x[: known.tensors]
-            parts.append((type(x), known.tensors, x[known.tensors :]))
-        else:
-            flat.append(x)
-            parts.append(None)
-    read = _reader(moving, *map(type, flat))
-    found = None if read is None else read(*flat)
+        return None
+    tensors: list[Tensor] = []
+    try:
+        form = take(args, tensors)
+        how = *static, *[take(x, tensors) for x in static.values()]
+    except NotReplayed:
+        return None
+    if not tensors or {*map(type, tensors)} - {Tensor, Parameter}:
+        return None
+    found = _reader(moving, len(tensors))(*tensors)
     if found is None or found[0][0] != torch._C._cuda_getDevice() or _launch().is_profiled() or _is_capturing():
-        return None, [], (), []
+        return None
     facts, addresses = found
-    return (
-        (static, (*parts,), torch.is_inference_mode_enabled(), _settings(), _stream(facts[0]), facts),
-        flat,
-        addresses,
-        parts,
-    )
+    if torch._C._is_any_autocast_enabled():
+        how = *how, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    key = form, how, torch.is_inference_mode_enabled(), _settings(), _stream(facts[0]), facts
+    return _Given(key, form, tensors, addresses)
 
 
-@functools.cache
-def _is_recordable(kind: type) -> bool:
-    """Whether calls with static objects of this class may be recorded. A class with an attribute `recordable` must set
-    it itself; an inherited True does not count."""
-    return not hasattr(kind, "recordable") or bool(kind.__dict__.get("recordable", False))
+def _released(args: tuple[Any, ...], form: Form) -> list[int]:
+    """Indices of the tensors in fields of bundles that are None by now."""
+    found: list[int] = []
+    at = 0
+    for x, part in zip(args, form[1:]):
+        fields = zip(x.__dict__.values(), part[1:]) if isinstance(x, Bundle) else [(x, part)]
+        for value, field in fields:
+            tensors = count(field)
+            if value is None:
+                found += range(at, at + tensors)
+            at += tensors
+    return found
 
 
 def _settings() -> tuple[object, ...]:
@@ -336,14 +310,10 @@ def _settings() -> tuple[object, ...]:
 
 
 @functools.cache
-def _reader(
-    moving: tuple[int, ...], *kinds: type
-) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None] | None:
-    """A function of tensors of these types: (device and what else decides), addresses; None unless on one GPU, and
-    those that move are dense and of one length."""
-    names = [f"x{i}" for i, kind in enumerate(kinds) if kind is not type(None)]
-    if not names or {*kinds} - {Tensor, Parameter, type(None)}:
-        return None
+def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None]:
+    """A function of so many tensors: (device and what else decides), addresses; None unless on one GPU, and those that
+    move are dense and of one length."""
+    names = [f"x{i}" for i in range(num_tensors)]
     lines = [f"here = {names[0]}.get_device()"]
     others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])
     lines += [f"if {others}:", "    return None"]
@@ -367,11 +337,9 @@ def _reader(
         else f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype"
         for name in names
     )
-    addresses = ("0" if kind is type(None) else f"p_x{i}" for i, kind in enumerate(kinds))
-    nothing = tuple(kind is type(None) for kind in kinds)
-    lines += [f"return (here, {nothing}, aligned, apart, inference, {', '.join(facts)}), ({', '.join(addresses)},)"]
+    lines += [f"return (here, aligned, apart, inference, {', '.join(facts)}), ({places},)"]
     found: dict[str, Any] = {}
-    exec(f"def read({', '.join(f'x{i}' for i in range(len(kinds)))}):\n    " + "\n    ".join(lines), found)
+    exec(f"def read({', '.join(names)}):\n    " + "\n    ".join(lines), found)
     read: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None] = found["read"]
     return read
 

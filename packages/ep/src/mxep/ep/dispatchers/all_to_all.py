@@ -66,7 +66,13 @@ class AllToAllDispatcher(TokenDispatcher):
     ) -> Handle[tuple[Payload, Routing]]:
         self.claim()
         width = sum(_widths(payload))
-        planned = _plan_rows([narrow_ids(expert_ids), weights], self.num_local_experts, self.world_size, width)
+        planned = _plan_rows(
+            narrow_ids(expert_ids),
+            weights,
+            experts_per_rank=self.num_local_experts,
+            num_ranks=self.world_size,
+            width=width,
+        )
         sizes, routed, token, tables, position, rows, sums = planned
         sent, received, invalid, widths, sizes_received = self._exchange_sizes(sizes)
         if set(widths) != {width}:  # as of recipes that ranks have picked by other max_tokens
@@ -198,10 +204,11 @@ def _room(rows: int) -> int:
 
 
 @replayed
-def _plan_rows(tensors: list[Tensor], experts_per_rank: int, num_ranks: int, width: int) -> list[Tensor]:
-    """[expert_ids (T, K), weights (T, K)] -> what a dispatch sends, and where what returns belongs."""
-    ids, weights = tensors
-    return list(plan_all_to_all(ids, weights, experts_per_rank, num_ranks, width))
+def _plan_rows(
+    ids: Tensor, weights: Tensor, *, experts_per_rank: int, num_ranks: int, width: int
+) -> tuple[Tensor, ...]:
+    """What a dispatch of expert ids and weights (T, K) sends, and where what returns belongs: see `plan_all_to_all`."""
+    return (*plan_all_to_all(ids, weights, experts_per_rank, num_ranks, width),)
 
 
 def _parts(rows: Tensor, widths: Sequence[int]) -> Payload:

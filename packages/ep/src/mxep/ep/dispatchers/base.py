@@ -39,6 +39,7 @@ from mxep.comms import (
     tell_failure,
     told_failures,
 )
+from mxep.runtime.bundle import Bundle
 from mxep.runtime.lengths import room_for
 from mxep.runtime.record import fixed
 from mxep.runtime.replay import Replayed, replayed
@@ -83,7 +84,7 @@ def check_reserved(most: int, max_tokens: int | None) -> None:
 
 
 @dataclass(frozen=True)
-class Routing:
+class Routing(Bundle):
     """Metadata of a dispatch, for `redispatch` and `combine`.
 
     Attributes:
@@ -420,9 +421,10 @@ class TokenDispatcher(ABC):
     ) -> RoutingPlan:
         """invalid: ids that are not in the tables any more. max_tokens: as of `make_plan`."""
         total = self._running_counts(ids.device, self.world_size)
-        sizes = self.rank * self.num_local_experts, self.num_local_experts, alignment, capacity, self.num_experts
-        fields = _plan([ids, weights, num_tokens, total], *sizes, self.blocks, invalid, max_tokens)
-        plan = RoutingPlan(*fields, alignment=alignment)  # type: ignore[misc]
+        sizes: dict[str, Any] = {"first_expert": self.rank * self.num_local_experts, "num_experts": self.num_experts}
+        sizes |= {"num_local_experts": self.num_local_experts, "alignment": alignment, "capacity": capacity}
+        sizes |= {"blocks": self.blocks, "max_tokens": max_tokens}
+        plan: RoutingPlan = _plan(ids, weights, num_tokens, total, **sizes, invalid=invalid)
         tokens, top_k = ids.shape[1:]
         max_rows = plan.max_rows
         if max_tokens is not None and capacity.kind != "exact":  # what fits follows from the tokens that there are
@@ -433,23 +435,11 @@ class TokenDispatcher(ABC):
 
 @replayed
 def _plan(
-    tensors: list[Tensor],
-    first_expert: int,
-    num_local_experts: int,
-    alignment: int,
-    capacity: Capacity,
-    num_experts: int,
-    blocks: int,
-    invalid: int,
-    max_tokens: int | None,
-) -> list[Tensor]:
-    """[ids, weights, num_tokens, the dispatcher's counts, which are updated] -> the tensors of a RoutingPlan."""
-    ids, weights, num_tokens, running = tensors
-    of: dict[str, Any] = {"first_expert": first_expert, "num_local_experts": num_local_experts}
-    of |= {"num_experts": num_experts, "alignment": alignment, "blocks": blocks, "max_tokens": max_tokens}
-    plan = make_plan(ids, weights, num_tokens, **of, capacity=capacity, running=running)
+    ids: Tensor, weights: Tensor, num_tokens: Tensor, running: Tensor, *, invalid: int, **sizes: Any
+) -> RoutingPlan:
+    """`make_plan`, which updates running, the dispatcher's counts. The plan has no dispatch's number yet."""
+    plan = make_plan(ids, weights, num_tokens, **sizes, running=running)
     if invalid:
         plan.counts[-1] += invalid
         running[-1] += invalid
-    fields = (field.name for field in dataclasses.fields(plan))
-    return [getattr(plan, name) for name in fields if name not in ("alignment", "dispatch")]
+    return dataclasses.replace(plan, dispatch=None)

@@ -8,8 +8,6 @@ whatever they hold. The number comes from the plan on the device, so that graphs
 a GPU's host reads what was found without waiting for it, at the next exchange or `check()`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -39,7 +37,7 @@ class Headers:
 
     def mark(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
         """Write them into rows (R, n) uint8. sizes: (W, any) int64, rows of each block first. number: (1,) int32."""
-        _mark([rows, sizes, number], STEPS.index(step))
+        _mark(rows, sizes, number, step=STEPS.index(step))
 
     def compare(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
         """Those that came with what this rank is at. Raises PeersDisagree, on CUDA at a later :meth:`check`."""
@@ -47,7 +45,7 @@ class Headers:
         if device not in self._found:
             self._found[device] = made_to_stay(device, lambda: self._make(device))
         found, seen = self._found[device]
-        _compare([rows, sizes, number, found], STEPS.index(step))
+        _compare(rows, sizes, number, found, step=STEPS.index(step))
         if device.type == "cuda":
             seen.copy_(found, non_blocking=True)
         else:
@@ -72,15 +70,13 @@ def _said(word: int) -> str:
 
 
 @replayed
-def _mark(tensors: list[Any], step: int) -> list[Tensor]:
-    rows, sizes, number = tensors
+def _mark(rows: Tensor, sizes: Tensor, number: Tensor, *, step: int) -> Tensor:
     mark_headers(rows, sizes, number, step)
-    return [rows]
+    return rows
 
 
 @replayed
-def _compare(tensors: list[Any], step: int) -> list[Tensor]:
-    """[rows, sizes, number, found (1 + W,), which is updated once]."""
-    rows, sizes, number, found = tensors
+def _compare(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, *, step: int) -> Tensor:
+    """found: (1 + W,), which is updated once."""
     compare_headers(rows, sizes, number, found, step)
-    return [found]
+    return found

@@ -155,8 +155,9 @@ class HierarchicalDispatcher(TokenDispatcher):
         within = self._within_of(max_tokens, self.slots_per_node(max_tokens, top_k))
         self._agree(max_tokens, top_k, sum(part.shape[1] for part in payload))
         counts = self._running_counts(expert_ids.device, 1)
-        sizes = self.nodes.count, self.slots_per_node(max_tokens, top_k), self.experts_per_node, self.num_experts
-        ids, slots, token_of, tables = _plan_slots([expert_ids, weights, counts], *sizes)
+        sizes = {"num_nodes": self.nodes.count, "num_slots": self.slots_per_node(max_tokens, top_k)}
+        sizes |= {"experts_per_node": self.experts_per_node, "num_experts": self.num_experts}
+        ids, slots, token_of, tables = _plan_slots(expert_ids, weights, counts, **sizes)
         number = self._headers.new(self.new_dispatch, ids.device)
         within.new_dispatch = self.new_dispatch
         outgoing = self._join(payload, token_of, number, "dispatch"), *gather_rows((tables,), token_of)
@@ -164,7 +165,8 @@ class HierarchicalDispatcher(TokenDispatcher):
 
         def finish() -> tuple[Payload, Routing]:
             rows, tables = crossing.wait()
-            here = _read_tables([tables], self.nodes.node * self.experts_per_node, self.experts_per_node)
+            first_expert = self.nodes.node * self.experts_per_node
+            here = _read_tables(tables, first_expert=first_expert, experts_per_node=self.experts_per_node)
             arrived, routing = within.dispatch((rows,), *here, alignment=alignment).wait()
             self._room = max(self._room, (max_tokens, top_k, alignment, routing.plan.max_rows))
             between = HierarchicalRouting(routing.plan, ids, self.num_local_experts, routing, slots, token_of)
@@ -192,8 +194,8 @@ class HierarchicalDispatcher(TokenDispatcher):
 
         def finish() -> tuple[Tensor, Tensor | None]:
             rows, *values = crossing.wait()
-            tensors = [rows, values[0] if values else None, routing.slots, routing.expert_ids]
-            out, of_pairs = _sum_rows(tensors, self.experts_per_node)
+            returned = rows, values[0] if values else None, routing.slots, routing.expert_ids
+            out, of_pairs = _sum_rows(*returned, experts_per_node=self.experts_per_node)
             return out, of_pairs
 
         return Later(finish)
@@ -377,21 +379,28 @@ def _parted(slots: Payload, payload: Payload) -> Payload:
 
 @replayed
 def _plan_slots(
-    tensors: list[Tensor], num_nodes: int, num_slots: int, experts_per_node: int, num_experts: int
-) -> list[Tensor]:
-    """[expert_ids, weights, counts, which are updated] -> what `plan_slots` gives."""
-    ids, weights, counts = tensors
-    return list(plan_slots(ids, weights, counts, num_nodes, num_slots, experts_per_node, num_experts))
+    ids: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+    *,
+    num_nodes: int,
+    num_slots: int,
+    experts_per_node: int,
+    num_experts: int,
+) -> tuple[Tensor, ...]:
+    """`plan_slots`, which updates counts."""
+    return (*plan_slots(ids, weights, counts, num_nodes, num_slots, experts_per_node, num_experts),)
 
 
 @replayed
-def _read_tables(tensors: list[Tensor], first_expert: int, experts_per_node: int) -> list[Tensor]:
-    """[tables (N B, 8 K)] -> [ids among the node's experts (N B, K) int32, weights (N B, K)]."""
-    return list(read_tables(tensors[0], first_expert, experts_per_node))
+def _read_tables(tables: Tensor, *, first_expert: int, experts_per_node: int) -> tuple[Tensor, ...]:
+    """Ids among the node's experts (N B, K) int32 and weights (N B, K), from tables (N B, 8 K)."""
+    return (*read_tables(tables, first_expert, experts_per_node),)
 
 
 @replayed
-def _sum_rows(tensors: list[Any], experts_per_node: int) -> list[Tensor | None]:
-    """[rows of nodes (N B, D), values (N B, K) or None, slots, expert_ids] -> [sums (T, D), values (T, K)]."""
-    rows, values, slots, ids = tensors
-    return [sum_slots(rows, slots), None if values is None else pick_values(values, slots, ids, experts_per_node)]
+def _sum_rows(
+    rows: Tensor, values: Tensor | None, slots: Tensor, ids: Tensor, *, experts_per_node: int
+) -> tuple[Tensor, Tensor | None]:
+    """Sums (T, D) of nodes' rows (N B, D), and of their values (N B, K) those of each pair (T, K)."""
+    return sum_slots(rows, slots), None if values is None else pick_values(values, slots, ids, experts_per_node)

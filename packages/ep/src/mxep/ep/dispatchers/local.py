@@ -7,7 +7,6 @@ import dataclasses
 import sys
 import threading
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,16 +106,14 @@ class LocalDispatcher(TokenDispatcher):
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
-        out, values = _sum_rows([rows, routing.plan.slot_rows, row_values])
-        return Done((out, values))
+        return Done(_sum_rows(rows, routing.plan.slot_rows, row_values))
 
 
 @replayed
-def _sum_rows(tensors: list[Any]) -> list[Tensor | None]:
-    """[rows, slot_rows, row_values or None] -> [their sums (T, D), the values (T, K)]."""
-    rows, slot_rows, row_values = tensors
+def _sum_rows(rows: Tensor, slot_rows: Tensor, row_values: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The sums of rows (T, D), and their values (T, K)."""
     out = sum_slots(rows, slot_rows)
     if row_values is None:
-        return [out, None]
+        return out, None
     (values,) = gather_rows((row_values[:, None],), slot_rows.flatten())
-    return [out, values.view(slot_rows.shape)]
+    return out, values.view(slot_rows.shape)

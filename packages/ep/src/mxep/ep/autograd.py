@@ -1,0 +1,427 @@
+"""The layer as autograd sees it: one node when called eagerly, two ops under torch.compile. Both run `layer.py`.
+
+One node for dispatch, MLP and combine equals the composed functions of `functional.py` bit for bit, and costs less:
+
+    SwiGLU and its backward fold what they quantize, for a backend that folds: one pass less over h and d_gate_up
+    d_out's slots are used where they lie, before the next exchange
+    weights are quantized while rows are under way, each way as it is needed: nothing of them is kept for backward
+    dx is combined while the gradient of gate_up_proj computes, between nodes
+
+The ops, which a graph calls and does not look into:
+
+    mxep::layer_forward    x, weights, gate_up_proj, down_proj, ids, gate_up_bias -> out, `Saved`, the plan, kept
+    mxep::layer_backward   d_out and these -> dx, d_weights and the gradients of the parameters that need one
+
+Dispatcher, recipe and backend are in the graph by their keys and names. Graphs, and what inductor keeps of them on
+disk, serve all layers with the same ones. A dispatcher must know its sizes beforehand: the symmetric one with
+``max_tokens``, or the local one. Exchanges have to happen in one order on all ranks. Graphs chain layers by their data,
+forward and backward, so they do. Layers that are checkpointed are not chained where they are computed again: compile
+each by itself, or bring tokens on all ranks.
+
+T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.fx.node import has_side_effect
+
+from mxep.comms import RoutingPlan, make_plan
+from mxep.gemm import Recipe
+from mxep.gemm.backends import BACKENDS, select
+from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
+from mxep.gemm.quantize_once import rowwise_and_saved, weights_are_held
+from mxep.gemm.several import Weight, tensors_of, weight_of
+from mxep.quant import E4M3, MXTensor, SwiGLU
+from mxep.quant.parts import MXParts
+from mxep.runtime.bundle import build, take_apart, tensors_in
+from mxep.runtime.lengths import first_rows
+from mxep.runtime.modes import count_flops, offer_flops
+
+from .checks import check_weights
+from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
+from .functional import checked_tokens
+from .layer import (
+    PLAN,
+    BackwardInput,
+    DeferredWgrads,
+    ForwardInput,
+    ForwardOutput,
+    Needs,
+    layer_backward,
+    layer_forward,
+)
+from .mlp import LayerConfig, Saved, WgradInput, bias_gradient, wgrad
+from .shares import Share, local_tensor, local_weight
+from .wire import keeps_rows
+
+MainGrads = tuple[Tensor | None, Tensor | None]
+"""fp32 (e, 2F, D) and (e, D, F), or None: weight gradients are added there and not returned."""
+
+
+def needs_of(each: Sequence[bool]) -> Needs:
+    """Which parameters need gradients, by `Layer`'s first six arguments."""
+    return Needs(each[2] or each[4], each[3], each[5])
+
+
+class Layer(torch.autograd.Function):
+    """The node of a forward that `layer_forward` has computed. Returns its out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        up_proj: Tensor | None,
+        gate_up_bias: Tensor | None,
+        dispatcher: TokenDispatcher,
+        config: LayerConfig,
+        main_grads: MainGrads,
+        wgrad_scale: float,
+        made: ForwardOutput,
+    ) -> Tensor:
+        parameters = gate_up_proj, down_proj, up_proj, gate_up_bias
+        gate, down, up, _ = (None if each is None else local_tensor(each) for each in parameters)
+        saved, ctx.form = take_apart(made.saved)
+        ctx.save_for_backward(gate, up, down, *saved)
+        ctx.shares = [None if each is None else Share(each) for each in parameters]
+        ctx.dispatcher, ctx.config, ctx.main_grads, ctx.wgrad_scale = dispatcher, config, main_grads, wgrad_scale
+        ctx.routing, ctx.saved_operands = made.routing, None
+        return made.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        routing, halves = ctx.routing, ctx.shares[2] is not None
+        # Only tensors count there, and up_proj is none where gate_up_proj is whole.
+        last = 5 if halves else 4
+        asked = [need and is_wanted(ctx, min(i, last)) for i, need in enumerate(ctx.needs_input_grad[:6])]
+        wanted, kept, retained = needs_of(asked), ctx.saved_operands, graph_is_retained()
+        if not retained:
+            ctx.saved_operands = None
+        if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out) and _has(kept.operands, wanted):
+            return None, None, *_of_parameters(ctx, *_deferred_gradients(ctx, kept.operands, wanted))
+        gate, up, down, *saved = ctx.saved_tensors
+        given = BackwardInput(
+            d_out if routing.room is None else d_out.contiguous(),
+            routing,
+            build(ctx.form, iter(saved)),
+            gate if up is None else (gate, up),
+            down,
+            *ctx.main_grads,
+        )
+        del saved, gate, up, down
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
+        deferred = DeferredWgrads() if retained else None
+        for share in ctx.shares[:3]:  # the bias is not read
+            if share is not None:
+                share.check()
+        how: dict[str, Any] = {"needs": needs_of(ctx.needs_input_grad), "wgrad_scale": ctx.wgrad_scale}
+        with ctx.dispatcher.watched():
+            grads = layer_backward(given, ctx.dispatcher, ctx.config, **how, wanted=wanted, deferred=deferred)
+        dx, d_weights = first_rows(grads.x, len(d_out)), first_rows(grads.weights, len(d_out))
+        if deferred is not None and (deferred.gate_up or deferred.down):
+            ctx.saved_operands = SavedOperands.of(deferred, d_out)
+        return dx, d_weights, *_of_parameters(ctx, grads.gate_up_proj, grads.down_proj, grads.gate_up_bias)
+
+
+def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
+    """Whether it has the operands of these gradients. The bias's sums one of gate_up_proj's."""
+    gate_up = deferred.gate_up is not None or not (wanted.gate_up_proj or wanted.gate_up_bias)
+    return gate_up and (deferred.down is not None or not wanted.down_proj)
+
+
+def _deferred_gradients(
+    ctx: Any, deferred: DeferredWgrads, wanted: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of gate_up_proj, down_proj and the bias that an earlier backward left. It exchanges nothing."""
+    offs, scale = ctx.routing.plan.offs, ctx.wgrad_scale
+    gate_up = down = bias = None
+    if wanted.gate_up_bias and deferred.gate_up is not None:
+        bias = bias_gradient(deferred.gate_up[0], offs, scale=scale)
+    if wanted.gate_up_proj and deferred.gate_up is not None:
+        given, how = WgradInput(*deferred.gate_up, offs, ctx.main_grads[0]), {"halves": ctx.shares[2] is not None}
+        gate_up = wgrad(given, config=ctx.config, scale=scale, dtype=ctx.shares[0].dtype, **how)
+    if wanted.down_proj and deferred.down is not None:
+        given = WgradInput(*deferred.down, offs, ctx.main_grads[1])
+        down = wgrad(given, config=ctx.config, scale=scale, dtype=ctx.shares[1].dtype)
+    return gate_up, down, bias
+
+
+def _of_parameters(ctx: Any, gate_up: Any, down: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What `Layer.backward` returns after dx and d_weights."""
+    up = None
+    if gate_up is not None and ctx.shares[2] is not None:
+        gate_up, up = gate_up
+    if bias is not None:
+        bias = bias.to(ctx.shares[3].dtype)
+    found = zip(ctx.shares, (gate_up, down, up, bias))
+    return *(None if share is None else share.gradient(grad) for share, grad in found), *[None] * 5
+
+
+# ── torch.compile ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def unsupported_reason(dispatcher: TokenDispatcher, config: LayerConfig, main_grads: MainGrads) -> str | None:
+    """None if `compiled_layer` can: all is known by name, and its sizes before it runs. Else why not."""
+    recipe, backend = config.recipe, config.backend
+    if main_grads[0] is not None or main_grads[1] is not None:
+        return "main_grad is memory that backward adds to, which a graph does not: leave it out, or compile around"
+    if dispatcher.capacity.kind == "exact" or dispatcher.static_tokens(0) is None:
+        return "the dispatcher learns its sizes at run time: give max_tokens, and no Capacity.exact()"
+    if recipe.wgrad != "mx":
+        return f"recipe {recipe.name} has weight gradients of unquantized operands, which several functions compute"
+    if recipe.fmt.name != E4M3.name or BACKENDS.get(backend.name) is not backend:
+        return "recipe and backend must be what their names give: Recipe.named, mxep.gemm.backends.BACKENDS"
+    return None
+
+
+def compiled_layer(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Weight,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+    wgrad_scale: float,
+    drops: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """out (T, D), as of `run_experts`, where there is no `unsupported_reason`; if `drops`, which pairs have a row."""
+    expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
+    proj, down_proj = tuple(local_weight(half) for half in tensors_of(gate_up_proj)), local_weight(down_proj)
+    bias = None if gate_up_bias is None else local_weight(gate_up_bias)
+    check_weights(x, weight_of(proj), down_proj, bias, dispatcher, config)
+    needs = [any(half.requires_grad for half in proj), down_proj.requires_grad, bias is not None and bias.requires_grad]
+    backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
+    names = dispatcher.key, config.recipe.name, config.backend.name
+    how = *names, wgrad_scale, config.activation.packed, needs, backward
+    out, *others = forward_op(x, weights, list(proj), down_proj, expert_ids, bias, *how, drops)
+    return out, others[-1].detach() if drops else None
+
+
+@torch.library.custom_op("mxep::layer_forward", mutates_args=())
+def forward_op(
+    x: Tensor,
+    weights: Tensor,
+    gate_up_proj: list[Tensor],
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    gate_up_bias: Tensor | None,
+    dispatcher: str,
+    recipe: str,
+    backend: str,
+    wgrad_scale: float,
+    activation: list[float] | None,
+    needs: list[bool],
+    backward: bool,
+    drops: bool,
+) -> list[Tensor]:
+    found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
+    found.begin(0)  # one graph serves many layers
+    given = ForwardInput(x, weights, expert_ids, weight_of(gate_up_proj), down_proj, gate_up_bias)
+    with found.watched(), torch.no_grad():
+        made = layer_forward(given, found, config, needs=Needs(*needs) if backward else None, drops=drops)
+    kept = [] if made.kept is None else [made.kept]
+    if made.saved is None:
+        return [made.out, *kept]
+    saved = tensors_in(made.saved)
+    if weights_are_held():
+        # An output is the graph's to write over: what is held for others, which comes last, goes out as a copy.
+        own = sum(_num_parts(config.recipe, Needs(*needs)))
+        saved[own:] = [part.clone() for part in saved[own:]]
+    return [made.out, *saved, *tensors_of_plan(made.routing.plan), *kept]
+
+
+@forward_op.register_fake
+def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any) -> list[Tensor]:
+    _, dispatcher, recipe, backend, _, activation, needs, backward, drops = how
+    out, kept = x.new_empty(x.shape), [weights.new_empty(weights.shape)] if drops else []
+    if not backward:
+        return [out, *kept]
+    found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
+    plan = plan_of_shapes(ids, weights, found, config)
+    saved = saved_of_shapes(x, plan, (weight_of(proj), down_proj), config, Needs(*needs), copied=found.borrows)
+    return [out, *tensors_in(saved), *tensors_of_plan(plan), *kept]
+
+
+@torch.library.custom_op("mxep::layer_backward", mutates_args=())
+def backward_op(
+    d_out: Tensor,
+    saved: list[Tensor],
+    gate_up_proj: list[Tensor],
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    dispatcher: str,
+    recipe: str,
+    backend: str,
+    wgrad_scale: float,
+    activation: list[float] | None,
+    needs: list[bool],
+) -> list[Tensor]:
+    found, config = find_dispatcher(dispatcher), _config(d_out.device, recipe, backend, activation)
+    fields: Any = dict(zip(PLAN, saved[-len(PLAN) :]))
+    plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
+    routing, which = Routing(plan, expert_ids, found.num_local_experts), Needs(*needs)
+    kept = _saved_of_list(saved[: -len(PLAN)], d_out.dtype, down_proj.dtype, config.recipe, which)
+    with found.watched(), torch.no_grad():
+        given = BackwardInput(d_out, routing, kept, weight_of(gate_up_proj), down_proj)
+        made = layer_backward(given, found, config, needs=which, wgrad_scale=wgrad_scale)
+    return tensors_in(made)
+
+
+@backward_op.register_fake
+def _(
+    d_out: Tensor, saved: list[Tensor], gate_up_proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any
+) -> list[Tensor]:
+    d_weights = d_out.new_empty(ids.shape, dtype=torch.float32)
+    e, dim, hidden_dim = down_proj.shape
+    bias = d_weights.new_empty(e, 2 * hidden_dim)
+    of_proj = (2, e, hidden_dim, dim) if len(gate_up_proj) == 2 else (e, 2 * hidden_dim, dim)
+    grads = down_proj.new_empty(of_proj), down_proj.new_empty(down_proj.shape), bias
+    return [d_out.new_empty(d_out.shape), d_weights, *(grad for grad, need in zip(grads, how[-1]) if need)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, _, gate_up_proj, down_proj, expert_ids, bias, *ctx.names, _, drops = inputs
+    saved = output[1:-1] if drops else output[1:]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.halves = len(gate_up_proj)
+    ctx.save_for_backward(*gate_up_proj, down_proj, expert_ids, *saved)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    found = ctx.saved_tensors  # to be asked for once
+    proj, (down_proj, expert_ids, *saved) = found[: ctx.halves], found[ctx.halves :]
+    del found
+    dx, d_weights, *rest = backward_op(grads[0], saved, proj, down_proj, expert_ids, *ctx.names)
+    *_, needs = ctx.names
+    d_proj = [None] * ctx.halves
+    if needs[0]:
+        d_proj = list(rest.pop(0)) if ctx.halves == 2 else [rest.pop(0)]
+    d_down = rest.pop(0) if needs[1] else None
+    d_bias = rest.pop(0).to(ctx.bias_dtype) if needs[2] else None
+    return dx, d_weights, d_proj, d_down, None, d_bias, *[None] * 8
+
+
+forward_op.register_autograd(_differentiate, setup_context=_setup_context)
+# Peers wait for the exchanges of a rank without tokens, too, whose empty results a compiler would not compute.
+for _op in (torch.ops.mxep.layer_forward.default, torch.ops.mxep.layer_backward.default):
+    has_side_effect(_op)
+
+
+def _config(device: torch.device, recipe: str, backend: str, activation: Sequence[float] | None) -> LayerConfig:
+    return LayerConfig(_recipe(recipe), select(backend, device), SwiGLU.unpacked(activation))
+
+
+_recipe = functools.cache(Recipe.named)
+
+
+def tensors_of_plan(plan: RoutingPlan) -> list[Tensor]:
+    """The plan's tensors as an op returns them, in the order of `PLAN`."""
+    return [getattr(plan, name) for name in PLAN]
+
+
+def plan_of_shapes(
+    expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher, config: LayerConfig
+) -> RoutingPlan:
+    """The plan that `dispatch` would make, from fake tensors."""
+    sizes = dispatcher.static_tokens(expert_ids.shape[0])
+    assert sizes is not None
+    top_k = expert_ids.shape[1]
+    plan = make_plan(
+        expert_ids.new_empty(*sizes, top_k),
+        weights.new_empty(*sizes, top_k),
+        expert_ids.new_empty(sizes[0]),
+        first_expert=0,
+        num_local_experts=dispatcher.num_local_experts,
+        alignment=config.recipe.group_alignment,
+        capacity=dispatcher.capacity,
+        num_experts=dispatcher.num_experts,
+    )
+    return dataclasses.replace(plan, dispatch=expert_ids.new_empty(1))
+
+
+def saved_of_shapes(
+    x: Tensor,
+    plan: RoutingPlan,
+    weights: tuple[Weight, Tensor],
+    config: LayerConfig,
+    needs: Needs,
+    *,
+    copied: bool,
+) -> Saved:
+    """What forward would leave to backward, from fake tensors. copied: the dispatcher `borrows`."""
+    recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
+    slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
+    num_rows = plan.slot_rows.shape[0] if slots else plan.max_rows
+
+    def quantized(rows: int, width: int, block: int) -> MXParts:
+        scale = x.new_empty(rows, width // block, dtype=torch.float8_e8m0fnu)
+        return MXParts(x.new_empty(rows, width, dtype=recipe.fmt.dtype), scale, None, -1, block, dtype)
+
+    rows: Any = None
+    if needs.gate_up_proj:
+        plain = recipe.scaling == "none"
+        rows = x.new_empty(num_rows, dim) if plain else quantized(num_rows, dim, recipe.block_size or dim)
+    wide = 2 * hidden_dim
+    fp8 = recipe.saved_gate_up == "fp8"
+    gate_up = quantized(plan.max_rows, wide, wide) if fp8 else x.new_empty(plan.max_rows, wide)
+    later = (rowwise_and_saved(w, recipe, config.backend, dgrad=True)[1] for w in weights)
+    columns = (w.weight if isinstance(w.weight, MXTensor) else w.amax for w in later)
+    return Saved(rows, gate_up, *columns)
+
+
+def _num_parts(recipe: Recipe, needs: Needs) -> tuple[int, int]:
+    """Number of tensors of `Saved.rows` and of `Saved.gate_up`."""
+    return needs.gate_up_proj * (1 if recipe.scaling == "none" else 2), 2 if recipe.saved_gate_up == "fp8" else 1
+
+
+def _saved_of_list(
+    tensors: list[Tensor], dtype: torch.dtype, weight_dtype: torch.dtype, recipe: Recipe, needs: Needs
+) -> Saved:
+    """`Saved` from its tensors. dtype: of x."""
+    of_rows, of_gate_up = _num_parts(recipe, needs)
+    rows, gate_up, columns = tensors[:of_rows], tensors[of_rows:][:of_gate_up], tensors[of_rows + of_gate_up :]
+    half, along_rows, both_ways = len(columns) // 2, -1, (-2, -1)
+    gate_up_columns, down_columns = (
+        _joined(part, both_ways, weight_dtype) for part in (columns[:half], columns[half:])
+    )
+    return Saved(_joined(rows, along_rows, dtype), _joined(gate_up, along_rows, dtype), gate_up_columns, down_columns)
+
+
+def _joined(parts: list[Tensor], axis: Any, dtype: torch.dtype) -> Any:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    qdata, scale = parts
+    return MXParts(qdata, scale, None, axis, qdata.shape[-1] // scale.shape[-1], dtype)
+
+
+@count_flops(torch.ops.mxep.layer_forward)
+def _flops_forward(
+    x: Tensor, weights: Tensor, gate_up_proj: list[Tensor], down_proj: Tensor, *_: Any, out_val: Any
+) -> int:
+    """2 M N K of both products, of T * K rows: what this rank's tokens cost, wherever their experts are."""
+    elements = sum(w[0].numel() for w in (*gate_up_proj, down_proj))
+    return 2 * weights.numel() * elements
+
+
+@count_flops(torch.ops.mxep.layer_backward)
+def _flops_backward(
+    d_out: Tensor, saved: Any, gate_up_proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any, out_val: Any
+) -> int:
+    """Two dgrads, and a wgrad of each weight that needs one."""
+    of_gate_up, of_down = 2 * sum(w[0].numel() for w in gate_up_proj), 2 * down_proj[0].numel()
+    needs: list[bool] = how[-1]
+    return ids.numel() * (of_gate_up * (1 + needs[0]) + of_down * (1 + needs[1]))
+
+
+offer_flops()

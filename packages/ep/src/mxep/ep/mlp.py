@@ -1,0 +1,298 @@
+"""The experts' gated MLP over expert-major rows, its weights, and its gradients. `layer.py` calls it between exchanges.
+
+    forward                                     backward
+    rows (R_max, D)                             d_y (R_max, D)
+      GEMM gate_up_proj  -> gate_up (R_max, 2F)   GEMM down_proj     -> d_h (R_max, F)
+      SwiGLU * row_weight, quantize -> h          SwiGLU backward    -> d_gate_up, and h again
+      GEMM down_proj     -> y (R_max, D)          wgrad d_y^T h      -> d_down_proj
+                                                  GEMM gate_up_proj  -> d_rows (R_max, D)
+                                                wgrad d_gate_up^T rows -> d_gate_up_proj
+
+h is not kept for backward: the backward kernel of SwiGLU reads gate_up anyway, and writes h again. Functions release
+what they have used, so that its memory serves what comes next.
+
+R_max rows, S slots, D model dim, F hidden dim, e local experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxep import quant
+from mxep.gemm import Recipe
+from mxep.gemm.backends import Backend
+from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.several import Weight
+from mxep.quant import MXTensor, SwiGLU, group_sums
+from mxep.quant.parts import MXParts
+from mxep.runtime.bundle import Bundle
+from mxep.runtime.replay import replayed
+
+from .dispatchers.base import Payload
+from .wire import Wire
+
+PLAIN = SwiGLU()
+
+
+@dataclass(frozen=True)
+class LayerConfig(Bundle):
+    """How a layer computes. backend: one that can run where its tensors are. activation: of gate and up."""
+
+    recipe: Recipe
+    backend: Backend
+    activation: SwiGLU = PLAIN
+
+
+@dataclass(frozen=True)
+class MLPInput(Bundle):
+    """Slots (S, .), the plan's row_slot, row_weight and offs, and weights as forward multiplies them."""
+
+    slots: Payload
+    row_slot: Tensor
+    row_weight: Tensor
+    offs: Tensor
+    gate_up_proj: Any
+    gate_up_bias: Tensor | None
+    down_proj: Any
+
+
+class MLPOutput(NamedTuple):
+    """y (R_max, D), and what backward needs: rows, gate_up (R_max, 2F) as `saved_gate_up` has it; or None."""
+
+    y: Tensor
+    rows: Any
+    gate_up: Any
+
+
+@replayed
+def mlp_forward(
+    given: MLPInput, *, config: LayerConfig, wire: Wire, copy: bool, keep_rows: bool, keep_gate_up: bool
+) -> MLPOutput:
+    """Both GEMMs and SwiGLU. copy: as in `Wire.rows`."""
+    backend, offs = config.backend, given.offs
+    rows = wire.rows(given.slots, given.row_slot, offs, copy=copy)
+    gate_up = backend.forward(rows, given.gate_up_proj, offs, bias=given.gate_up_bias, out_dtype=wire.dtype)
+    h = swiglu_forward(gate_up, given.row_weight, offs, config.recipe, config.activation, folded=backend.wants_rowwise)
+    kept = saved_gate_up(gate_up, config.recipe) if keep_gate_up else None
+    del gate_up
+    y = backend.forward(h, given.down_proj, offs, bias=None, out_dtype=wire.dtype)
+    return MLPOutput(y, rows if keep_rows else None, kept)
+
+
+@dataclass(frozen=True)
+class MLPGradientInput(Bundle):
+    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, weights as dgrad multiplies them."""
+
+    slots: Payload
+    row_slot: Tensor
+    row_weight: Tensor
+    offs: Tensor
+    gate_up: Any
+    down_proj: Any
+    gate_up_proj: Any
+    down_main_grad: Tensor | None
+
+
+class MLPGradients(NamedTuple):
+    """d_rows (R_max, D), d_row_weight (R_max,), d_gate_up (R_max, 2F), the gradient of down_proj or None; and d_y and h
+    if that is computed later."""
+
+    d_rows: Tensor
+    d_row_weight: Tensor
+    d_gate_up: Any
+    d_down_proj: Tensor | None
+    d_y: Any
+    h: Any
+
+
+@replayed
+def mlp_backward(
+    given: MLPGradientInput,
+    *,
+    config: LayerConfig,
+    wire: Wire,
+    copy: bool,
+    with_h: bool,
+    later: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> MLPGradients:
+    """Backward of `mlp_forward`, but for the gradient of gate_up_proj. It is given gate_up and the weights to use up.
+
+    with_h: down_proj has a gradient, of `dtype`. later: return its operands instead.
+    """
+    backend, offs, row_weight = config.backend, given.offs, given.row_weight
+    d_y = wire.rows(given.slots, given.row_slot, offs, copy=copy)
+    d_h = backend.dgrad(d_y, given.down_proj, offs, out_dtype=wire.dtype)
+    gate_up = given.gate_up
+    given.release("slots", "down_proj", "gate_up")
+    options: dict[str, Any] = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h}
+    how = config.recipe, config.activation
+    d_gate_up, d_row_weight, h = swiglu_backward(d_h, gate_up, row_weight, offs, *how, **options)
+    del d_h, gate_up
+    d_down_proj, operands = None, (d_y, h) if later else (None, None)
+    if with_h and not later:  # d_y is borrowed until the next exchange
+        of_wgrad = WgradInput(d_y, h, offs, given.down_main_grad)
+        del d_y, h
+        d_down_proj = wgrad.function(of_wgrad, config=config, scale=scale, dtype=dtype)
+    else:
+        del d_y, h
+    d_rows = backend.dgrad(d_gate_up, given.gate_up_proj, offs, out_dtype=wire.dtype)
+    return MLPGradients(d_rows, d_row_weight, d_gate_up, d_down_proj, *operands)
+
+
+@dataclass(frozen=True)
+class WgradInput(Bundle):
+    """dy (R_max, N), a (R_max, K), offs, and an fp32 main_grad (e, N, K) or None."""
+
+    dy: Any
+    a: Any
+    offs: Tensor
+    main_grad: Tensor | None
+
+
+@replayed
+def wgrad(
+    given: WgradInput, *, config: LayerConfig, scale: float, dtype: torch.dtype, halves: bool = False
+) -> Tensor | None:
+    """The gradient dy^T a of a weight (e, N, K); None where it was added to main_grad. It uses up dy and a.
+
+    halves: of gate and up apart, as (2, e, F, D); there is no main_grad.
+    """
+    dy, a, offs = given.dy, given.a, given.offs
+    given.release("dy", "a")
+    shape = 2, len(offs), dy.shape[1] // 2, a.shape[1]
+    operands = config.backend.prepare_wgrad(dy, a, offs, config.recipe)
+    del dy, a
+    both = offs.new_empty(shape, dtype=dtype) if halves else None
+    gradient: Tensor | None = config.backend.wgrad(
+        operands, offs, out_dtype=dtype, scale=scale, accumulate_into=given.main_grad, halves=both
+    )
+    return gradient if both is None else both
+
+
+@replayed
+def bias_gradient(d_gate_up: Tensor, offs: Tensor, *, scale: float) -> Tensor:
+    """scale * the sum of each expert's rows of d_gate_up (R_max, 2F): (e, 2F) fp32."""
+    return group_sums(d_gate_up, offs).mul_(scale)
+
+
+@dataclass(frozen=True)
+class Saved(Bundle):
+    """What forward leaves to backward besides the weights themselves.
+
+    Attributes:
+        rows: (S, D) slots, or (R_max, D) where `keeps_rows`; None if gate_up_proj has no gradient.
+        gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8.
+        gate_up_columns, down_columns: what helps to quantize the weights colwise. The amax of their columns, (e, D) and
+            (e, F) fp32, for a backend with one scale a column. 2-D blocks serve as they are. Else None.
+    """
+
+    rows: Any
+    gate_up: Any
+    gate_up_columns: Any
+    down_columns: Any
+
+
+# ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class RowwiseWeights(Bundle):
+    """Both weights as forward multiplies them, and the amax (e, .) of their columns or None."""
+
+    gate_up: Any
+    down: Any
+    gate_up_amax: Tensor | None
+    down_amax: Tensor | None
+
+
+@dataclass(frozen=True)
+class ColwiseWeights(Bundle):
+    """Both weights as dgrad multiplies them."""
+
+    gate_up: Any
+    down: Any
+
+
+@replayed
+def quantize_rowwise(gate_up_proj: Weight, down_proj: Tensor, *, config: LayerConfig, dgrad: bool) -> RowwiseWeights:
+    """The weights for forward. dgrad: `quantize_colwise` will follow."""
+    gate_up, gate_up_saved = rowwise_and_saved(gate_up_proj, config.recipe, config.backend, dgrad=dgrad)
+    down, down_saved = rowwise_and_saved(down_proj, config.recipe, config.backend, dgrad=dgrad)
+    return RowwiseWeights(gate_up, down, gate_up_saved.amax, down_saved.amax)
+
+
+@replayed
+def quantize_colwise(gate_up_proj: SavedWeight, down_proj: SavedWeight, *, config: LayerConfig) -> ColwiseWeights:
+    """The weights for dgrad. 2-D blocks serve as they are."""
+    down = down_proj.colwise(config.recipe, config.backend)
+    return ColwiseWeights(gate_up_proj.colwise(config.recipe, config.backend), down)
+
+
+def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
+    """What `Saved` has of both weights: 2-D blocks, or the amax of columns."""
+    pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
+    gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
+    return gate_up, down
+
+
+def saved_with(w: Weight, columns: Any) -> SavedWeight:
+    """A weight as backward finds it: itself with the amax of its columns, or 2-D blocks."""
+    return SavedWeight(columns, None) if isinstance(columns, MXParts | MXTensor) else SavedWeight(w, columns)
+
+
+# ── SwiGLU in the recipe's formats ────────────────────────────────────────────────────────────────────────────────
+
+
+def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
+    """gate_up (R_max, 2F) as it is kept for backward: as it is, or with one scale a row. Rows past the valid ones may
+    hold anything. Each row is quantized by itself."""
+    if recipe.saved_gate_up == "unquantized":
+        return gate_up
+    return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)
+
+
+def swiglu_forward(
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    recipe: Recipe,
+    activation: SwiGLU = PLAIN,
+    *,
+    folded: bool = False,
+) -> Tensor:
+    """h (R_max, F), times row_weight, as the recipe quantizes it. folded: MX rows with one scale each, for a backend
+    that `wants_rowwise`."""
+    if recipe.scaling == "none":
+        return quant.swiglu(gate_up, row_weight, offs=offs, activation=activation)
+    options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
+    folded = folded and recipe.scaling == "mx"
+    return quant.swiglu_quantize(gate_up, row_weight, offs=offs, folded=folded, activation=activation, **options)
+
+
+def swiglu_backward(
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    recipe: Recipe,
+    activation: SwiGLU = PLAIN,
+    *,
+    folded: bool = False,
+    overwrite: bool = False,
+    with_h: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(d_gate_up (R_max, 2F) as the recipe quantizes gradients, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
+
+    gate_up: of `saved_gate_up`. overwrite: d_h is not needed any more. with_h: h is what :func:`swiglu_forward` returns
+    of this gate_up, bit for bit, else None. It is not kept since forward: this kernel reads gate_up anyway.
+    """
+    if recipe.scaling == "none":
+        return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, with_h=with_h, activation=activation)
+    options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block_size": recipe.block_size}
+    options |= {"activation": activation, "folded": folded and recipe.scaling == "mx"}
+    options |= {"h_fmt": recipe.fmt if with_h else None}
+    return quant.swiglu_backward_quantize(d_h, gate_up, row_weight, offs=offs, overwrite=overwrite, **options)

@@ -1,0 +1,149 @@
+"""Bundles: objects of tensors, which replayed functions take and return, and how they come apart.
+
+    take_apart(x)   plain tensors of x in order, and its form: all the rest of it, hashable
+    build(form, tensors)   x again, with other tensors
+
+An object of tensors is a tensor, None, a tuple, named tuple or list of objects, or a `Bundle`. Whatever else a field
+holds is part of the form. Objects of a class registered by `register_parts` come apart into their parts.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.nn import Parameter
+
+Form = Any
+"""`Tensor` for a tensor, None, (class, forms of its fields), or (class, value) of what is no object of tensors."""
+
+
+class Bundle:
+    """Base of frozen dataclasses with fields that are objects of tensors."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.field_names = *cls.field_names, *cls.__annotations__
+
+    def release(self, *names: str) -> None:
+        """Set fields to None, so that their memory can serve what comes next. For the function that was given it."""
+        for name in names:
+            self.__dict__[name] = None  # past `frozen`
+
+
+class NotReplayed(Exception):
+    """An object says that functions with it are not recorded."""
+
+
+_PARTS: dict[type, type] = {}
+_WHOLE: dict[type, type] = {}
+"""Registered classes, by those of their parts and the other way round."""
+
+
+def register_parts(parts: type, whole: type) -> None:
+    """Let replayed functions use objects of type `whole`, which their callers give and get as `parts`.
+
+    parts: a named tuple. `parts.of(whole)` and `parts.join()` convert.
+    """
+    _PARTS[parts], _WHOLE[whole] = whole, parts
+
+
+def as_parts(x: Any) -> Any:
+    """x with each registered object replaced by its parts."""
+    return _mapped(x, _apart_if_whole)
+
+
+def as_whole(x: Any) -> Any:
+    """x with parts joined. Bundles are changed in place."""
+    return _mapped(x, _joined_if_parts)
+
+
+def _apart_if_whole(x: Any) -> Any:
+    kind = _WHOLE.get(type(x))
+    return x if kind is None else kind.of(x)  # type: ignore[attr-defined]
+
+
+def _joined_if_parts(x: Any) -> Any:
+    return x.join() if type(x) in _PARTS else x
+
+
+def _mapped(x: Any, convert: Callable[[Any], Any]) -> Any:
+    found = convert(x)
+    if found is not x:
+        return found
+    if isinstance(x, tuple | list):
+        values = [_mapped(each, convert) for each in x]
+        return x if all(map(operator.is_, values, x)) else _made(type(x), values)
+    if isinstance(x, Bundle):
+        for name, value in x.__dict__.items():
+            x.__dict__[name] = _mapped(value, convert)
+    return x
+
+
+def take_apart(x: Any) -> tuple[list[Tensor], Form]:
+    """The tensors of x, and its form.
+
+    Raises NotReplayed for an object of a class whose attribute `recordable` is not True, or was not set by the class
+    itself.
+    """
+    tensors: list[Tensor] = []
+    return tensors, take(x, tensors)
+
+
+def take(x: Any, tensors: list[Tensor]) -> Form:
+    """The form of x, as of `take_apart`. Appends its tensors to the list."""
+    kind: Any = type(x)
+    if kind is Tensor or kind is Parameter:
+        tensors.append(x)
+        return Tensor
+    if x is None:
+        return None
+    if issubclass(kind, Bundle):
+        return (kind, *[take(x.__dict__[name], tensors) for name in kind.field_names])
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return Tensor
+    if isinstance(x, tuple | list):
+        return (kind, *[take(each, tensors) for each in x])
+    # An inherited True does not count.
+    if hasattr(kind, "recordable") and not kind.__dict__.get("recordable", False):
+        raise NotReplayed
+    # 0.0 equals -0.0, and 1 equals True and 1.0.
+    return kind, x.hex() if kind is float else x
+
+
+def build(form: Form, tensors: Iterator[Tensor]) -> Any:
+    """The object of this form."""
+    if form is Tensor:
+        return next(tensors)
+    if form is None:
+        return None
+    kind, *parts = form
+    if issubclass(kind, Bundle):
+        made = object.__new__(kind)
+        made.__dict__.update(zip(kind.field_names, [build(part, tensors) for part in parts]))
+        return made
+    if issubclass(kind, tuple | list):
+        return _made(kind, [build(part, tensors) for part in parts])
+    return float.fromhex(parts[0]) if kind is float else parts[0]
+
+
+def _made(kind: Any, values: list[Any]) -> Any:
+    return kind._make(values) if hasattr(kind, "_make") else kind(values)
+
+
+def count(form: Form) -> int:
+    """Number of tensors of an object of this form."""
+    if form is Tensor:
+        return 1
+    if form is None:
+        return 0
+    kind, *parts = form
+    return sum(map(count, parts)) if issubclass(kind, Bundle | tuple | list) else 0
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """The plain tensors of x, those of parts and of registered objects included."""
+    return take_apart(as_parts(x))[0]
