@@ -26,12 +26,12 @@ from mxep.quant.sigmoid import LIMIT, sigmoid_pair
 class SwiGLU:
     """(clamp(up, -limit, limit) + shift) * g * sigmoid(alpha * g), with g = min(gate, limit). Plain SwiGLU by default.
 
-    A gradient is zero where its input was beyond limit; at limit it passes, as torch's clamp had it before 2.15.
-    ValueError for an alpha or a limit that is not positive and finite.
+    A gradient is zero if its input was beyond limit. At limit it passes, as in torch's clamp before 2.15.
+    Raises ValueError for an alpha or a limit that is not positive and finite.
 
     Attributes:
         limit: None: nothing is clamped.
-        interleaved: columns are gate, up, gate, up, ...; else all of gate, then all of up.
+        interleaved: columns are gate, up, gate, up, ... By default all of gate come first, then all of up.
     """
 
     alpha: float = 1.0
@@ -46,21 +46,21 @@ class SwiGLU:
 
     @property
     def packed(self) -> list[float] | None:
-        """What ops take: all fields, as numbers; None for plain SwiGLU."""
+        """All fields as numbers, the form that ops take; None for plain SwiGLU."""
         if self == PLAIN:
             return None
         return [self.alpha, math.inf if self.limit is None else self.limit, self.shift, float(self.interleaved)]
 
     @staticmethod
     def unpacked(packed: Sequence[float] | None) -> "SwiGLU":
-        """Of what ops take."""
+        """Rebuild it from the form that ops take."""
         if packed is None:
             return PLAIN
         alpha, limit, shift, interleaved = packed
         return SwiGLU(alpha, None if limit == math.inf else limit, shift, bool(interleaved))
 
     def split(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """gate and up (R, F), views of gate_up (R, 2F)."""
+        """Gate and up (R, F), views of gate_up (R, 2F)."""
         gate, up = gate_up.unflatten(1, (-1, 2)).unbind(2) if self.interleaved else gate_up.chunk(2, dim=1)
         return gate, up
 
@@ -69,24 +69,24 @@ class SwiGLU:
         return torch.stack((gate, up), 2).flatten(1) if self.interleaved else torch.cat((gate, up), 1)
 
     def glu(self, gate: Tensor, up: Tensor) -> "Glu":
-        """Of gate and up (R, F) fp32, each operation rounded by itself, as the kernel does them."""
+        """Compute `Glu` of gate and up (R, F) fp32. Each operation is rounded by itself, as in the kernel."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         x = gate * self.alpha if self.alpha != 1.0 else gate
         s, one_minus_s = sigmoid_pair(x)
-        # Where s has stopped falling the gate stops, too, so that h of a gate of -inf is as good as 0.
+        # Once s has stopped falling, gate stops, too, so that a gate of -inf makes h as good as 0.
         glu = gate.clamp(min=-LIMIT / self.alpha).mul_(s)
         return Glu(glu, up + self.shift if self.shift else up, x, s, one_minus_s)
 
     def unclamped(self, d: Tensor, x: Tensor, *, both: bool) -> Tensor:
-        """The gradient d of what x (gate, or with `both` up) was clamped to, as x's."""
+        """Turn the gradient d of a clamped x into that of x. x is gate, or up with `both`."""
         if self.limit is None:
             return d
         return d.masked_fill((x.abs() if both else x) > self.limit, 0.0)
 
 
 class Glu(NamedTuple):
-    """glu, up' and what the slope is made of: x = alpha * gate', sigmoid(x), sigmoid(-x)."""
+    """glu, up' and the terms of the slope: x = alpha * gate', sigmoid(x), sigmoid(-x)."""
 
     glu: Tensor
     up: Tensor
@@ -95,7 +95,7 @@ class Glu(NamedTuple):
     one_minus_s: Tensor
 
     def slope(self) -> Tensor:
-        """Of glu by gate'."""
+        """Derivative of glu by gate'."""
         return self.x.clamp(-LIMIT, LIMIT).mul_(self.one_minus_s).add_(1.0).mul_(self.s)
 
 

@@ -1,7 +1,7 @@
-"""The aten ops an MXTensor knows: those that move, transpose, slice, join or copy qdata and scales together. No
+"""The aten ops of an MXTensor. They move, transpose, slice, join or copy qdata and scales together, and do no
 arithmetic.
 
-Every handler takes (func, args, kwargs) as `__torch_dispatch__` gets them, args[0] being the MXTensor, if not said.
+Handlers take (func, args, kwargs) as `__torch_dispatch__` gets them. args[0] is the MXTensor, unless stated.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from mxep.quant.ops import bytewise
 
 aten = torch.ops.aten
 MX = Any
-"""An MXTensor, whose module imports this one."""
+"""An MXTensor. Its module imports this one."""
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -36,7 +36,7 @@ def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Between MXTensors that agree in all but their bytes; a plain tensor takes the values."""
+    """Copy between MXTensors that agree in all but their bytes. A plain tensor takes the values."""
     to, source = args[:2]
     if not hasattr(to, "qdata"):
         return func(to, source.dequantize(), *args[2:], **kwargs)
@@ -51,7 +51,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _isnan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A plain tensor, of values: what torch's anomaly mode asks of gradients."""
+    """A plain tensor, computed from the values. torch's anomaly mode asks for it."""
     result: Tensor = func(args[0].dequantize(), **kwargs)
     return result
 
@@ -73,7 +73,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
 
 
 def _in_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    """qdata, scales and index, copied or of any value, in the memory that is asked for."""
+    """qdata, scales and index in the requested memory, copied or of any value."""
     mx, dtype = args[0], kwargs.get("dtype")
     if dtype not in (None, mx.dtype):
         raise NotImplementedError(f"{func} of an MXTensor as {dtype}: want {mx.dtype}; or call .dequantize({dtype})")
@@ -82,7 +82,7 @@ def _in_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
 
 
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    """The last two axes: t, transpose(i, j) or permute(order)."""
+    """Transpose the last two axes: t, transpose(i, j) or permute(order)."""
     mx, *dims = args
     *rest, a, b = order = [*range(mx.ndim)]
     if func is aten.permute.default:
@@ -104,7 +104,7 @@ def _blocked(mx: MX) -> tuple[int, ...]:
 
 
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    """Rows anywhere; along a blocked axis whole blocks only (ValueError)."""
+    """Slice rows anywhere. A blocked axis takes whole blocks only (ValueError)."""
     mx = args[0]
     given: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
     dim, start, end, step = given
@@ -125,7 +125,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
 
 
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MX]:
-    """Slices one after another, of one size or of the sizes given."""
+    """Consecutive slices, of one size or of the sizes given."""
     mx, sizes, dim = args if len(args) == 3 else (*args, 0)
     length = mx.shape[dim]
     if isinstance(sizes, int):
@@ -135,7 +135,7 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MX]
 
 
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    """MXTensors of one format, axis, block and dtype, along any axis; a row index is applied."""
+    """Join MXTensors of one format, axis, block and dtype along any axis. A row index is applied."""
     tensors, dim = args[0], (args[1] if len(args) > 1 else 0)
     kinds = {(mx.format, mx.axis, mx.block_size, mx.dtype, mx.ndim) if hasattr(mx, "qdata") else None for mx in tensors}
     if len(kinds) > 1 or None in kinds:

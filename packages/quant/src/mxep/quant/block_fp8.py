@@ -3,10 +3,10 @@
     qdata   (..., N, K)                          float8_e4m3fn
     scale   (..., ceil(N/rows), ceil(K/columns)) fp32, bf16, fp16 or e8m0;  a value is qdata * scale
 
-Checkpoints call the scale `weight_scale_inv`, but it multiplies. Blocks at the edges are cut, as 576 rows in blocks of
-128: five blocks, the last one 64 rows high. Row-scaled FP8 is the case (1, K), one scale for all the case (N, K).
+Checkpoints call the scale `weight_scale_inv`, but it multiplies. Blocks at the edges are cut: 576 rows in blocks of 128
+are five blocks, the last one 64 rows high. Row-scaled FP8 is the case (1, K), one scale for everything the case (N, K).
 
-Plain torch on any device. Scales that are powers of two fold exactly where their range allows: `to_mxfp8`, `fold`.
+Plain torch on any device. Power-of-two scales fold exactly if their range allows it: `to_mxfp8`, `fold`.
 """
 
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ BlockShape = tuple[int, int]
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, SCALE_DTYPE)
 _ONE = 127
 _SMALLEST = 2.0**-126
-"""The smallest scale of floating point: half of it would lose bits."""
+"""Smallest floating-point scale: half of it would lose bits."""
 
 
 @dataclass(frozen=True)
 class BlockFP8:
-    """A weight in block FP8, (..., N, K). Any leading axes, as (E, N, K) for E experts.
+    """A weight in block FP8, (..., N, K), with any leading axes, such as (E, N, K) for E experts.
 
     qdata: (..., N, K) float8_e4m3fn.
     scale: (..., ceil(N/rows), ceil(K/columns)) fp32, bf16, fp16 or float8_e8m0fnu.
-    block_size: (rows, columns) of elements that a scale covers; (128, 128) of DeepSeek-V3, (1, K) of row-scaled FP8.
+    block_size: (rows, columns) of elements per scale; (128, 128) for DeepSeek-V3, (1, K) for row-scaled FP8.
 
-    ValueError for other dtypes and for a scale of another shape or device.
+    Raises ValueError for other dtypes and for a scale of another shape or device.
     """
 
     qdata: Tensor
@@ -66,7 +66,7 @@ class BlockFP8:
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The values, (..., N, K) contiguous: the fp32 product qdata * scale, rounded once to `dtype`.
 
-        dtype: bf16, fp32 or fp16; ValueError for others.
+        dtype: bf16, fp32 or fp16. Raises ValueError for others.
         """
         if dtype not in VALUE_DTYPES:
             raise ValueError(f"dequantize: expected dtype {VALUE_DTYPES}, got {dtype}")
@@ -75,9 +75,9 @@ class BlockFP8:
         return (values_of(self.qdata) * scale).to(dtype).contiguous()
 
     def scale_exponents(self) -> Tensor | None:
-        """The scales as e8m0, where all of them are powers of two in its range (or NaN); else None.
+        """The scales as e8m0 if all are powers of two in its range, or NaN. Otherwise None.
 
-        Checkpoints declare power-of-two scales with fp32 and bf16 storage, too, so values are looked at, not dtypes.
+        Checkpoints store power-of-two scales as fp32 and bf16, too, so the values decide, not the dtype.
         """
         if self.scale.dtype == SCALE_DTYPE:
             return self.scale
@@ -94,12 +94,12 @@ def quantize_blocks(
 ) -> BlockFP8:
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to block FP8. No autograd.
 
-    block_size: (rows, columns) a scale; N and K need not be multiples.
-    scale_dtype: fp32, bf16 or fp16: amax / 448 rounded to it; float8_e8m0fnu: 2**ceil(log2(amax / 448)), which is what
-        checkpoints call `ue8m0`. The scale of a block of zeros is 1.
-    Elements are x / scale in fp32, saturated at 448 (a scale that was rounded down needs it), rounded to nearest even.
+    block_size: (rows, columns) per scale; N and K need not be multiples.
+    scale_dtype: fp32, bf16 or fp16: amax / 448 rounded to it. float8_e8m0fnu: 2**ceil(log2(amax / 448)), called `ue8m0`
+        in checkpoints. The scale of a block of zeros is 1.
+    Elements are x / scale in fp32, saturated at 448 (needed if the scale was rounded down), rounded to nearest even.
     A block with NaN or Inf has scale NaN and every element 0x7f.
-    The formula is DeepSeek-V3's (inference/kernel.py). ValueError for other dtypes and blocks.
+    The formula is DeepSeek-V3's (inference/kernel.py). Raises ValueError for other dtypes and blocks.
     """
     check_values("quantize_blocks", x)
     _check_block_shape(block_size)
@@ -134,7 +134,7 @@ def _scale_values(scale: Tensor) -> Tensor:
 
 
 def _amax(x: Tensor, block_size: BlockShape) -> Tensor:
-    """The maximum of each block of x (..., N, K), which are not negative: (..., grid rows, grid columns)."""
+    """Maximum of each block of x (..., N, K), x >= 0: (..., grid rows, grid columns)."""
     (rows, columns), (grid_rows, grid_columns) = block_size, _grid(x, block_size)
     padding = (0, grid_columns * columns - x.shape[-1], 0, grid_rows * rows - x.shape[-2])
     blocks = torch.nn.functional.pad(x, padding).unflatten(-1, (grid_columns, columns))

@@ -1,4 +1,4 @@
-"""Argument checks of the package: each returns the normalized argument or raises ValueError naming got and wanted."""
+"""Argument checks. Each returns the normalized argument, or raises ValueError with the given and the expected one."""
 
 import torch
 from torch import Tensor
@@ -7,17 +7,17 @@ from mxep.quant.formats import E2M1, E4M3, E5M2, SCALE_DTYPE, MXFormat, ScaleMod
 
 Axis = int | tuple[int, int]
 BLOCKS_2D = (-2, -1)
-"""The axis of square 2-D blocks: one scale for a block of rows and columns."""
+"""Axis of square 2-D blocks: one scale per block of rows and columns."""
 
 VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-"""What can be quantized, and what an MXTensor can look like outside."""
+"""Dtypes that can be quantized, and outer dtypes of an MXTensor."""
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 _MODES = tuple(mode.value for mode in ScaleMode)
 
 
 def check_values(name: str, x: Tensor) -> None:
-    """`x` must be a plain bf16, fp32 or fp16 tensor of two or more axes."""
+    """Check that `x` is a plain bf16, fp32 or fp16 tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name}: got a {type(x).__name__}, want a tensor")
     if type(x) is not Tensor and hasattr(x, "qdata"):
@@ -27,7 +27,7 @@ def check_values(name: str, x: Tensor) -> None:
 
 
 def check_format(fmt: MXFormat | str) -> torch.dtype:
-    """The dtype of the qdata of `fmt`, E4M3 or E5M2 or its name; only `quantize` makes E2M1."""
+    """The dtype of the qdata of `fmt`: E4M3 or E5M2, or its name. Only `quantize` makes E2M1."""
     if isinstance(fmt, str):
         fmt = _FORMATS.get(fmt, fmt)
     if fmt not in (E4M3, E5M2):
@@ -37,14 +37,14 @@ def check_format(fmt: MXFormat | str) -> torch.dtype:
 
 
 def check_mode(mode: ScaleMode | str) -> str:
-    """The name of a scale mode; ScaleMode is a str, so its name will do for it."""
+    """The name of a scale mode, given the mode or its name."""
     if mode not in _MODES:
         raise ValueError(f"mode: got {mode!r}, want one of {_MODES}")
     return str(mode)
 
 
 def check_axis(axis: Axis, x: Tensor) -> Axis:
-    """-1, -2 or (-2, -1) for a blocked axis given in any usual way; `x` must have two axes or more."""
+    """Normalize a blocked axis to -1, -2 or (-2, -1). `x` must have at least two axes."""
     if x.ndim < 2:
         raise ValueError(f"got shape {tuple(x.shape)}, want two axes or more, (..., N, K)")
     given = (axis,) if isinstance(axis, int) else tuple(axis)
@@ -57,7 +57,7 @@ def check_axis(axis: Axis, x: Tensor) -> Axis:
 
 
 def check_block(block_size: int | None, axis: Axis, x: Tensor | torch.Size) -> int:
-    """Elements a scale covers: `block_size`, which must divide every blocked axis of `x`; None is the whole axis.
+    """Elements per scale. `block_size` must divide every blocked axis of `x`; None is the whole axis.
 
     x: a tensor, or its shape.
     """
@@ -76,7 +76,7 @@ def check_block(block_size: int | None, axis: Axis, x: Tensor | torch.Size) -> i
 
 
 def check_block_e2m1(block_size: int, axis: Axis) -> None:
-    """Bytes of two E2M1 elements lie along one blocked axis and belong to one block each."""
+    """Check that pairs of E2M1 elements, which share a byte, lie along one blocked axis and in one block each."""
     if axis == BLOCKS_2D:
         raise ValueError(
             "axis: got 2-D blocks of E2M1, want -1 or -2: two elements share a byte along the blocked axis"
@@ -86,7 +86,7 @@ def check_block_e2m1(block_size: int, axis: Axis) -> None:
 
 
 def check_byte_elements(name: str, mx: Tensor) -> None:
-    """`mx`, an MXTensor, must have a byte an element, E4M3 or E5M2."""
+    """Check that `mx`, an MXTensor, has one byte per element: E4M3 or E5M2."""
     if mx.qdata.dtype == E2M1.dtype:  # type: ignore[attr-defined]
         raise ValueError(f"{name}: got E2M1, want E4M3 or E5M2: to_mxfp8 gives the same values in E4M3")
 
@@ -104,7 +104,7 @@ def shape_of(qdata: Tensor, axis: Axis) -> torch.Size:
 def check_parts(
     qdata: Tensor, scale: Tensor, row_index: Tensor | None, axis: Axis, block_size: int, orig_dtype: torch.dtype
 ) -> None:
-    """What an MXTensor may be made of."""
+    """Check the parts of an MXTensor."""
     for name, part in (("qdata", qdata), ("scales", scale), ("row_index", row_index)):
         if not isinstance(part, Tensor) and (part is not None or name != "row_index"):
             raise ValueError(f"{name}: got a {type(part).__name__}, want a tensor")

@@ -1,19 +1,18 @@
-"""What kernels share, those of other packages too: Triton device functions, and a few helpers of launchers.
+"""Code that kernels share, those of other packages too: Triton device functions, and helpers of launchers.
 
     scales   abs_bits -> scale_of_amax -> reciprocal           to quantize: `mxep.quant.scales`, bit for bit
              power_of_two                                      to dequantize
              shifted                                           to fold: `mxep.quant.fold.shift_qdata`
-    groups   valid_rows, group_bounds                          where groups of rows lie
+    groups   valid_rows, group_bounds                          ranges of the groups' rows
     host     as_bytes, rows_of, num_sms, on_hopper             for launchers
 
 Scales are int32 here, 0 to 255. Element formats are named by Triton's dtypes, tl.float8e4nv and tl.float8e5. Casts to
 them saturate and round to nearest even, and make 0x7f of any NaN.
 
-The host cannot look at `offs` without a stop, so a kernel trusts no number there: bounds are clamped to the rows that
-the buffer has. Of offs that are too large, negative or out of order results are unspecified, but nothing is read or
-written outside.
+The host cannot read `offs` without a sync, so a kernel trusts no number there: bounds are clamped to the rows of the
+buffer. With offs that are too large, negative or out of order, results are unspecified, but nothing outside is read or
+written.
 
-    offs 64, 32, 500 in a buffer of 128 rows:  groups 0 to 64, 64 to 32 (no rows), 32 to 128;  128 valid rows
 """
 
 import functools
@@ -31,24 +30,24 @@ _TWO_TO_MINUS_127 = tl.constexpr(0x400000)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Scales as Triton takes them: uint8, as it has no e8m0."""
+    """Scales as uint8, because Triton has no e8m0."""
     return x.view(torch.uint8)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x (..., R, n) as (rows, n) with elements one after another, a copy only where strides ask for one."""
+    """x (..., R, n) as (rows, n) with contiguous elements. It is a copy only if the strides need one."""
     x = x.flatten(0, -2)
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """How many SMs the device has; 1 under the interpreter."""
+    """Number of SMs of the device; 1 under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def on_hopper(**options: int) -> dict[str, int]:
-    """Launch options measured on sm_90, for that target alone."""
+    """Launch options that were measured on sm_90, for that target only."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return {}
     from triton.runtime import driver
@@ -58,13 +57,13 @@ def on_hopper(**options: int) -> dict[str, int]:
 
 @triton.jit
 def abs_bits(x):
-    """The bits of |x| (x fp32) as int32. They sort as the magnitudes do, Inf above all numbers, NaN above Inf."""
+    """Bits of |x| (x fp32) as int32. They sort like the magnitudes, with Inf above all numbers and NaN above Inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of_amax(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
-    """Scale (int32) of a block whose largest `abs_bits` are `bits`, for qdata of DTYPE."""
+    """Scale (int32) of a block with largest `abs_bits` `bits`, for qdata of DTYPE."""
     E4M3: tl.constexpr = DTYPE == tl.float8e4nv
     MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 15
     if MODE == "rceil":
@@ -105,11 +104,11 @@ def _half_power_of_two(exponent, is_nan):
 
 @triton.jit
 def shifted(qdata, shift, is_nan):
-    """The values qdata * 2**-shift in fp16; cast to the format of qdata they are `mxep.quant.fold.shift_qdata`.
+    """The values qdata * 2**-shift in fp16. Cast to the format of qdata they equal `mxep.quant.fold.shift_qdata`.
 
-    qdata: fp8. shift: int32, not negative; is_nan: where all becomes NaN; both broadcast to qdata.
-    Exact wherever the cast leaves something of a value: half the smallest subnormal, 2**-10 in E4M3 and 2**-17 in E5M2,
-    and 4 or 3 significant bits from there up are multiples of 2**-24. NaN and Inf become NaN.
+    qdata: fp8. shift: int32, not negative. is_nan: True to make NaN. Both broadcast to qdata.
+    Exact if the cast leaves any value: half the smallest subnormal is 2**-10 in E4M3 and 2**-17 in E5M2, and 4 or 3
+    significant bits from there up are multiples of 2**-24. NaN and Inf become NaN.
     """
     values = qdata.to(tl.float16)
     if qdata.dtype == tl.float8e4nv:
@@ -125,7 +124,7 @@ def shifted(qdata, shift, is_nan):
 
 @triton.jit
 def valid_rows(offs_ptr, num_groups, rows):
-    """The end of the last group, at most `rows`; below 0 it means no rows, too. `rows` if offs_ptr is None."""
+    """End of the last group, at most `rows`; `rows` if offs_ptr is None. A negative end means no rows."""
     if offs_ptr is None:
         return rows
     else:
@@ -134,7 +133,7 @@ def valid_rows(offs_ptr, num_groups, rows):
 
 @triton.jit
 def group_bounds(group, offs_ptr, num_groups, rows):
-    """(start, end), 0 to `rows`, of each of `group` (a tensor); start > end where offs are out of order."""
+    """(start, end), 0 to `rows`, of each of `group` (a tensor). start > end if offs are out of order."""
     end = tl.load(offs_ptr + group, mask=group < num_groups, other=0)
     start = tl.load(offs_ptr + group - 1, mask=(group > 0) & (group < num_groups), other=0)
     return tl.maximum(tl.minimum(start, rows), 0), tl.maximum(tl.minimum(end, rows), 0)

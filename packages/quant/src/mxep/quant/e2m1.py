@@ -4,11 +4,11 @@
     value   0  .5   1  1.5  2   3   4   6
 
     element   0    1    2    3   ...           along the blocked axis
-    byte     [ 0, 1 ]  [ 2, 3 ]  ...           the even element in the low four bits, the odd one in the high four
+    byte     [ 0, 1 ]  [ 2, 3 ]  ...           the even element is in the low four bits, the odd one in the high four
 
-Source: OCP Microscaling Formats v1.0, section 5.3.3; gpt-oss, DeepSeek-V4 and compressed-tensors pack alike. Elements
-saturate at 6 and are rounded to nearest, ties to the even code. The format has no NaN: in a block with scale 255 every
-code is 7, and its value is NaN.
+Source: OCP Microscaling Formats v1.0, section 5.3.3. gpt-oss, DeepSeek-V4 and compressed-tensors pack in the same way.
+Elements saturate at 6 and are rounded to nearest, ties to the even code. The format has no NaN: a block with scale 255
+has only codes 7, and its values are NaN.
 
 Plain torch on any device. x (..., K), codes uint8 (..., K), qdata float4_e2m1fn_x2 (..., K/2), scale (..., K/block).
 """
@@ -31,7 +31,7 @@ HEADROOM = 6
 
 
 def encode(x: Tensor) -> Tensor:
-    """Codes (uint8) of x (fp32): nearest, ties to the even code, saturating at 6; -0 keeps its sign, NaN becomes 7.
+    """Codes (uint8) of x (fp32): nearest, ties to the even code, saturated at 6. -0 keeps its sign, NaN becomes 7.
 
     Example: 0.75 lies between codes 1 and 2 and becomes 2; 5 lies between 6 and 7 and becomes 6.
     """
@@ -39,7 +39,7 @@ def encode(x: Tensor) -> Tensor:
     codes = torch.zeros_like(size, dtype=torch.uint8)
     for lower, (a, b) in enumerate(itertools.pairwise(MAGNITUDES)):
         middle = (a + b) / 2
-        codes += ~(size <= middle) if lower % 2 == 0 else ~(size < middle)  # a tie goes up to an even code alone
+        codes += ~(size <= middle) if lower % 2 == 0 else ~(size < middle)  # a tie goes up only to an even code
     return codes | x.signbit().to(torch.uint8) << 3
 
 
@@ -63,8 +63,9 @@ def unpack(qdata: Tensor) -> Tensor:
 def widen(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The same values in E4M3: qdata (..., K/2), scale (..., K/block) -> qdata (..., K) float8_e4m3fn, scale e8m0.
 
-    Elements are times 2**6, so that 6 becomes 384, near E4M3's largest, and scales lose 6 from their exponent. Scales
-    below 6 become 0 and their elements are times 2**scale. Exact. A NaN block has scale 255 and elements 0x7f.
+    Elements are multiplied by 2**6, so that 6 becomes 384, near E4M3's largest. Scales lose 6 from their exponent.
+    Scales below 6 become 0, and their elements are multiplied by 2**scale. Exact. A NaN block has scale 255 and
+    elements 0x7f.
     """
     bytes_ = scale.view(torch.uint8).int().unsqueeze(-1)
     nan = bytes_ == NAN_SCALE

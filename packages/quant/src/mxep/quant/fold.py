@@ -7,21 +7,22 @@ Scales are powers of two, and an 8-bit float has exponents to spare. Per row:
     shift d      3                  |  0                 |  any
     row          qdata * 2^-3       |  qdata as they are |  0 ..                    one scale, 127
 
-The element rule, for both formats: q becomes round_to_nearest_even(q * 2^-d) in that format, subnormals included; -0
-keeps its sign, NaN and Inf become 0x7f. Nothing overflows, as d >= 0. The result is exact while q * 2^-d needs no bits
-below the smallest subnormal (E4M3 2^-9, E5M2 2^-16); that holds for any |q| >= 2^(d-6) in E4M3, |q| >= 2^(d-14) in
-E5M2, which is every element within 13.8 (28.8) binades of the amax of its row when blocks were quantized by RCEIL.
-Other elements err by at most half that subnormal, 2^-10 (2^-17) of max_scale: 2^-17.8 (2^-31.8) of the amax. From
-d = 19 (33) on nothing is left. So folding is lossless under that condition only; `fold_with_stats` counts where it does
-not hold.
+The element rule, for both formats: q becomes round_to_nearest_even(q * 2^-d) in that format, subnormals included. -0
+keeps its sign, NaN and Inf become 0x7f. Nothing overflows, because d >= 0.
 
-E2M1 (MXFP4) folds to E4M3, whose exponents reach 6 binades above E2M1's and 8 below: q * 2^s is exact for s from -8
+The result is exact while q * 2^-d needs no bits below the smallest subnormal (E4M3 2^-9, E5M2 2^-16). This holds for
+|q| >= 2^(d-6) in E4M3 and |q| >= 2^(d-14) in E5M2. With blocks quantized by RCEIL these are all elements within 13.8
+(28.8) binades of the amax of their row. Other elements err by at most half that subnormal, 2^-10 (2^-17) of max_scale:
+2^-17.8 (2^-31.8) of the amax. From d = 19 (33) on nothing is left. So folding is lossless only under that condition;
+`fold_with_stats` counts the elements that violate it.
+
+E2M1 (MXFP4) folds to E4M3. Its exponents reach 6 binades above E2M1's and 8 below: q * 2^s is exact for s from -8
 to 6. So a row of max_scale 2^S gets the scale 2^(S-6), and all blocks within 2^14 of the largest are exact.
 
-A block whose qdata are all zero does not count for max_scale, whatever its scale. A NaN block (scale 255) makes NaN of
-its row, as it does in the exact product: every element 0x7f, scale 255. If all is zero the scale is 0.
+A block with only zeros does not count for max_scale, whatever its scale. A NaN block (scale 255) makes NaN of its row,
+as in the exact product: every element 0x7f, scale 255. If everything is zero the scale is 0.
 
-`fold_for_wgrad` is the same shift transposed by 90 degrees, for a wgrad, in `mxep.quant.fold_for_wgrad`.
+`mxep.quant.fold_for_wgrad` does the same shift along the other axis, for a wgrad.
 R rows, D row length, S stored rows (slots) of an indexed tensor, G groups.
 """
 
@@ -44,13 +45,13 @@ from mxep.runtime.op import op
 
 @dataclass(frozen=True)
 class FoldStats:
-    """What a fold costs, all on the device. Elements that are NaN afterwards are in none of the counts.
+    """Cost of a fold, on the device. Elements that are NaN afterwards are in none of the counts.
 
-    changed: () int64, elements whose value changes (those that flush are among them).
-    flushed: () int64, elements other than zero that become zero.
+    changed: () int64, number of elements whose value changes, flushed ones included.
+    flushed: () int64, number of nonzero elements that become zero.
     exact:   (..., R) bool, rows with no changed element and no NaN block.
-    spread:  (..., R) int32, 0 to 254 binades: per row the largest exponent minus the smallest over the blocks that are
-             not all zero; 0 where there is a NaN block. Above 8 is the cheap sign to look at the error of the product.
+    spread:  (..., R) int32, 0 to 254 binades: largest minus smallest exponent of the row's nonzero blocks; 0 with a NaN
+             block. Above 8, look at the error of the product: it is the cheap sign.
     """
 
     changed: Tensor
@@ -60,14 +61,14 @@ class FoldStats:
 
 
 def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
-    """`mx` with one scale over its whole blocked axis; see the module for the rule.
+    """`mx` with one scale over its whole blocked axis. The module's docstring has the rule.
 
     mx: (..., R, D) blocked along -1 or -2, E4M3 or E5M2, or E2M1, which becomes E4M3. A row index is applied (-1: a
-        row of zeros, scale 0), so the result (R, D) is dense; its bytes are contiguous along the blocked axis, scale
+        row of zeros, scale 0), so the result (R, D) is dense. Its bytes are contiguous along the blocked axis; scale
         (..., R, 1).
     offs: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, axis -1. Rows from
-        offs[-1] on are not read; what the result holds there is unspecified.
-    No autograd. ValueError for 2-D blocks (use `mx.along(axis)`), a wrong offs.
+        offs[-1] on are not read, and unspecified in the result.
+    No autograd. Raises ValueError for 2-D blocks (use `mx.along(axis)`) and a wrong offs.
     """
     qdata, scale, row_index = _parts_by_row(mx, offs)
     if qdata.dtype == E2M1.dtype and row_index is None and offs is None and mx.block_size == BLOCK:
@@ -78,9 +79,9 @@ def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
 
 
 def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTensor, FoldStats]:
-    """`fold`, and what it changed: elements changed, flushed to zero, spread of each row. In plain torch on any device.
+    """`fold`, and its cost: changed and flushed elements, spread of each row. In plain torch on any device.
 
-    Rows from offs[-1] on are not counted; their spread is unspecified. ValueError as for `fold`.
+    Rows from offs[-1] on are not counted, and their spread is unspecified. Raises ValueError as `fold`.
     """
     qdata, scale, row_index = _parts_by_row(mx, offs)
     if qdata.dtype == E2M1.dtype:
@@ -103,7 +104,7 @@ def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTens
 
 
 def _parts_by_row(mx: MXTensor, offs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """qdata, scale and row index of `mx`, transposed so that it is blocked along -1."""
+    """qdata, scale and row index of `mx`, transposed if needed to be blocked along -1."""
     if not isinstance(mx, MXTensor):
         raise ValueError(f"fold: got a {type(mx).__name__}, want an MXTensor: quantize it")
     if mx.axis == BLOCKS_2D:
@@ -122,7 +123,7 @@ def _result(mx: MXTensor, qdata: Tensor, scale: Tensor) -> MXTensor:
 
 
 def flush_shift(dtype: torch.dtype) -> int:
-    """The smallest d with max * 2^-d under half the smallest subnormal, so that nothing is left: E4M3 19, E5M2 33."""
+    """Smallest d that leaves nothing: max * 2^-d is under half the smallest subnormal. E4M3 19, E5M2 33."""
     info = torch.finfo(dtype)
     return math.frexp(info.max / (info.smallest_normal * info.eps))[1] + 1
 
@@ -142,10 +143,10 @@ def shift_qdata(qdata: Tensor, shift: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Valid rows cut into blocks, and what a row decides.
+    """Valid rows cut into blocks, and the values that a row decides.
 
-    qdata (..., block, element) fp8; scale int32, counts bool (..., block, 1): whether it counts for the largest;
-    max_scale int32, nan bool (..., 1, 1).
+    qdata (..., block, element) fp8. scale int32 and counts bool, both (..., block, 1); counts: the block counts for the
+    largest scale. max_scale int32 and nan bool, both (..., 1, 1).
     """
 
     qdata: Tensor
@@ -156,7 +157,7 @@ class _Blocks:
 
     @property
     def shift(self) -> Tensor:
-        """d of each block; a zero block above the largest is not moved (a zero stays a zero)."""
+        """d of each block. A zero block above the largest is not shifted, as zeros stay zeros."""
         return (self.max_scale - self.scale).clamp(min=0)
 
 

@@ -1,11 +1,11 @@
 """Fold for wgrad: row-blocked X and dY become the operands of a wgrad, without a second quantization.
 
-dW = sum over tokens m of dY[m]^T X[m]. Token m carries the scale 2^(s_x(m) + s_y(m)), s the largest exponent of its
-row's blocks, which a GEMM that contracts over tokens cannot apply. So per group the largest, 2^E, goes in front of the
-product, and what a token has less, d, is shifted into its qdata, half into each operand: d // 2 into X's, the rest into
-dY's, each element on top of what its own block has less than its row. One rounding, by the element rule of
-`mxep.quant.fold` (exact until subnormal). The qdata are transposed on the way: tokens contiguous, as FP8 tensor cores
-want them; rows are picked by an index on the way, too.
+dW = sum over tokens m of dY[m]^T X[m]. Token m carries the scale 2^(s_x(m) + s_y(m)), where s is the largest exponent
+of its row's blocks. A GEMM that contracts over tokens cannot apply it. So the largest scale of a group, 2^E, multiplies
+the product, and the rest of a token, d, is shifted into its qdata: d // 2 into X's, the other half into dY's. Each
+element is also shifted by the difference between its block and its row. It is rounded once, by the element rule of
+`mxep.quant.fold` (exact until subnormal). On the way rows are picked by an index, and qdata are transposed: FP8 tensor
+cores need contiguous tokens.
 
     product[g] = 2^E[g] * y_t[:, g] @ x_t[:, g].T         (N, K), over the columns of group g
 
@@ -23,14 +23,13 @@ Example: a group of four tokens, the third a padding row, K = N = 1.
         shift       0      3      -      2
         becomes   2.0  0.125      0    1.0       2^3 * (3 + 0.09375 + 0 + 0.25) = 26.75, as 24 + 0.75 + 0 + 2
 
-Only scales decide on shifts. A row of zeros from `quantize`, `fold` or a padding index has scale 0, 2^-127, and so does
-not lift E. (Zeros with a larger scale, as 2-D blocks may have, can lift it: others then shift further than they need.)
-A row with a NaN block (scale 255) does not count: its qdata become 0x7f, which makes NaN of its whole group's product,
-where the exact one has NaN in a row or a column, while every other token keeps its bits. A group where nothing counts
-has E = 0.
+Only scales decide the shifts. A row of zeros from `quantize`, `fold` or a padding index has scale 0, 2^-127, so it does
+not raise E. (Zeros with a larger scale, as in 2-D blocks, can raise it. Others then shift further than needed.)
+A row with a NaN block (scale 255) does not count. Its qdata become 0x7f, so its whole group's product is NaN. The exact
+product has NaN only in a row or a column. All other tokens keep their bits. A group without a counting row has E = 0.
 
-A GEMM that walks over tokens in steps may want every group to begin at a step: with `alignment` a group's columns begin
-at a multiple of it, and the columns up to the next group's are zeros.
+A GEMM that walks over tokens in steps may need every group to begin at a step. With `alignment` a group's columns begin
+at a multiple of it, and the columns up to the next group are zeros.
 
 R rows (tokens), K and N columns of x and y, S stored rows (slots) of an indexed operand, G groups, C columns of the
 results: R, or with alignment R + G * (alignment - 1), rounded up to alignment.
@@ -68,13 +67,13 @@ class WgradOperands:
 
 
 def fold_for_wgrad(x: MXTensor, y: MXTensor, offs: Tensor, *, alignment: int = 1) -> WgradOperands:
-    """Folds the scales of x (R, K) and y (R, N) into their qdata, per group, and transposes both; see the module.
+    """Fold the scales of x (R, K) and y (R, N) into their qdata, per group, and transpose both; see the module.
 
-    x, y: blocked along their rows (axis -1) in blocks of any length, or row-scaled; E4M3 or E5M2, each with or without
-        a row index (-1: a row of zeros).
-    offs: (G,) int32, inclusive ends of the groups; rows from offs[-1] on are not read.
-    alignment: columns a group begins at a multiple of, 1 or more.
-    No autograd. ValueError for another axis, unequal rows, a wrong offs or alignment.
+    x, y: blocked along their rows (axis -1) in blocks of any length, or row-scaled; E4M3 or E5M2. Each may have a row
+        index (-1: a row of zeros).
+    offs: (G,) int32, inclusive ends of the groups. Rows from offs[-1] on are not read.
+    alignment: groups begin at multiples of this many columns, 1 or more.
+    No autograd. Raises ValueError for another axis, unequal rows, a wrong offs or alignment.
     """
     if alignment < 1:
         raise ValueError(f"alignment: got {alignment}, want 1 or more columns")
@@ -113,8 +112,8 @@ def _fold_for_wgrad(
     offs: Tensor,
     alignment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (S, K) fp8, x_scale (S, K/block_size) e8m0, x_index int32 (R,) or None (then R is S), y (S', N) in the same
-    way, offs int32 (G,) -> x_t (K, C), y_t (N, C), exponent and out_offs (G,) int32."""
+    """x (S, K) fp8, x_scale (S, K/block_size) e8m0, x_index int32 (R,) or None (then R is S); y (S', N) likewise; offs
+    int32 (G,) -> x_t (K, C), y_t (N, C), exponent and out_offs (G,) int32."""
     capacity = num_rows(x, x_index)
     valid = valid_rows(offs, capacity)
     x, x_scale, x_max = _picked(x, x_scale, x_index, valid)
@@ -123,7 +122,7 @@ def _fold_for_wgrad(
     carried = x_max + y_max
     group = group_of_rows(offs, valid)
     nothing = -1
-    most = carried.new_full((offs.shape[0] + 1,), nothing)  # the last entry gathers the rows past the groups
+    most = carried.new_full((offs.shape[0] + 1,), nothing)  # the last entry is for rows past the groups
     most = most.scatter_reduce(0, group, torch.where(counts, carried, nothing), "amax")
     d = torch.where(counts, most[group] - carried, 0)
     exponent = torch.where(most == nothing, 0, most - 2 * 127)[:-1]
@@ -141,17 +140,17 @@ def _fold_for_wgrad(
 
 
 def _picked(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The valid rows: qdata (valid, K) fp8, scale (valid, blocks) int32, and the largest of each row (valid,) int32."""
+    """The valid rows: qdata (valid, K) fp8, scale (valid, blocks) int32, largest scale of each row (valid,) int32."""
     qdata, scale = pick_mx(qdata, scale, row_index, valid)
     scale = scale.int()
-    return qdata, scale, torch.nn.functional.pad(scale, (0, 1)).amax(1)  # a row of no blocks has scale 0
+    return qdata, scale, torch.nn.functional.pad(scale, (0, 1)).amax(1)  # a row without blocks has scale 0
 
 
 def _shift_and_transpose(
     qdata: Tensor, scale: Tensor, max_scale: Tensor, half: Tensor, column: Tensor, columns: int
 ) -> Tensor:
-    """qdata (valid, K) shifted by (max_scale - scale) + half, rows whose max_scale is NaN all 0x7f, each in its column
-    of (K, C)."""
+    """Shift qdata (valid, K) by (max_scale - scale) + half, and put each row in its column of (K, C). Rows with
+    max_scale NaN become all 0x7f."""
     blocks = scale.shape[1]
     shift = (max_scale + half).unsqueeze(1) - scale
     by_block = torch.unflatten(qdata, 1, (blocks, qdata.shape[1] // max(blocks, 1)))

@@ -2,7 +2,7 @@
 
 An MX block is 32 qdata of an element format and one scale byte in e8m0: byte b means 2**(b - 127), 255 means NaN.
 E4M3 and E5M2 take a byte an element (MXFP8), E2M1 half a byte (MXFP4).
-A value is `code * 2**(byte - 127)`. `MXFormat` is the single home of what is known about an element format.
+A value is `code * 2**(byte - 127)`. `MXFormat` is the single home of facts about an element format.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ E2M1 = MXFormat("E2M1", torch.float4_e2m1fn_x2, 6.0, 2, 1, elements_per_byte=2)
 
 
 def format_of(dtype: torch.dtype) -> MXFormat:
-    """The format whose qdata are stored as `dtype`; ValueError if no MX format is."""
+    """The format that stores qdata as `dtype`. Raises ValueError if there is none."""
     for fmt in (E4M3, E5M2, E2M1):
         if fmt.dtype == dtype:
             return fmt
@@ -54,12 +54,12 @@ def format_of(dtype: torch.dtype) -> MXFormat:
 
 
 class ScaleMode(StrEnum):
-    """How a block's scale follows from its largest magnitude, amax; `mxep.quant.scales` has the bits.
+    """Rule for a block's scale, given its largest magnitude, amax. `mxep.quant.scales` has the bits.
 
     FLOOR: 2**(floor(log2 amax) - max_exponent), the OCP text: elements above `max` saturate.
     CEIL: 2**(ceil(log2 amax) - max_exponent): never saturates, wastes up to a binade.
     EVEN: FLOOR of amax rounded to the element's mantissa: saturates less than FLOOR.
-    RCEIL: 2**ceil(log2(amax / max)), what Blackwell's hardware does: never saturates, wastes nothing. The default.
+    RCEIL: 2**ceil(log2(amax / max)), as in Blackwell's hardware: never saturates, wastes nothing. The default.
     """
 
     FLOOR = "floor"

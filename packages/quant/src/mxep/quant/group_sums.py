@@ -1,8 +1,8 @@
-"""The sum of each group's rows, which is the gradient of a bias: of plain rows, or of quantized ones as they lie.
+"""Sum of each group's rows, plain or quantized. It is the gradient of a bias.
 
     x (R, N), offs (G,)   ->   (G, N) fp32, each group's rows in a fixed order; no host sync, and no copy of x
 
-Row r of a group is added to lane r mod 32, rows in order; then lanes 16 to 31 onto 0 to 15, 8 to 15 onto 0 to 7, ...
+Row r of a group is added to lane r mod 32, rows in order. Then lanes 16 to 31 go onto 0 to 15, 8 to 15 onto 0 to 7, ...
 """
 
 import torch
@@ -18,10 +18,10 @@ from mxep.runtime.op import op
 
 
 def group_sums(x: Tensor, offs: Tensor) -> Tensor:
-    """(G, N) fp32 (of fp64: fp64): sums of rows offs[g-1] .. offs[g] - 1 of x, zeros for an empty group.
+    """(G, N) fp32 (fp64 for fp64): sums of rows offs[g-1] .. offs[g] - 1 of x, zeros for an empty group.
 
-    x: (R, N) bf16 | fp32 | fp16 | fp64, or an MXTensor. offs: (G,) int32 inclusive ends; rows from offs[-1] on are not
-    read. No autograd. ValueError for other offs or shapes.
+    x: (R, N) bf16 | fp32 | fp16 | fp64, or an MXTensor. offs: (G,) int32 inclusive ends. Rows from offs[-1] on are not
+    read. No autograd. Raises ValueError for other offs or shapes.
     """
     check_offs(offs, x)
     if not isinstance(x, MXTensor):

@@ -1,14 +1,14 @@
-"""Groups of rows: how many rows are valid, and padding each group to the alignment a GEMM asks for.
+"""Groups of rows: how many rows are valid, and padding each group to the alignment that a GEMM needs.
 
-What moves: M rows that already lie group after group are spread out, so that every group starts and ends at a multiple
-of `alignment`; the gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and alignment 4:
+M rows lie group after group. Padding spreads them out, so that every group starts and ends at a multiple of
+`alignment`. The gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and alignment 4:
 
     x          a b c | | d e            M = 5 rows
     rows       a b c 0 | | d e 0 0      offs 4, 4, 8
     row_index  0 1 2 -1   3 4 -1 -1     then -1 up to the capacity of 16 rows
 
-Sizes live on the device and nobody reads them on the host, so the result has a static capacity:
-round_up(M + G * (alignment - 1), alignment) rows. Backward of pad is unpad and the reverse.
+Sizes live on the device, and nobody reads them on the host. So the result has a static capacity:
+round_up(M + G * (alignment - 1), alignment) rows. Backward of pad is unpad, and the reverse.
 
 M rows of x, G groups, C capacity in rows, D row length.
 """
@@ -29,10 +29,10 @@ from mxep.runtime.op import op
 class PaddedGroups:
     """Rows in groups padded to an alignment, with the map back.
 
-    rows:       (C, D), dtype of the input; rows from offs[-1] on are unspecified. An MXTensor comes back as an
-                MXTensor over the same bytes with `row_index` set (nothing is copied).
+    rows:       (C, D), dtype of the input; rows from offs[-1] on are unspecified. For an MXTensor it is an MXTensor
+                over the same bytes with `row_index` set (nothing is copied).
     offs:       (G,) int32, inclusive cumulative padded sizes (`offs` of torch's grouped GEMMs).
-    row_index:  (C,) int32, the row of x in each of these, -1 where there is none.
+    row_index:  (C,) int32, the row of x for each row, -1 for none.
     """
 
     rows: Tensor
@@ -41,8 +41,8 @@ class PaddedGroups:
 
 
 def valid_rows(offs: Tensor | None, capacity: int) -> int:
-    """Rows that a reference must compute: int(offs[-1]) on the CPU; all of `capacity` without offs, or on
-    another device, where reading the number would stop the host. ValueError if the groups do not fit the capacity."""
+    """Rows that a reference must compute: int(offs[-1]) on CPU. It is all of `capacity` without offs, and on another
+    device, which would need a sync. Raises ValueError if the groups do not fit the capacity."""
     if offs is None or offs.device.type != "cpu":
         return capacity
     valid = int(offs[-1])
@@ -52,7 +52,7 @@ def valid_rows(offs: Tensor | None, capacity: int) -> int:
 
 
 def check_offs(offs: Tensor | None, *tensors: Tensor) -> None:
-    """ValueError unless offs is None or (G,) int32, G >= 1, on the device of the 2-D `tensors`."""
+    """Raise ValueError unless offs is None or (G,) int32, G >= 1, on the device of the 2-D `tensors`."""
     if offs is None:
         return
     if offs.dtype != torch.int32 or offs.ndim != 1 or offs.shape[0] == 0:
@@ -65,28 +65,28 @@ def check_offs(offs: Tensor | None, *tensors: Tensor) -> None:
 
 
 def fill_rows(valid: Tensor, capacity: int) -> Tensor:
-    """valid (..., n, D) followed by zero rows: (..., capacity, D). What lies there is for nobody to read; zeros make
-    two runs of a reference equal in every byte."""
+    """valid (..., n, D) followed by zero rows: (..., capacity, D). Nobody needs these rows, but with zeros two runs
+    of a reference are equal in every byte."""
     missing = capacity - valid.shape[-2]
     return bytewise(lambda x: torch.nn.functional.pad(x, (0, 0, 0, missing)), valid) if missing else valid
 
 
 def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
-    """(num_rows,) int64: the group of each row; G for rows at or past offs[-1]."""
+    """(num_rows,) int64: group of each row; G for rows from offs[-1] on."""
     rows = torch.arange(num_rows, dtype=torch.int32, device=offs.device)
     return torch.searchsorted(offs, rows, right=True)
 
 
 def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroups:
-    """Pads each group of rows with zero rows to a multiple of `alignment`.
+    """Pad each group of rows with zero rows to a multiple of `alignment`.
 
-    x:           (M, D), any dtype, or an MXTensor blocked along its rows; group g is the `group_sizes[g]` rows after
-                 group g - 1. Rows of x past the last group are left behind.
+    x:           (M, D), any dtype, or an MXTensor blocked along its rows. Group g is the `group_sizes[g]` rows after
+                 group g - 1. Rows of x past the last group are dropped.
     group_sizes: (G,) int32 or int64, unpadded, on x's device.
     Returns PaddedGroups of capacity round_up(M + G * (alignment - 1), alignment). Differentiable in x.
 
-    ValueError: wrong shape, dtype, device or alignment; on the CPU also negative sizes and sizes that sum to more than
-    M (other devices cannot look: there nothing is read past row M).
+    Raises ValueError for a wrong shape, dtype, device or alignment. On CPU it also checks that sizes are not negative
+    and sum to at most M. Other devices cannot check this; nothing past row M is read there.
     """
     if x.ndim != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, want (M, D)")
@@ -107,11 +107,11 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroup
 
 
 def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
-    """The rows of y back where pad_groups took them from: result[row_index[i]] = y[i].
+    """Put the rows of y back where pad_groups took them from: result[row_index[i]] = y[i].
 
-    y: (C, D), row_index: (C,) int32 from pad_groups, num_rows: M. Returns (M, D) in y's dtype; a row that was in no
-    group is zero. Rows of y whose row_index is -1 are not read. Differentiable in y (in no fp8 dtype).
-    ValueError: wrong shapes, dtype, device.
+    y: (C, D), row_index: (C,) int32 from pad_groups, num_rows: M. Returns (M, D) in y's dtype. Rows that were in no
+    group are zero. Rows of y with row_index -1 are not read. Differentiable in y, except for fp8 dtypes.
+    Raises ValueError for wrong shapes, dtype or device.
     """
     if y.ndim != 2:
         raise ValueError(f"y: got shape {tuple(y.shape)}, want (C, D)")
@@ -161,7 +161,7 @@ def _pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
 )
 def _unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     i = torch.arange(row_index.shape[0], dtype=torch.int32, device=y.device)
-    # Every row of x is in the index once at most, so the scatter is a permutation; entry num_rows swallows the padding.
+    # The index has every row of x at most once, so the scatter is a permutation. Entry num_rows takes the padding.
     inverse = row_index.new_full((num_rows + 1,), -1)
     inverse[torch.where(row_index >= 0, row_index, num_rows).long()] = i
     return pick_rows(y, inverse[:num_rows])
@@ -195,7 +195,7 @@ class _UnpadRows(torch.autograd.Function):
 
 
 def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
-    """The rows `row_index` of x as a view of x's bytes; an index that x already has is composed."""
+    """The rows `row_index` of x as a view of x's bytes. An existing index of x is composed with it."""
     if x.axis != -1:
         raise ValueError(f"x: got an MXTensor blocked along axis {x.axis}, want -1 (a row index moves whole blocks)")
     if x.row_index is not None:

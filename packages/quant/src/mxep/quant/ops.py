@@ -1,24 +1,24 @@
 """The quantization ops in plain torch: reference and CPU kernel of each. No autograd here.
 
     quantize_rows     x (..., N, K) -> qdata (..., N, K), scale (..., N, K/block_size)      blocks along rows
-    quantize_into_room     the same, the first rows of a larger result
-    quantize_joined_rows   one scale a row, of two or three x side by side
+    quantize_into_room     the same, into the first rows of a larger result
+    quantize_joined_rows   one scale per row, of two or three x side by side
     quantize_columns  x (..., N, K) -> qdata (..., K, N), scale (..., N/block_size, K)      along columns, transposed
-    quantize_per_row     one scale a row, and the amax of each column, which makes the scale of
-    quantize_per_column  one scale a column
+    quantize_per_row     one scale per row, and the amax of each column for
+    quantize_per_column  one scale per column
     quantize_2d       x (..., N, K) -> qdata (..., N, K), scale (..., N/block_size, K/block_size)    square blocks
     dequantize        qdata, scale -> values, of the rows an index picks if there is one
     materialize       qdata, scale, index -> qdata, scale of the picked rows, contiguous
     expand_scale      scale of 2-D blocks -> scale of rows
     (requantize       in `mxep.quant.requantize`, swizzle, fold and swiglu each in the file of their name)
 
-Elements: q = cast_saturating(x * 2**(127 - scale)), the product in fp32 (exact, or far below the smallest q), the cast
-round to nearest even; -0 keeps its sign. A block with NaN or Inf has scale 255 and every element 0x7f.
+Elements: q = cast_saturating(x * 2**(127 - scale)). The product is in fp32 (exact, or far below the smallest q), and
+the cast rounds to nearest even. -0 keeps its sign. A block with NaN or Inf has scale 255 and every element 0x7f.
 Example, E4M3, RCEIL, a block of 480 and 31 zeros: scale 128, so 480 * 2**-1 = 240, 0x77.
 
-Ops return what a kernel writes: contiguous tensors. qdata have the blocked axis last, `MXTensor` transposes them back.
-Scales of columns lie so that a tile's are neighbours: a byte for each of many lines of memory costs an H200 as much as
-the 128 qdata of each (0.94 -> 0.96 of copy speed).
+Ops return contiguous tensors, as kernels write them. qdata have the blocked axis last; `MXTensor` transposes them back.
+Scales of columns are stored so that a tile's are neighbours. Otherwise a tile writes a byte to each of many lines of
+memory. On an H200 this costs as much as the 128 qdata of each line (0.94 -> 0.96 of copy speed).
 """
 
 from collections.abc import Callable
@@ -46,9 +46,9 @@ NAN_ELEMENT = 0x7F
 def encode(
     blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `blocks` (fp32), one scale over the axes `dims`: qdata like `blocks`, scale bytes (..., 1, ...).
+    """Quantize `blocks` (fp32), with one scale over the axes `dims`: qdata like `blocks`, scale bytes (..., 1, ...).
 
-    amax: theirs, where it is known.
+    amax: of the blocks, if it is known.
     """
     amax = blocks.abs().amax(dims, keepdim=True) if amax is None else amax
     fmt = format_of(dtype)
@@ -76,8 +76,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
     launcher="mxep.quant.kernels.rows:quantize_into_room",
 )
 def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """x (T, K) -> the first T rows, as quantize_rows has them, of qdata (room, K), scale (room, K/block_size). The
-    others hold anything."""
+    """x (T, K) -> qdata (room, K), scale (room, K/block_size). The first T rows are those of quantize_rows, the others
+    hold anything."""
     found = empty_rows(x, dtype, block_size, (room, x.shape[1]))
     for whole, part in zip(found, quantize_rows.reference(x, dtype, mode, block_size)):
         whole.view(torch.uint8)[: len(x)] = part.view(torch.uint8)
@@ -92,7 +92,7 @@ def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, bloc
 def quantize_joined_rows(
     x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """What quantize_rows gives for whole rows of x (N, Kx), y (N, Ky) and z (N, Kz) side by side."""
+    """quantize_rows of whole rows of x (N, Kx), y (N, Ky) and z (N, Kz) side by side."""
     joined = torch.cat([part for part in (x, y, z) if part is not None], 1)
     qdata, scale = quantize_rows.reference(joined, dtype, mode, joined.shape[1])
     return qdata, scale
@@ -121,10 +121,10 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., N, K), or two or three `stacked` -> what quantize_rows gives for blocks of K; the amax of each column,
-    (..., K) fp32."""
+    """x (..., N, K), or two or three `stacked` -> quantize_rows in blocks of K, and the amax of each column, (..., K)
+    fp32."""
     x = stacked(x, y, z)
-    bits = x.float().abs().view(torch.int32)  # whose largest is one NaN of several, whatever the device
+    bits = x.float().abs().view(torch.int32)  # the largest of several NaNs is then the same on all devices
     return *quantize_rows.reference(x, dtype, mode, x.shape[-1]), bits.amax(-2).view(torch.float32)
 
 
@@ -136,8 +136,8 @@ def quantize_per_row(
 def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """x (..., N, K), or two or three `stacked`, the columns' amax (..., K) fp32 -> what quantize_columns gives for
-    blocks of N."""
+    """x (..., N, K), or two or three `stacked`, and the columns' amax (..., K) fp32 -> quantize_columns in blocks of
+    N."""
     qdata, scale = encode(stacked(x, y, z).float(), (-2,), dtype, mode, amax.unsqueeze(-2))
     return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 
@@ -157,7 +157,7 @@ def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tu
 
 
 def bytewise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """fn, which only moves elements, of x; of 8-bit floats as bytes, as torch lacks some of that for these dtypes."""
+    """Apply fn, which only moves elements, to x. 8-bit floats go as bytes, because torch lacks some ops for them."""
     return fn(x.view(torch.uint8)).view(x.dtype) if x.element_size() == 1 else fn(x)
 
 
@@ -165,15 +165,15 @@ def pick_rows(x: Tensor, row_index: Tensor) -> Tensor:
     """Rows `row_index` (int32 (R,)) of x (S, ...), contiguous (R, ...); -1 gives a row of zeros."""
     if x.shape[0] == 0:
         return x.new_zeros(row_index.shape[0], *x.shape[1:])
-    # On a GPU nobody knows where the valid rows end: the index behind them, which may hold anything, is read, too.
+    # On a GPU the end of the valid rows is unknown, so the index after them, which may hold anything, is read, too.
     last = None if x.device.type == "cpu" else x.shape[0] - 1
     padding = (row_index < 0).view(-1, *[1] * (x.ndim - 1))
     return bytewise(lambda part: part.index_select(0, row_index.clamp(0, last)).masked_fill_(padding, 0), x)
 
 
 def pick_mx(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int | None = None) -> tuple[Tensor, Tensor]:
-    """qdata and scale bytes of the first `valid` rows (default: all) of qdata (..., S, K) and scale (..., S, n), picked
-    by the index if there is one."""
+    """qdata and scale bytes of the first `valid` rows (default: all) of qdata (..., S, K) and scale (..., S, n). They
+    are picked by the index if there is one."""
     scale = scale.view(torch.uint8)
     if row_index is None:
         return qdata[..., :valid, :], scale[..., :valid, :]
@@ -181,7 +181,7 @@ def pick_mx(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int |
 
 
 def values_of(qdata: Tensor) -> Tensor:
-    """The values of qdata in fp32, without scales. From a table on the CPU, in a third of the cast's time."""
+    """The values of qdata in fp32, without scales. On CPU they come from a table, in a third of the cast's time."""
     if qdata.device.type != "cpu":
         return qdata.float()
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(qdata.dtype).float()
@@ -191,7 +191,7 @@ def values_of(qdata: Tensor) -> Tensor:
 def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index: Tensor | None) -> Tensor:
     """Values (..., N, K) in fp32 of qdata (..., N, K) with one scale per `block_shape` = (rows, columns) elements.
 
-    Exact, but for what lies past fp32's range (E4M3 from scale 247 on), which becomes Inf.
+    Exact within fp32's range. Values past it (E4M3 from scale 247 on) become Inf.
     """
     qdata, scale = pick_mx(qdata, scale, row_index)
     rows, columns = block_shape

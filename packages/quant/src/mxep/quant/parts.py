@@ -1,4 +1,4 @@
-"""MXParts: an MXTensor as functions that are replayed take and give it."""
+"""MXParts: the form of an MXTensor in replayed functions."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from .tensor import MXTensor
 
 
 class MXParts(NamedTuple):
-    """An MXTensor, taken apart: a wrapper costs the host as much as a launch."""
+    """The parts of an MXTensor: a wrapper costs the host as much as a launch."""
 
     qdata: Tensor
     scale: Tensor
@@ -23,11 +23,11 @@ class MXParts(NamedTuple):
 
     @staticmethod
     def of(x: MXTensor) -> "MXParts":
-        """Its parts."""
+        """The parts of x."""
         return MXParts(x.qdata, x.scale, x.row_index, x.axis, x.block_size, x.dtype)
 
     def join(self) -> MXTensor:
-        """The MXTensor."""
+        """The MXTensor of these parts."""
         return MXTensor(*self, trusted=True)
 
 

@@ -1,14 +1,14 @@
 """Quantization as users call it: plain tensor in, MXTensor out, gradients straight through.
 
     quantize            x -> blocks along rows, along columns, or square 2-D blocks
-    quantize_joined     several x -> one scale a row of all side by side
-    quantize_with_amax  x, or several, one's rows below another's -> one scale a row, and what makes one scale a column
-                        cheaper, later: quantize_columns_of_amax
+    quantize_joined     several x -> one scale per row of all side by side
+    quantize_with_amax  x, or several below each other -> one scale per row, and the amax of columns, which makes one
+                        scale per column cheaper later: quantize_columns_of_amax
 
 The numerics (element rule, scales) are those of `mxep.quant.ops` and `mxep.quant.scales`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
-A view `y.mT` of contiguous y, as weights stored (E, K, N) are, is read as it lies: y quantized the other way,
-transposed.
+A view `y.mT` of contiguous y, such as a weight stored (E, K, N), is read in memory order: y is quantized the other way
+and transposed.
 """
 
 from collections.abc import Sequence
@@ -44,13 +44,13 @@ def quantize(
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to qdata with power-of-two scales; shape and outer dtype stay x's.
 
     fmt: E4M3 or E5M2 (MXFP8), or E2M1 (MXFP4, in plain torch on any device; no 2-D blocks and no `room`), or a name.
-    axis: which way the blocks lie: -1 (rows: a scale per `block_size` elements of a row), -2 (columns), their positive
+    axis: direction of the blocks: -1 (rows: one scale per `block_size` elements of a row), -2 (columns), their positive
         twins, or (-2, -1): square 2-D blocks, one scale per block_size x block_size elements, good for W and W^T alike.
-    block_size: elements a scale; None for one scale over the whole axis ("row-scaled FP8").
-    room: rows of the result of x (N, K), at least N; those behind x's hold anything. Blocks lie along rows, and there
-        is no gradient. For batches of changing length that share memory's shapes.
+    block_size: elements per scale; None for one scale over the whole axis ("row-scaled FP8").
+    room: rows of the result for x (N, K), at least N. Rows after x's hold anything. Blocks lie along rows, and there is
+        no gradient. It lets batches of varying length share shapes.
     A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
-    Differentiable (straight through). ValueError for other dtypes or axes, or an axis that `block_size` does not
+    Differentiable (straight through). Raises ValueError for other dtypes or axes, or an axis that `block_size` does not
     divide.
     """
     check_values("quantize", x)
@@ -89,10 +89,10 @@ def quantize(
 def quantize_joined(
     parts: Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> MXTensor:
-    """`quantize(torch.cat(parts, -1), block_size=None)` of parts (N, K of each), bit for bit; two or three of one dtype
-    are joined as qdata alone. No gradient.
+    """`quantize(torch.cat(parts, -1), block_size=None)` of parts (N, K of each), bit for bit. No gradient.
 
-    ValueError as for `quantize`, and for parts that are not 2-D.
+    Two or three parts of one dtype are joined only as qdata. Raises ValueError as `quantize`, and for parts that are
+    not 2-D.
     """
     if any(part.dim() != 2 for part in parts):
         got = ", ".join(str(tuple(part.shape)) for part in parts)
@@ -112,16 +112,16 @@ def quantize_joined(
 def quantize_with_amax(
     x: Tensor | Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> tuple[MXTensor, Tensor]:
-    """`quantize(x, block_size=None)`, and the amax of each column, of the same read. No gradient.
+    """`quantize(x, block_size=None)`, and the amax of each column from the same read. No gradient.
 
-    x: (..., N, K), or several (..., N of each, K), one's rows below another's: the bits are those of
-        `torch.cat(x, -2)`; up to three of one dtype are joined as qdata alone.
-    amax: (..., K) fp32, NaN where a column has one: for :func:`quantize_columns_of_amax`.
-    ValueError as for `quantize`, for parts that do not fit, and for those without elements.
+    x: (..., N, K), or several (..., N of each, K) below each other: the bits are those of `torch.cat(x, -2)`. Up to
+        three of one dtype are joined only as qdata.
+    amax: (..., K) fp32, NaN for a column with NaN. It is for :func:`quantize_columns_of_amax`.
+    Raises ValueError as `quantize`, for parts that do not fit, and for parts without elements.
     """
     parts, transposed = _parts("quantize_with_amax", x)
     how = check_format(fmt), check_mode(mode)
-    if transposed:  # columns will be rows of what lies there, and need no amax; but a caller may look at them
+    if transposed:  # the columns are rows in memory and need no amax, but a caller may look at it
         source = parts[0].mT
         qdata, scale = ops.quantize_columns(source, *how, source.shape[-2])
         scale, amax = scale.mT, torch.linalg.vector_norm(source, torch.inf, -1, dtype=torch.float32)
@@ -137,7 +137,7 @@ def quantize_columns_of_amax(
     fmt: MXFormat | str = E4M3,
     mode: ScaleMode | str = ScaleMode.RCEIL,
 ) -> MXTensor:
-    """`quantize(x, axis=-2, block_size=None)` of one read less. x: as for `quantize_with_amax`, whose amax is given."""
+    """`quantize(x, axis=-2, block_size=None)` with one read less. x, amax: as in `quantize_with_amax`."""
     parts, transposed = _parts("quantize_columns_of_amax", x)
     first, wanted = parts[0], _but_rows(parts[0])
     if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, first.device):
@@ -150,7 +150,7 @@ def quantize_columns_of_amax(
 
 
 def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
-    """The parts as ops take them, detached, and None in place of a second and third; whether it is one, transposed."""
+    """The parts in the form of ops: detached, None for a missing second and third; True if it is one, transposed."""
     parts = [x] if isinstance(x, Tensor) else [*x]
     for part in parts:
         check_values(name, part)
@@ -169,7 +169,7 @@ def _but_rows(x: Tensor) -> tuple[int, ...]:
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
-    """x.mT and True where that is how x lies in memory, one row after another; else x. Detached."""
+    """(x.mT, True) if x.mT is contiguous in memory and x is not. Otherwise (x, False). Detached."""
     x = x.detach() if x.requires_grad else x
     if not x.is_contiguous() and x.mT.is_contiguous():
         return x.mT, True

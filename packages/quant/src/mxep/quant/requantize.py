@@ -1,4 +1,4 @@
-"""Requantization: qdata blocked along rows become qdata blocked along columns, in one pass, with no bf16 in between.
+"""Requantization: qdata blocked along rows become qdata blocked along columns, in one pass, without bf16 in between.
 
     qdata, scale (R, D) blocked along D, in slots or expert-major
       | rows picked by the index, if any
@@ -6,11 +6,11 @@
     values in fp32 (registers of a kernel), exact: an element times a power of two
       | new blocks of 32, scale bytes and elements by the rules of `quantize`
       v
-    qdata (D, R), scale (R/32, D) blocked along R       what a wgrad contracts over
+    qdata (D, R), scale (R/32, D) blocked along R       contracted by a wgrad
 
-So it equals quantizing the dequantized fp32 values, bit for bit, those past fp32's range included: they dequantize to
-Inf, and a block that holds one becomes NaN. (E4M3 reaches that from scale 247 on, `quantize` only for values next to
-fp32's maximum, which are rounded to 2**128.)
+So it equals quantizing the dequantized fp32 values, bit for bit. This includes values past fp32's range: they
+dequantize to Inf, and a block that holds one becomes NaN. (E4M3 reaches that range from scale 247 on. `quantize`
+reaches it only for values next to fp32's maximum, which are rounded to 2**128.)
 
 R rows, D columns.
 """
@@ -34,14 +34,14 @@ def requantize(
     mode: ScaleMode | str = ScaleMode.RCEIL,
     offs: Tensor | None = None,
 ) -> MXTensor:
-    """`mx` (..., N, K), blocked in any way, indexed or not, blocked anew: 32 elements along N, no row index left.
+    """`mx` (..., N, K), blocked in any way, indexed or not, blocked anew: 32 elements along N, without a row index.
 
-    The result has axis -2; its bytes are contiguous along N, as from `quantize(x, axis=-2)`.
+    The result has axis -2. Its bytes are contiguous along N, as from `quantize(x, axis=-2)`.
     fmt: element format of the result; default: the same. mode: scale mode of the result.
     offs: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, multiples of 32. Rows
-        from offs[-1] on are not read; what the result holds there is unspecified.
+        from offs[-1] on are not read, and unspecified in the result.
     A new block with NaN or Inf in it becomes NaN as a whole. Differentiable: the gradient passes unchanged.
-    ValueError if N is no multiple of 32, and for a wrong offs.
+    Raises ValueError if N is no multiple of 32, and for a wrong offs.
     """
     if not isinstance(mx, MXTensor):
         raise ValueError(f"requantize: got a {type(mx).__name__}, want an MXTensor: quantize it")

@@ -3,9 +3,9 @@
     amax (fp32) --scale_of_amax--> scale (uint8) --power_of_two--> 2**(scale - 127)   to dequantize
                                                  --reciprocal----> 2**(127 - scale)   to quantize
 
-Casts to float8_e8m0fnu round in their own way, so scales are made from the bits of fp32: sign, 8 exponent bits with
-bias 127 (the same bias as e8m0), 23 mantissa bits. Example: amax 480 = 1.875 * 2**8 has exponent field 135, so FLOOR
-for E4M3 is 135 - 8 = 127; RCEIL takes 480 / 448 = 1.07, exponent field 127, mantissa not zero: 128.
+Casts to float8_e8m0fnu have rounding rules of their own, so scales are made from the bits of fp32: sign, 8 exponent
+bits with bias 127 (the same bias as e8m0), 23 mantissa bits. Example: amax 480 = 1.875 * 2**8 has exponent field 135,
+so FLOOR for E4M3 is 135 - 8 = 127. RCEIL takes 480 / 448 = 1.07, exponent field 127, mantissa not zero: 128.
 """
 
 import torch
@@ -22,11 +22,11 @@ _TWO_TO_MINUS_127 = 0x400000  # a subnormal in fp32: its exponent field is 0
 
 
 def scale_of_amax(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
-    """Scales (uint8) of blocks whose largest magnitude is |amax| (fp32, any shape).
+    """Scales (uint8) of blocks with largest magnitude |amax| (fp32, any shape).
 
-    0 and everything too small gives 0 (2**-127), NaN and Inf give 255.
+    0 and everything too small give 0 (2**-127), NaN and Inf give 255.
     """
-    bits = amax.view(torch.int32) & ~_SIGN  # the maximum of NaNs may come out as any NaN, negative ones too
+    bits = amax.view(torch.int32) & ~_SIGN  # the maximum of NaNs may be any NaN, even a negative one
     match mode:
         case ScaleMode.FLOOR:
             scale = (bits >> 23) - fmt.max_exponent

@@ -1,6 +1,6 @@
-"""Empty results: the shapes that ops, their fakes and their launchers agree on.
+"""Empty results: the shapes that ops, their fakes and their launchers share.
 
-N, R rows, K columns, G groups. A capacity is static: it has room for groups of any sizes, which only the device knows.
+N, R rows, K columns, G groups. A capacity is static: it has room for any group sizes, which only the device knows.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from mxep.quant.formats import SCALE_DTYPE
 
 SWIZZLE_ROWS, SWIZZLE_COLS = 128, 4
-"""Scales in a swizzled tile, see `mxep.quant.swizzle`."""
+"""Rows and columns of scales in a swizzled tile, see `mxep.quant.swizzle`."""
 
 GROUP_SUMS_LANES = 32
 """Partial sums of a group's rows."""
@@ -28,36 +28,36 @@ def padded_rows(rows: int, num_groups: int, alignment: int) -> int:
 
 
 def swizzled_shape(rows: int, cols: int, offs: Tensor | None) -> tuple[int, int]:
-    """Shape of the swizzled scales of a matrix of (rows, cols) of them, or of its groups."""
+    """Shape of the swizzled scales of a matrix of (rows, cols) scales, or of its groups."""
     num_groups = 0 if offs is None else offs.shape[0]
     height = rows + num_groups * (SWIZZLE_ROWS - 1)
     return round_up(height, SWIZZLE_ROWS), round_up(cols, SWIZZLE_COLS)
 
 
 def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
-    """Rows of `stored` (..., S, K) as its row index, if there is one, picks them."""
+    """Rows of `stored` (..., S, K) after its row index, if there is one, picks them."""
     return stored.shape[-2] if row_index is None else row_index.shape[0]
 
 
 def picked_shape(stored: Tensor, row_index: Tensor | None) -> tuple[int, ...]:
-    """Of `stored` (..., S, K) as its row index, if there is one, picks rows."""
+    """Shape of `stored` (..., S, K) after its row index, if there is one, picks rows."""
     return *stored.shape[:-2], num_rows(stored, row_index), stored.shape[-1]
 
 
 def joined_shape(*parts: Tensor | None) -> tuple[int, int]:
-    """(N, K of all) of parts (N, K of each) side by side; None is none."""
+    """(N, K of all) for parts (N, K of each) side by side. None counts for nothing."""
     first, *others = (part.shape for part in parts if part is not None)
     return first[0], first[1] + sum(shape[1] for shape in others)
 
 
 def stacked(*parts: Tensor | None) -> Tensor:
-    """Parts (..., N of each, K), one's rows below another's; None is none."""
+    """Parts (..., N of each, K) below each other. None counts for nothing."""
     given = [part for part in parts if part is not None]
     return given[0] if len(given) == 1 else torch.cat(given, -2)
 
 
 def stacked_shape(*parts: Tensor | None) -> tuple[int, ...]:
-    """What `stacked` makes of them."""
+    """Shape of the result of `stacked`."""
     first, *others = (part.shape for part in parts if part is not None)
     return *first[:-2], first[-2] + sum(shape[-2] for shape in others), first[-1]
 
@@ -65,9 +65,9 @@ def stacked_shape(*parts: Tensor | None) -> tuple[int, ...]:
 def empty_rows(
     x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """qdata (..., K) and scale (..., K/block_size) of x (..., K), or of what has this shape, quantized along rows.
+    """qdata (..., K) and scale (..., K/block_size) of x (..., K), or of a tensor of this shape, quantized along rows.
 
-    block_size 0: the row.
+    block_size 0: one scale per row.
     """
     *rest, k = shape or x.shape
     scales = k // block_size if block_size else 1
@@ -77,8 +77,8 @@ def empty_rows(
 def empty_columns(
     x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """qdata (..., K, N) and scale (..., N/block_size, K) of x (..., N, K), or of what has this shape, quantized along
-    columns."""
+    """qdata (..., K, N) and scale (..., N/block_size, K) of x (..., N, K), or of a tensor of this shape, quantized
+    along columns."""
     *rest, n, k = shape or x.shape
     return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block_size, k), dtype=SCALE_DTYPE)
 
@@ -93,7 +93,7 @@ def empty_2d(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Te
 def empty_swiglu(
     gate_up: Tensor, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
 ) -> tuple[Tensor, Tensor]:
-    """h (R, F) and the bytes of its scale (R, F/block_size) or, folded, (R, 1); without a mode there is no scale."""
+    """h (R, F) and its scale bytes (R, F/block_size) or, folded, (R, 1). Without a mode the scale is empty."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     return gate_up.new_empty((rows, width), dtype=dtype), _scale_of_rows(gate_up, width, mode, block_size, folded)
 
@@ -101,7 +101,7 @@ def empty_swiglu(
 def empty_swiglu_backward(
     gate_up: Tensor, mode: str | None, block_size: int, folded: bool, h_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The scale of d_gate_up (R, 2F), d_row_weight (R,), and `empty_swiglu`, or nothing without h_dtype."""
+    """Scale of d_gate_up (R, 2F), d_row_weight (R,), and `empty_swiglu`, which is empty without h_dtype."""
     rows, width = gate_up.shape
     scale = _scale_of_rows(gate_up, width, mode, block_size, folded)
     h, h_scale = (
@@ -118,11 +118,11 @@ def _scale_of_rows(x: Tensor, width: int, mode: str | None, block_size: int, fol
 
 
 def empty_group_sums(x: Tensor, offs: Tensor) -> Tensor:
-    """(G, N) of x (R, N), in what its rows are summed in: fp64 of fp64, else fp32."""
+    """(G, N) for x (R, N), in the dtype of the sums: fp64 for fp64, else fp32."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty((offs.shape[0], x.shape[1]), dtype=dtype)
 
 
 def empty_picked(x: Tensor, row_index: Tensor) -> Tensor:
-    """Rows of x (S, ...): (R, ...)."""
+    """(R, ...) for rows picked from x (S, ...)."""
     return x.new_empty((row_index.shape[0], *x.shape[1:]))

@@ -1,11 +1,10 @@
-"""A sigmoid with the same bits on every device, and cheap on a GPU: by hand, of operations IEEE 754 rounds in one way.
+"""A sigmoid with the same bits on every device, and cheap on a GPU, made of operations that IEEE 754 rounds uniquely.
 
 Libraries' exponentials differ by device, by vector lane and by version, so values quantized after one could differ in
-a byte. This one uses fp32 multiplication and addition, each a separate and correctly rounded operation, and integer
-arithmetic on the bits of fp32. A kernel equals it bit for bit if it does the same operations in the same order and
-contracts no multiply and add into an FMA. The result depends on nothing but the element: not on its position, the
-length of the tensor or its strides. Subnormals arise only where they vanish in a sum, so a device that flushes them
-gets the same bits.
+a byte. This one uses fp32 multiplication and addition, each separate and correctly rounded, and integer arithmetic on
+the bits of fp32. A kernel equals it bit for bit if it does the same operations in the same order and contracts no
+multiply and add into an FMA. The result depends only on the element, not on its position, the length of the tensor or
+its strides. Subnormals arise only where they vanish in a sum, so a device that flushes them gets the same bits.
 
     t = -log2(e) / 4 * clamp(x, -86, 86)            exp(-x) = 2^(4t)
     u = t + ROUND                                   t to the nearest n / 4, ties to even; n is in the last bits of u
@@ -15,13 +14,13 @@ gets the same bits.
     r = 1 / (p + q)                                 by hand, below
     sigmoid(x), sigmoid(-x) = q * r, p * r
 
-The reciprocal of d is MAGIC minus d, both as integers, off by 5% at most, then r * (3 - t * (3 - t)) with t = d * r,
-then r * (2 - d * r): Newton's steps of third and second order, which leave 1.4 * 2^-23. All is 21 instructions for one
-result, without a branch; an IEEE division alone is two thirds of that on a GPU, and branches.
+The reciprocal of d begins with MAGIC minus d, both as integers, off by 5% at most. Two of Newton's steps follow, of
+third and second order: r * (3 - t * (3 - t)) with t = d * r, then r * (2 - d * r). They leave 1.4 * 2^-23. Everything
+is 21 instructions for one result, without a branch. An IEEE division alone is two thirds of that on a GPU, with
+branches.
 
-Error of either result, relative, in 2^-23: at most 6 for |x| <= 1, 10 for |x| <= 8; then the rounding of t shows: 14 at
-20, 38 at 86. Beyond, infinities included, the value is that of 86: 1, or 4.5e-38 where it should be less. NaN stays
-NaN.
+Relative error of either result, in 2^-23: at most 6 for |x| <= 1, 10 for |x| <= 8. Then the rounding of t shows: 14 at
+20, 38 at 86. Beyond 86, infinities included, the value is that of 86: 1, or 4.5e-38 instead of less. NaN stays NaN.
 """
 
 import math
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 86.0
-"""Where |x| is cut off, so that exp(x), its inverse and all between are normal fp32 numbers."""
+"""Bound of |x|, so that exp(x), its inverse and all between are normal fp32 numbers."""
 
 SCALE = -0.25 / math.log(2)
 ROUND = 1.5 * 2.0**21
@@ -39,8 +38,8 @@ MAGIC = 0x7EF32000
 
 
 def sigmoid_pair(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(sigmoid(x), sigmoid(-x)) of x fp32, any shape; the second is 1 minus the first, but as accurate."""
-    # In place where that is free: the same operations, half the time of fresh tensors on a CPU.
+    """(sigmoid(x), sigmoid(-x)) of x fp32, any shape. The second is 1 minus the first, but as accurate."""
+    # In place if that is free: the same operations take half the time of fresh tensors on a CPU.
     t = x.clamp(-LIMIT, LIMIT).mul_(SCALE)
     u = t + ROUND
     f = t.sub_(u - ROUND)

@@ -7,15 +7,15 @@
       h (R, F): rounded once to gate_up's dtype, or              d_up   = d * silu
       quantized from fp32 with no bf16 in between                d_gate = (d * up) * (s * (1 + gate * (1 - s)))
                                                                  [d_gate | d_up] (R, 2F): rounded or quantized likewise
-                                                               h once more, if it is wanted, for who did not keep it
+                                                               h once more, if wanted, for callers that did not keep it
 
-The weight multiplies here because the down-projection is linear: so combine is a plain sum, and the weight's gradient a
-sum over a row. All is fp32, every operation separate and in the order written, the sigmoid portable
-(`mxep.quant.sigmoid`) and the sum over F a fixed tree (`tree_sum`): a kernel without FMA contraction has the same bits,
-at any position and any R.
+The weight multiplies here because the down-projection is linear. So combine is a plain sum, and the weight's gradient a
+sum over a row. Everything is fp32, every operation is separate and in the order written, the sigmoid is portable
+(`mxep.quant.sigmoid`), and the sum over F is a fixed tree (`tree_sum`). So a kernel without FMA contraction has the
+same bits, at any position and any R.
 
 Limits: gate = -inf gives a silu and a slope of -3.9e-36, as -86 does; +inf gives inf and a slope of 1. A NaN stays in
-its element (and its row's d_row_weight), quantized in its block. Rows from offs[-1] on are not read.
+its element (and its row's d_row_weight), or quantized in its block. Rows from offs[-1] on are not read.
 
 R rows (capacity), F hidden width, G groups.
 """
@@ -47,9 +47,9 @@ def swiglu(
 
     gate_up: (R, 2F) bf16 | fp32 | fp16, gate first unless activation is interleaved. row_weight: (R,) fp32, or None
         for 1.
-    offs: (G,) int32 inclusive ends of the row groups of a capacity buffer; rows from offs[-1] on are not
-        read, and unspecified in the result.
-    No autograd: `swiglu_backward` is its derivative. ValueError for other shapes, dtypes, devices.
+    offs: (G,) int32 inclusive ends of the row groups of a capacity buffer. Rows from offs[-1] on are not read, and
+        unspecified in the result.
+    No autograd: `swiglu_backward` is its derivative. Raises ValueError for other shapes, dtypes, devices.
     """
     _check(gate_up, row_weight, offs)
     h: Tensor = _swiglu(gate_up, row_weight, offs, gate_up.dtype, None, 0, False, activation.packed)[0]
@@ -69,10 +69,10 @@ def swiglu_quantize(
 ) -> MXTensor:
     """`swiglu` quantized from its fp32 value: MXTensor (R, F), outer dtype gate_up's, blocked along F.
 
-    Bitwise `quantize(h_fp32, fmt=fmt, mode=mode, block_size=block_size)` (None: one scale a row), where h_fp32 is
-    `swiglu` of gate_up.float(); and `fold` of that, one scale a row, if `folded`. Other arguments and errors as for
-    `swiglu`; ValueError if F is no multiple of `block_size`, and on CUDA for a block that is neither a power of two nor
-    the row.
+    It is bitwise `quantize(h_fp32, fmt=fmt, mode=mode, block_size=block_size)` (None: one scale per row) of h_fp32,
+    `swiglu` of gate_up.float(). If `folded` it is the `fold` of that, one scale per row. Other arguments and errors are
+    those of `swiglu`. Also raises ValueError if F is no multiple of `block_size`, and on CUDA for a block that is
+    neither a power of two nor the row.
     """
     _check(gate_up, row_weight, offs)
     width = gate_up.shape[1] // 2
@@ -93,8 +93,8 @@ def swiglu_backward(
     """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32, h).
 
     d_h: (R, F) bf16 | fp32 | fp16, the gradient of h. Without row_weight, d_row_weight is that of a weight of 1.
-    h: bitwise what `swiglu` made of these arguments, if `with_h`, else None.
-    `with_h` writes h again, so forward need not save it; the cost is one write of h.
+    h: bitwise the result of `swiglu` for these arguments, if `with_h`, else None. So forward need not save it, for one
+    write of h.
     Other arguments and errors as for `swiglu`.
     """
     _check(gate_up, row_weight, offs, d_h)
@@ -120,13 +120,14 @@ def swiglu_backward_quantize(
 ) -> tuple[MXTensor, Tensor, MXTensor | None]:
     """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32, h).
 
-    Blocked along 2F (block_size=None: one scale over gate and up), outer dtype gate_up's, then `fold`ed to one scale
-    over gate and up if `folded`. overwrite: d_h is not needed any more; with one scale a row, qdata take its memory if
-    it is contiguous, has 16 bits an element and requires no grad. h: bitwise what `swiglu_quantize` made of these
-    arguments with fmt=h_fmt, None without `h_fmt`. gate_up may be an MXTensor with one scale a row: results are those
-    of its fp32 values. Other arguments and errors as for `swiglu_backward`; ValueError if 2F, or with `h_fmt` F, is no
-    multiple of `block_size`, on CUDA for a block that is neither the row nor a power of two that divides F, and for an
-    MXTensor of other blocks.
+    Blocked along 2F (block_size=None: one scale over gate and up), outer dtype gate_up's. If `folded` it is then folded
+    to one scale over gate and up.
+    overwrite: d_h is no longer needed. With one scale per row, qdata take its memory if it is contiguous, has 16 bits
+    per element and requires no grad. h: bitwise the result of `swiglu_quantize` for these arguments with fmt=h_fmt;
+    None without `h_fmt`. gate_up may be an MXTensor with one scale per row: results are those of its fp32 values.
+    Other arguments and errors as for `swiglu_backward`. Also raises ValueError if 2F, or with `h_fmt` F, is no multiple
+    of `block_size`, on CUDA for a block that is neither the row nor a power of two that divides F, and for an MXTensor
+    of other blocks.
     """
     _check(gate_up, row_weight, offs, d_h)
     values, gate_up_scale, outer = gate_up, None, gate_up.dtype
@@ -136,7 +137,7 @@ def swiglu_backward_quantize(
         check_block(block_size, -1, d_h)
     block_size = check_block(block_size, -1, gate_up)
     dtype, h_dtype = check_format(fmt), None if h_fmt is None else check_format(h_fmt)
-    # A row's qdata are written once all of it has been read only where they share a scale.
+    # Only if a row shares one scale are its qdata written after all of the row was read.
     fits = d_h.itemsize == 2 and d_h.is_contiguous() and d_h.stride(-1) == 1 and not d_h.requires_grad
     if overwrite and fits and (folded or block_size == gate_up.shape[1]):
         qdata = d_h.view(dtype)
@@ -152,7 +153,7 @@ def swiglu_backward_quantize(
 
 
 def _of_rows(gate_up: MXTensor) -> tuple[Tensor, Tensor]:
-    """qdata (R, 2F) and the bytes of their scales (R, 1)."""
+    """qdata (R, 2F) and their scale bytes (R, 1)."""
     if gate_up.axis != -1 or gate_up.block_size != gate_up.shape[1] or gate_up.row_index is not None:
         raise ValueError(f"gate_up: got {gate_up}, want one scale a row and no row index, as block_size=None gives it")
     check_byte_elements("gate_up", gate_up)
@@ -160,7 +161,7 @@ def _of_rows(gate_up: MXTensor) -> tuple[Tensor, Tensor]:
 
 
 def _mx(parts: Sequence[Tensor], dtype: torch.dtype, block_size: int) -> MXTensor:
-    """Of rows (R, n) and the bytes of their scales. block_size is given, as sizes are symbols to a compiler."""
+    """MXTensor of rows (R, n) and their scale bytes. block_size is given, because a compiler's sizes are symbols."""
     qdata, scale = parts
     return MXTensor(qdata, scale.view(SCALE_DTYPE), None, -1, block_size, dtype, trusted=True)
 
@@ -209,10 +210,10 @@ def _backward(
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """The sum over the last axis of x (R, F) in a fixed order, which keeps a GPU's threads to themselves for long.
+    """The sum over the last axis of x (R, F) in a fixed order that keeps a GPU's threads independent for long.
 
-    F is padded with zeros to a power of two, 8 or more. Neighbours are added three times over: a b c d e f g h becomes
-    ((a+b)+(c+d))+((e+f)+(g+h)). Of these sums of eight the second half is added onto the first until one is left:
+    F is padded with zeros to a power of two, 8 or more. Neighbours are added three times: a b c d e f g h becomes
+    ((a+b)+(c+d))+((e+f)+(g+h)). Then the second half of these sums of eight is added to the first until one is left:
     A B C D -> A+C B+D -> (A+C)+(B+D).
     """
     width = x.shape[-1]
@@ -228,7 +229,7 @@ def tree_sum(x: Tensor) -> Tensor:
 def _result(
     valid: Tensor, rows: int, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
 ) -> tuple[Tensor, Tensor]:
-    """Values (valid, n) fp32 as (rows, n) of dtype, and the bytes of their scales."""
+    """Values (valid, n) fp32 as (rows, n) of dtype, and their scale bytes."""
     if mode is None:
         return fill_rows(valid.to(dtype), rows), valid.new_empty(0, dtype=torch.uint8)
     qdata, scale = quantize_rows.reference(valid, dtype, mode, block_size)
@@ -237,7 +238,7 @@ def _result(
     return fill_rows(qdata, rows), fill_rows(scale.view(torch.uint8), rows)
 
 
-# Scales are bytes: inductor compiles no op that writes if a tensor of it is e8m0.
+# Scales are bytes: inductor compiles no op that writes if one of its tensors is e8m0.
 
 
 @op(
@@ -255,7 +256,7 @@ def _swiglu(
     folded: bool,
     activation: Sequence[float] | None,
 ) -> tuple[Tensor, Tensor]:
-    """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1); mode None: rounded, and no scale."""
+    """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1). mode None: rounded, and no scale."""
     rows = gate_up.shape[0]
     h = _forward(gate_up, row_weight, valid_rows(offs, rows), activation)
     return _result(h, rows, dtype, mode, block_size, folded)
@@ -280,11 +281,11 @@ def _swiglu_backward(
     activation: Sequence[float] | None,
     gate_up_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,), and what `mxep::swiglu` gives with h_dtype;
-    None: empty. Its scale is of the row where d_gate_up's is.
+    """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,), and the results of `mxep::swiglu` with
+    h_dtype; empty if that is None. Its scale is per row if d_gate_up's is.
 
-    d_gate_up goes to `out` (R, 2F), new memory or, with one scale a row, d_h's. gate_up may be qdata: with the bytes of
-    their scales, (R, 1).
+    d_gate_up goes to `out` (R, 2F): new memory or, with one scale per row, d_h's. gate_up may be qdata; then
+    gate_up_scale has their scale bytes (R, 1).
     """
     rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
     _, _, h, h_scale = empty_swiglu_backward(gate_up, scale_mode, block_size, folded, h_dtype)

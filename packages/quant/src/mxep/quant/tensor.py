@@ -1,6 +1,6 @@
 """MXTensor: qdata and scales that travel through autograd, compile and checkpoints as one bf16-looking tensor.
 
-Outside it has the dtype of what was quantized (bf16 by default), so autograd gives it gradients of that dtype; a raw
+Its outer dtype is that of the quantized tensor (bf16 by default), so autograd gives it gradients of that dtype. A raw
 fp8 tensor on an autograd edge would have its gradient cast to fp8. Inside are two or three plain tensors:
 
     qdata      fp8, 1 byte an element          (..., N, K)
@@ -9,12 +9,12 @@ fp8 tensor on an autograd edge would have its gradient cast to fp8. Inside are t
                                                -2, (..., N/block_size, K/block_size) for axis (-2, -1)
     row_index  int32 (R,) or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
 
-Shapes are logical: transposing the tensor transposes qdata, scale and axis alike, no byte moves. What `quantize` and
-`requantize` return has qdata contiguous along the blocked axis: for axis -2 it is the `.mT` view of contiguous
+Shapes are logical: transposing the tensor transposes qdata, scale and axis alike, and no byte moves. Results of
+`quantize` and `requantize` have qdata contiguous along the blocked axis: for axis -2 it is the `.mT` view of contiguous
 (..., K, N) bytes. scale may have any strides.
 
 With a row index a tensor is logically expert-major while its bytes still lie in receive slots: shape (R, D), qdata
-(S, D), scale (S, D/block_size), both possibly strided row views of one buffer. Example: row_index [1, -1, 1] of two
+(S, D), scale (S, D/block_size). Both may be strided row views of one buffer. Example: row_index [1, -1, 1] of two
 rows a, b is the tensor of rows b, 0, b.
 """
 
@@ -35,14 +35,14 @@ from mxep.runtime.op import check_no_tangent
 class MXTensor(Tensor):
     """An 8-bit or 4-bit tensor with block scales, (..., N, K); the module's docstring has the layout.
 
-    qdata, scale, row_index: the plain tensors inside. dtype: what it looks like outside.
+    qdata, scale, row_index: the plain tensors inside. dtype: the outer dtype.
     axis: the blocked axis, -1 or -2, or (-2, -1) for square 2-D blocks.
-    block_size: elements a scale covers along each blocked axis; the whole axis for row-scaled FP8.
+    block_size: elements per scale along each blocked axis; the whole axis for row-scaled FP8.
 
-    Made by `quantize` and `from_qdata_and_scales`. The constructor takes qdata, scales as e8m0 and a normalized axis,
-    and checks them (ValueError) unless they are `trusted`: parts that the caller has from an op of this package or from
-    another MXTensor. It can be detached, cloned, transposed, sliced, picked, joined, copied, pinned, moved and saved;
-    it does no arithmetic: other aten ops raise NotImplementedError.
+    Made by `quantize` and `from_qdata_and_scales`. The constructor takes qdata, scales as e8m0 and a normalized axis.
+    It checks them (ValueError) unless they are `trusted`: parts from an op of this package or from another MXTensor. An
+    MXTensor can be detached, cloned, transposed, sliced, picked, joined, copied, pinned, moved and saved. It does no
+    arithmetic: other aten ops raise NotImplementedError.
     """
 
     qdata: Tensor
@@ -87,15 +87,15 @@ class MXTensor(Tensor):
         block_size: int | None = BLOCK,
         row_index: Tensor | None = None,
     ) -> "MXTensor":
-        """An MXTensor of given bytes, no copy.
+        """An MXTensor of given bytes, without a copy.
 
-        qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides; or float4_e2m1fn_x2 (E2M1), whose blocked axis
-            is half as long, as two elements share a byte.
+        qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides; or float4_e2m1fn_x2 (E2M1), with half the length
+            along the blocked axis, because two elements share a byte.
         scales: float8_e8m0fnu, or its bytes as uint8; (..., N, K) with the blocked axis divided by `block_size`.
         orig_dtype: bf16, fp32 or fp16, the outer dtype and the dtype of gradients.
-        axis: -1, -2, their positive twins, or (-2, -1). block_size: elements a scale, None for the whole axis.
+        axis: -1, -2, their positive twins, or (-2, -1). block_size: elements per scale, None for the whole axis.
         row_index: int32 (R,) of rows of qdata (S, K), -1 for a row of zeros; needs axis -1.
-        Raises ValueError naming got and wanted for anything else.
+        Raises ValueError, with the given and the expected value, for anything else.
         """
         format_of(qdata.dtype)
         axis = check_axis(axis, qdata)
@@ -117,8 +117,8 @@ class MXTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, (..., N, K) contiguous in `dtype` (default: the outer dtype), the row index applied.
 
-        q * 2**(scale - 127), exact in fp32 (past its range: Inf), rounded once to bf16 or fp16; scale 255 gives NaN.
-        Differentiable: the gradient passes unchanged, in the outer dtype. ValueError for other dtypes.
+        A value is q * 2**(scale - 127), exact in fp32 (past its range: Inf), rounded once to bf16 or fp16. Scale 255
+        gives NaN. Differentiable: the gradient passes unchanged, in the outer dtype. ValueError for other dtypes.
         """
         dtype = self.dtype if dtype is None else dtype
         if dtype not in VALUE_DTYPES:
@@ -129,25 +129,25 @@ class MXTensor(Tensor):
     def materialize(self) -> "MXTensor":
         """The same tensor without a row index, dense, its qdata contiguous along the blocked axis (2-D: by rows).
 
-        A copy only where needed. A row of zeros (-1) gets qdata 0 and scale 0. Gradients pass unchanged.
+        It is a copy only if needed. A row of zeros (-1) gets qdata 0 and scale 0. Gradients pass unchanged.
         """
         if self.axis == -2:
             return self._transposed().materialize()._transposed()
         dense_scale = self.scale.is_contiguous() or self.scale.mT.is_contiguous()
         if self.row_index is None and self.qdata.is_contiguous() and dense_scale:
             return self
-        # The kernel takes a byte an element.
+        # The kernel needs one byte per element.
         materialize = ops.materialize.reference if self.qdata.dtype == E2M1.dtype else ops.materialize
         qdata, scale = materialize(self.qdata, self.scale, self.row_index)
         return wrap(self, qdata, scale, None, self.axis, self.block_size, self.dtype)
 
     def along(self, axis: int) -> "MXTensor":
-        """2-D blocks seen as blocks along one axis: the same qdata, each scale repeated for its 32 rows or columns.
+        """View 2-D blocks as blocks along one axis: the same qdata, each scale repeated for its 32 rows or columns.
 
         axis: -1 or -2 (or positive). So one quantization of a weight W (N, K) serves W (along K) and W^T (along N):
         `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. qdata keep their strides: along(-2) of 2-D blocks stored
-        by rows is not contiguous along its blocked axis; `materialize` makes it so. Gradients pass unchanged.
-        A tensor already blocked along `axis` is returned as it is; another one needs `requantize`: ValueError.
+        by rows is not contiguous along its blocked axis, but `materialize` makes it so. Gradients pass unchanged.
+        A tensor already blocked along `axis` is returned as it is. Any other raises ValueError: requantize it.
         """
         axis_ = check_axis(axis, self.qdata)
         if self.axis == axis_:
@@ -174,8 +174,8 @@ class MXTensor(Tensor):
     def with_parts(
         self, qdata: Tensor, scale: Tensor, row_index: Tensor | None = None, axis: Axis | None = None
     ) -> "MXTensor":
-        """An MXTensor of other bytes, and perhaps another axis, with this one's block size and outer dtype. No
-        autograd, and no checks: the parts must fit."""
+        """An MXTensor of other bytes, and perhaps another axis, with this block size and outer dtype. No autograd, and
+        no checks: the parts must fit."""
         axis = self.axis if axis is None else axis
         return MXTensor(qdata, scale, row_index, axis, self.block_size, self.dtype, trusted=True)
 
@@ -190,7 +190,7 @@ class MXTensor(Tensor):
         return MXTensor(inner["qdata"], inner["scale"], inner.get("row_index"), *context, trusted=True)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
-        # AOTAutograd wants the gradient of a graph's output to have the output's own type; ours is a plain tensor.
+        # AOTAutograd needs the gradient of a graph's output to have the output's type, but ours is a plain tensor.
         raise NotImplementedError(
             "a compiled graph cannot return an MXTensor that requires grad: dequantize inside, or return mx.detach(); "
             "at grouped_mm, which breaks the graph for one, give it the plain tensor"
@@ -206,7 +206,7 @@ class MXTensor(Tensor):
     ) -> Any:
         if (handler := HANDLERS.get(func)) is not None:
             return handler(func, args, kwargs or {})
-        # Inside an op of torch.library what is made of other ops, as `mT`, has not been taken apart before.
+        # Within an op of torch.library, composite functions such as `mT` have not been decomposed before.
         result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
             raise NotImplementedError(f"MXTensor does not implement {func}: call .dequantize() first")
@@ -230,7 +230,7 @@ def rebuild_mxtensor(
     requires_grad: bool,
     is_parameter: bool,
 ) -> MXTensor:
-    """What `torch.load(weights_only=True)` calls: checks the bytes of a file like those of any caller."""
+    """Function that `torch.load(weights_only=True)` calls. It checks the bytes of a file like those of any caller."""
     qdata = raw.view(dtype)
     mx = MXTensor.from_qdata_and_scales(qdata, scale, orig_dtype, axis=axis, block_size=block_size, row_index=row_index)
     if is_parameter:
@@ -278,7 +278,7 @@ def wrap(
     block_size: int,
     dtype: torch.dtype,
 ) -> MXTensor:
-    """An MXTensor of these parts whose gradient passes unchanged (straight through) to `source`, same shape."""
+    """An MXTensor of these parts. Its gradient passes unchanged (straight through) to `source`, of the same shape."""
     parts = qdata, scale, row_index, axis, block_size, dtype
     if not (source.requires_grad and torch.is_grad_enabled()) and not torch.compiler.is_compiling():
         check_no_tangent(source)

@@ -1,4 +1,4 @@
-"""MXFP4 and block FP8 as MXFP8: the same values, exactly, in E4M3 with a power-of-two scale for each block of a row.
+"""MXFP4 and block FP8 as MXFP8: the same values, exactly, in E4M3 with one power-of-two scale per block of a row.
 
     E2M1, scale 2^s                     q * 2^6 in E4M3, scale 2^(s-6)         384 is the largest element
     E4M3, blocks of 128 x 128, e8m0     qdata as they are, scales repeated     4 a block along K, 128 along N
@@ -18,11 +18,11 @@ from mxep.quant.tensor import MXTensor
 def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXTensor:
     """The values of x, exactly, as an MXTensor of E4M3 (an MXTensor of 8-bit elements is returned as it is).
 
-    x: an MXTensor (..., N, K), whose axis, block size and row index stay; or BlockFP8 (..., N, K), whose result has
-        blocks of 32 along K.
+    x: an MXTensor (..., N, K); its axis, block size and row index stay. Or BlockFP8 (..., N, K); the result has blocks
+        of 32 along K.
     dtype: the outer dtype, bf16, fp32 or fp16; default: that of the MXTensor, or bf16.
-    No autograd. ValueError for BlockFP8 whose scales are no powers of two, or whose K or block columns are no multiple
-    of 32.
+    No autograd. Raises ValueError for BlockFP8 if its scales are not powers of two, or if K or its block columns are no
+    multiple of 32.
     """
     if dtype is not None and dtype not in VALUE_DTYPES:
         raise ValueError(f"to_mxfp8: expected dtype {VALUE_DTYPES}, got {dtype}")

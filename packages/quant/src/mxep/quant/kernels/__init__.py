@@ -1,13 +1,13 @@
-"""Triton kernels behind the ops of mxep.quant: one file a subject, each with its launchers.
+"""Triton kernels behind the ops of mxep.quant: one subject per file, each with its launchers.
 
-A launcher has its op's signature and takes CUDA tensors (or CPU tensors under Triton's interpreter), vectors packed:
-`mxep.runtime.op` sees to that. Its result equals that of the op's plain-torch reference bit for bit, where that
-specifies it. Device functions that they share, and other packages' kernels, too, are in `mxep.quant.device`.
+A launcher has its op's signature and takes CUDA tensors (or CPU tensors under Triton's interpreter). `mxep.runtime.op`
+makes its vectors contiguous. Its result equals the op's plain-torch reference bit for bit, as far as that is specified.
+`mxep.quant.device` has the device functions that they share, also with other packages' kernels.
 
     tile        device functions: a tile loaded, quantized along its columns or rows, stored transposed
     rows        quantize along rows, and in square 2-D blocks
-    columns     quantize along columns, both ways of one read
-    per_row     one scale a row and one a column, of two reads
+    columns     quantize along columns; rows and columns from one read
+    per_row     one scale per row and one per column, from two reads
     requantize  qdata blocked anew
     fold        rows by an index, folded
     fold_for_wgrad  both operands of a wgrad, folded and transposed

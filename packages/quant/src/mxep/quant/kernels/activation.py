@@ -39,8 +39,8 @@ def _clamp(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """`SwiGLU.glu`: glu, up', and what the slope is made of: alpha * gate' clamped as the sigmoid clamps it, and both
-    sigmoids. LIMIT None: no clamp."""
+    """`SwiGLU.glu`: glu, up', and the terms of the slope. These are alpha * gate' clamped like the sigmoid's argument,
+    and both sigmoids. LIMIT None: no clamp."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=_ALL_NAN)
         up = _clamp(up, -LIMIT, LIMIT)
@@ -54,7 +54,7 @@ def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr)
 
 @triton.jit
 def unclamped(d_gate, d_up, gate, up, LIMIT: tl.constexpr):
-    """`SwiGLU.unclamped` of both gradients."""
+    """`SwiGLU.unclamped` for both gradients."""
     if LIMIT is not None:
         d_gate = tl.where(gate > LIMIT, 0.0, d_gate)
         d_up = tl.where(tl.abs(up) > LIMIT, 0.0, d_up)
@@ -63,7 +63,7 @@ def unclamped(d_gate, d_up, gate, up, LIMIT: tl.constexpr):
 
 @triton.jit
 def split_pairs(x):
-    """Every other element of a vector, and the rest."""
+    """Even elements of a vector, and odd ones."""
     return tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
 
 

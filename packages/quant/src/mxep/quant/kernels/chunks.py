@@ -1,6 +1,6 @@
-"""A row in chunks, and its sum in a fixed order: device code of the kernels that take a row at a time.
+"""A row in chunks, and its sum in a fixed order: device code of kernels that take one row at a time.
 
-A chunk has the same number of elements of each thread of a program. A row's last one may not be full.
+A chunk has the same number of elements for each thread of a program. A row's last chunk may not be full.
 """
 
 import triton
@@ -21,8 +21,8 @@ def sums_of_eight(x):
 
 @triton.jit
 def amax(x, N: tl.constexpr):
-    """The largest magnitude of every N neighbours of x, NaN if one is. One instruction for two of them, where integers
-    take three; N: a power of two, best what a thread has, as `tl.max` of floats across threads loses NaNs."""
+    """Largest magnitude of every N neighbours of x, NaN if one is NaN. It takes one instruction per two elements;
+    integers take three. N: a power of two, best the elements of a thread, as `tl.max` across threads loses NaNs."""
     if N == 1:
         return tl.abs(x)
     else:
@@ -32,7 +32,7 @@ def amax(x, N: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """The second part. A sum of two numbers has but one order, so each level is a tl.sum."""
+    """The second part of it. A sum of two numbers has only one order, so each level is a tl.sum."""
     if x.shape[0] <= 2:
         return tl.sum(x, axis=0)
     else:
@@ -41,8 +41,8 @@ def _halves(x):
 
 @triton.jit
 def tree_sum(chunks):
-    """`mxep.quant.swiglu.tree_sum` of a row in chunks (a tuple) of a power of two elements, reduced to sums of eight.
-    The upper levels are between chunks."""
+    """`mxep.quant.swiglu.tree_sum` of a row, given as chunks (a tuple) of a power of two sums of eight. The upper
+    levels are between chunks."""
     if len(chunks) > 1:
         half: tl.constexpr = triton.next_power_of_2(len(chunks)) // 2
         sums = ()
@@ -58,7 +58,7 @@ def tree_sum(chunks):
 
 @triton.jit
 def joined(chunks):
-    """Chunks (a tuple) as one tensor, padded to a power of two of them with anything. So one store serves them all."""
+    """Join chunks (a tuple) to one tensor, padded to a power of two of them with anything. One store serves all."""
     if len(chunks) > 1:
         pairs = ()
         for i in tl.static_range(0, len(chunks), 2):
@@ -71,7 +71,7 @@ def joined(chunks):
 
 @triton.jit
 def load_chunk(ptr, c: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
-    """Chunk c, of N elements, of a row of COUNT; zeros behind its end."""
+    """Chunk c, of N elements, of a row of COUNT; zeros after its end."""
     element = c * N + tl.arange(0, N)
     if (c + 1) * N <= COUNT:
         return tl.load(ptr + element)
@@ -81,7 +81,7 @@ def load_chunk(ptr, c: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def store_chunk(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
-    """`values` as chunk c of a row of COUNT."""
+    """Store `values` as chunk c of a row of COUNT."""
     N: tl.constexpr = values.shape[0]
     element = c * N + tl.arange(0, N)
     values = values.to(ptr.dtype.element_ty)

@@ -1,10 +1,10 @@
 """Quantize along columns, transposed on the way.
 
     x (N, K)                                    a program takes a tile of BLOCK_M rows x BLOCK_N columns
-      | amax of BLOCK_SIZE rows a column        -> qdata (K, N), scale (N / BLOCK_SIZE, K)
+      | amax of BLOCK_SIZE rows per column      -> qdata (K, N), scale (N / BLOCK_SIZE, K)
 
-Values are read once, as a tuple of packed rows: see `tile`. Leading axes are a batch. A column whose block is longer
-than a tile takes two kernels: amax first, then the qdata.
+Values are read once, as a tuple of packed rows: see `tile`. Leading axes are a batch. If a block is longer than a tile,
+it takes two kernels: amax first, then the qdata.
 """
 
 import torch
@@ -62,8 +62,8 @@ def quantize_long_columns_kernel(
 ):  # fmt: skip
     """x (segments, length, K), bits (segments, K) -> qdata (batch, K, N), scale (segments, K).
 
-    bits: of an amax, which may have a sign: a NaN that torch made, or -0.
-    all_rows: a column of qdata has so many, others' too, or None.
+    bits: amax bits. They may have a sign, from a NaN that torch made or from -0.
+    all_rows: length of a column of qdata if it holds other parts, too. None if not.
     """
     segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), True)
     batch = segment // (N // length)
@@ -109,7 +109,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 
 
 def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
-    """Into bits (..., K), zeros: the amax bits of each block of a column of x (..., N, K) contiguous."""
+    """Write to bits (..., K), zeros: amax bits of each block of a column of x (..., N, K) contiguous."""
     k = x.shape[-1]
     block_m, block_n = TILE
     if bits.numel() and block_size:
@@ -118,9 +118,9 @@ def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
 
 
 def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor, mode: str, block_size: int) -> None:
-    """qdata, scale of quantize_columns, of x (..., N, K) contiguous and its columns' amax bits (segments, K).
+    """quantize_columns of x (..., N, K) contiguous, given its columns' amax bits (segments, K). Writes qdata, scale.
 
-    qdata: (..., K, N), maybe some columns of a wider one.
+    qdata: (..., K, N), or these columns of a wider one.
     """
     n, k = x.shape[-2:]
     block_m, block_n = LONG_TILE

@@ -1,19 +1,19 @@
-"""Fold: rows picked, their block scales shifted into their qdata, in one read and one write.
+"""Fold: picks rows and shifts their block scales into their qdata, in one read and one write.
 
     slot row_index[i] (or i)   D qdata, D / block_size scales, wherever the slot's row lies
       | max_scale = the largest scale of a block that is not all zero, shift = max_scale - scale, qdata * 2^-shift
       v
     row i                      D qdata, one scale
 
-A row is BLOCKS blocks of SUB elements; PER_SCALE blocks have one scale. SUB is 32 for MX; of other blocks it is the
+A row is BLOCKS blocks of SUB elements; PER_SCALE blocks have one scale. SUB is 32 for MX. For other blocks it is the
 largest power of two, up to 32, that divides them. Programs stride over tiles of ROWS whole rows, held in registers:
 7168 qdata are 14 loads of 16 bytes by each thread of one warp, which finds the largest scale without a barrier. Lengths
-are constants of the kernel, so what pads a row to a power of two costs no instruction where it fills whole registers
+are constants of the kernel. So padding a row to a power of two costs no instruction if the row fills whole registers
 (7168 qdata of 8192).
 
 On an H200: 0.93 of copy speed at 7168, 5120 and 4096 columns, 0.90 at 2048 (65536 rows picked from slots), however far
-the capacity exceeds the valid rows: starting a program takes 0.6 ns even if it finds nothing to do, so there is not one
-for each row of a large capacity.
+the capacity exceeds the valid rows. Starting a program takes 0.6 ns even if it has nothing to do, so a large capacity
+does not get one program per row.
 """
 
 import math
@@ -28,16 +28,16 @@ from mxep.quant.shapes import empty_rows, picked_shape
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_ELEMENTS = 2048
-"""That a program takes at a time: several short rows, or a longer one (padded to a power of two)."""
+"""Elements that a program takes at a time: several short rows, or one longer row (padded to a power of two)."""
 WARP_ELEMENTS = 8192
-"""Of a tile for each of its warps (half as many of E5M2)."""
+"""Elements of a tile per warp (half as many of E5M2)."""
 PROGRAMS_PER_SM = 256
-"""As many as start; they take several tiles if there are more."""
+"""Most programs per SM. They take several tiles if there are more."""
 
 
 @triton.jit
 def _is_nonzero(qdata):
-    """Whether any of the last axis, of three, is other than 0 and -0. qdata: fp8, or int32 words of four."""
+    """True where a block has a nonzero element (reduces the last of three axes). qdata: fp8, or int32 words of four."""
     if qdata.dtype != tl.int32:
         qdata = qdata.to(tl.uint8, bitcast=True).to(tl.int32)
     return tl.max(qdata & 0x7F7F7F7F, axis=2) > 0

@@ -1,19 +1,20 @@
-"""Expand MXFP4 to E4M3 with one scale a row: packed E2M1 and block scales read once, codes and row scales written once.
+"""Expand MXFP4 to E4M3 with one scale per row. E2M1 and block scales are read once, codes and row scales written once.
 
     row i   D/2 bytes, D/32 scales           S = the largest scale of a block that is not all zero
       |                                      row scale R = max(S - 6, 0)
       v                                      each block is times 2^(scale - R), at most 2^6
     row i   D bytes of E4M3, one scale
 
-Codes are computed four at a time, as bytes of a 32-bit word (`_codes`), because one element at a time takes too many
-instructions: 1.5 bytes of traffic an element leave an H200 about ten. An E2M1 code c, sign apart, under the shift e:
+Codes are computed four at a time, as bytes of a 32-bit word (`_codes`). One element at a time takes too many
+instructions: with 1.5 bytes of traffic per element an H200 has time for about ten. An E2M1 code c without its sign
+becomes, under the shift e:
 
     c >= 2 (1 .. 6)   E4M3 byte 4 c + 8 e        2^(c >> 1) with one mantissa bit moves up in the exponent by e
     c == 1 (0.5)      8 e                        a subnormal of E2M1 but a normal number of E4M3
     c == 0            0
 
-with e = 6 + (scale - R), 12 for the largest block. That holds from e = 1 on (a block 2^11 below the largest). Rows with
-smaller blocks take `_small_codes`, too, which shifts multiples of 2^-9 right and rounds to nearest even.
+with e = 6 + (scale - R), 12 for the largest block. This holds from e = 1 on (a block 2^11 below the largest). Rows with
+smaller blocks also use `_small_codes`, which shifts multiples of 2^-9 right and rounds to nearest even.
 
 Programs stride over tiles of ROWS whole rows, held in registers, as in `fold`. A thread takes pairs of words, 16
 elements: it loads 8 bytes and stores 16.
@@ -34,10 +35,10 @@ from mxep.runtime.launch import cdiv, launch, next_power_of_2
 TILE_PAIRS = 128
 """Pairs of words (16 elements) that a program takes at a time: several short rows, or a longer one."""
 WARP_PAIRS = 256
-"""Of a tile for each of its warps."""
+"""Pairs of words of a tile per warp."""
 PROGRAMS_PER_SM = 256
 ALIGNMENT = 16
-"""Of the address of qdata and of its rows, in bytes."""
+"""Alignment in bytes of the address of qdata and of its rows."""
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _codes(magnitude, e):
 
 @triton.jit
 def _small_codes(magnitude, e):
-    """The same for e from -7 to 0: the least of E4M3's numbers, whose bytes are their multiples of 2**-9."""
+    """The same as `_codes`, for e from -7 to 0. The bytes of these smallest E4M3 numbers are multiples of 2**-9."""
     at_5 = ((magnitude + 0x03030303) >> 3) & 0x01010101
     at_6 = ((magnitude + 0x02020202) >> 3) & 0x01010101
     at_7 = ((magnitude + 0x01010101) >> 3) & 0x01010101
@@ -77,8 +78,8 @@ def fold_e2m1_kernel(
     words_ptr, scale_ptr, folded_ptr, folded_scale_ptr, stride, scale_stride, rows,
     PAIRS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """words: qdata as int32, 4 * `stride` of them a row (so that Triton sees 16-byte rows); two words (a pair) are half
-    a block. folded: int32, four codes each."""
+    """words: qdata as int32, 4 * `stride` of them per row (so that Triton sees 16-byte rows). A pair of words is half a
+    block. folded: int32, four codes each."""
     pair = tl.arange(0, triton.next_power_of_2(PAIRS))[None, :]
     word = tl.max_contiguous(pair[:, :, None] * 2 + tl.arange(0, 2), (1, 1, 2))
 

@@ -1,22 +1,21 @@
-"""Fold for wgrad: per group one exponent, then each operand's rows picked, shifted and transposed, in one read and one
-write.
+"""Fold for wgrad: finds one exponent per group, then picks, shifts and transposes each operand's rows, in one read and
+one write.
 
-    max_scales       scales of x and y -> a record per row and operand: its largest scale, where it lies; and per group
-                     the most that a row carries, max_scale of x + max_scale of y + 1, or -1 where no row counts
-    split            max_scale -> base: max_scale + its operand's half of what the group's most has more; exponents
+    max_scales       scales of x and y -> a record per row and operand: its largest scale and its source row; and per
+                     group the most that a row carries, max_scale of x + max_scale of y + 1, or -1 if no row counts
+    split            max_scale -> base: max_scale + this operand's half of the group's excess over the row; exponents
     shift_transpose  x, then y: qdata * 2^-(base - scale), transposed
 
 A record is an int64: source row (-1: zeros), then 16 bits of max_scale or base, then, before `split`, 16 bits of group.
-It stands where the row's column will. The zeros between groups that `alignment` asks for are records of -1 in all.
+It is stored at the row's future column. Records of the zeros that `alignment` puts between groups are -1.
 
 On an H200 the whole takes 0.77 of copy speed, shift_transpose 0.82, max_scales 20 us for 65536 rows (three launches).
-Laying out the scales transposed, so that a tile reads 8 rows of them in a word, made shift_transpose no faster and
-max_scales slower.
+Transposed scales, which let a tile read 8 rows of them in a word, made shift_transpose no faster and max_scales slower.
 
-A program of shift_transpose takes a tile of BLOCK_M rows x BLOCK_N columns, in packs of rows as in `tile`. SUB:
-elements that surely share a scale, 32 or the largest power of two that divides the block; PER_SCALE of these have one
-scale. Tiles are taken GROUP_M row tiles at a time, column after column among those, so that programs that run together
-read BLOCK_N columns next to each other, and write GROUP_M * BLOCK_M tokens of a column.
+A program of shift_transpose takes a tile of BLOCK_M rows x BLOCK_N columns, in packs of rows as in `tile`. SUB elements
+surely share a scale: 32, or the largest power of two that divides the block. PER_SCALE of these have one scale. Tiles
+are taken GROUP_M row tiles at a time, column after column among those. So programs that run together read neighbouring
+BLOCK_N columns, and write GROUP_M * BLOCK_M tokens of a column.
 """
 
 import math
@@ -32,7 +31,7 @@ from mxep.quant.shapes import num_rows, padded_rows
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 SCALE_ELEMENTS = 8192
-"""Scales that a program looks at, at a time; PROGRAMS_PER_SM start and take several such pieces each."""
+"""Scales that a program reads at a time. PROGRAMS_PER_SM programs start and take several such pieces each."""
 PROGRAMS_PER_SM = 16
 SPLIT_ROWS = 512
 TILE = (256, 128)
@@ -46,7 +45,7 @@ _NAN_BASE = tl.constexpr(0x7FFF)
 
 @triton.jit
 def _max_scale(scale_ptr, index_ptr, row, mask, stride, BLOCKS: tl.constexpr):
-    """Of each row the largest scale (0 for a row of zeros), and where the row lies; int32."""
+    """Largest scale (0 for a row of zeros) and source row of each row, int32."""
     source = row
     if index_ptr is not None:
         source = tl.load(index_ptr + row, mask=mask, other=-1)

@@ -1,12 +1,12 @@
-"""Rows by an index: copied, padded; scales copied or swizzled on the way.
+"""Rows by an index: copied or padded, with their scales copied or swizzled on the way.
 
     row index[i] of x (or row i; -1: zeros)     a program takes BLOCK_M rows x BLOCK_N columns
       | values or qdata                         -> row i of the result
-      | their scales                            -> row i of the scales, or where the 128 x 4 layout of
-                                                   `mxep.quant.swizzle` has it, each group a tile of 128 rows of its own
+      | their scales                            -> row i of the scales, or its place in the 128 x 4 layout of
+                                                   `mxep.quant.swizzle`, each group a tile of 128 rows of its own
 
-Where scales are swizzled a program's rows are a tile of that layout, so it writes 512 scales in one piece; else a tile
-is wide, so that its scales fill sectors of 32 bytes. Rows past the last group cost a program that ends at once.
+If scales are swizzled, a program's rows are a tile of that layout, so it writes 512 scales in one piece. Other
+tiles are wide, so that their scales fill sectors of 32 bytes. Rows past the last group cost a program that ends at once.
 """
 
 import math
@@ -30,7 +30,7 @@ _INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _group_tile(tile, offs_ptr, num_groups, rows, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """(first row, rows left) of tile `tile`, where every group starts a tile of its own; (_, 0) past the last."""
+    """(first row, rows left) of tile `tile`. Every group starts a new tile. (_, 0) past the last."""
     if offs_ptr is None:
         return tile * BLOCK_M, rows - tile * BLOCK_M
     else:
@@ -49,7 +49,7 @@ def pick_kernel(
     scale_column_stride, rows, K, num_groups, out_scale_batch_stride,
     BLOCK_SIZE: tl.constexpr, SWIZZLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x None: scales alone. out_scale None: no scales."""
+    """x: None for scales alone. out_scale: None for no scales."""
     column_tiles = tl.cdiv(K, BLOCK_N)
     tile = tl.program_id(0) // column_tiles
     column_tile = tl.program_id(0) % column_tiles
@@ -97,7 +97,7 @@ def pick_kernel(
 def pad_index_kernel(
     sizes_ptr, offs_ptr, index_ptr, capacity, rows, num_groups, alignment, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Every program sums up all sizes, GROUPS at a time, and looks closer at those whose rows are in its tile."""
+    """Every program sums all sizes, GROUPS at a time, and examines the groups with rows in its tile."""
     out_row0 = tl.program_id(0) * TILE
     out_row = out_row0 + tl.arange(0, TILE)
     source = tl.full((TILE,), -1, tl.int32)
@@ -122,7 +122,7 @@ def pad_index_kernel(
 
 @triton.jit(do_not_specialize=["indices", "rows"])
 def invert_kernel(index_ptr, inverse_ptr, indices, rows, TILE: tl.constexpr):
-    """inverse[index[i]] = i where index[i] is a row; every row is in the index once at most."""
+    """inverse[index[i]] = i if index[i] is a row. The index has every row at most once."""
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.load(index_ptr + i, mask=i < indices, other=-1)
     tl.store(inverse_ptr + row, i, mask=(row >= 0) & (row < rows))
@@ -199,7 +199,7 @@ def _pick(
     *,
     swizzle: bool = False,
 ) -> None:
-    """Rows of x (S, K) and scale, picked by row_index, to out and out_scale; in groups if there are offs."""
+    """Copy rows of x (S, K) and scale, picked by row_index, to out and out_scale; in groups if there are offs."""
     if x is not None:
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, k, batch = num_rows(x, row_index), x.shape[1], 1

@@ -1,6 +1,6 @@
 """Sums of groups of rows: a program takes a group and BLOCK_N columns, 32 rows at a time.
 
-Read: x once, 1 to 4 bytes an element, and scales. Written: 4 bytes for each group and column.
+Read: x once, 1 to 4 bytes per element, and scales. Written: 4 bytes per group and column.
 """
 
 import math
@@ -18,7 +18,7 @@ BLOCK_N = 128
 
 @triton.jit
 def _halves(lanes):
-    """The sum over the first axis: a sum of two numbers has but one order."""
+    """The sum over the first axis. A sum of two numbers has only one order."""
     if lanes.shape[0] > 1:
         return _halves(tl.sum(tl.reshape(lanes, (2, lanes.shape[0] // 2, lanes.shape[1])), axis=0))
     else:

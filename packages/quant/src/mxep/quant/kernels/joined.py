@@ -1,8 +1,8 @@
-"""One scale a row of two or three matrices side by side: [x | y | z], which is written nowhere but as qdata.
+"""One scale per row of two or three matrices side by side, [x | y | z], which is never written unquantized.
 
     x (N, Kx), y (N, Ky), z (N, Kz)  ->  qdata (N, Kx + Ky + Kz), scale (N, 1)
 
-A program takes a row of all, in registers: 3 bytes an element of bf16 move, where joining first moves 7.
+A program takes one row of all, in registers: it moves 3 bytes per element of bf16. Joining first moves 7.
 """
 
 import torch

@@ -1,16 +1,17 @@
-"""Row-scaled qdata both ways: one scale for each row, and one for each column, of x (N, K) read twice.
+"""Row-scaled qdata both ways: one scale per row, and one per column, of x (N, K) read twice.
 
     quantize_per_row      x -> qdata (N, K), scale (N, 1)   and the amax of each column, by atomic max
     quantize_per_column   x -> qdata (K, N), scale (1, K)   the second pass of `columns`
 
-A column's scale needs all its rows before its first element, so twice is the least: 6 bytes an element of bf16, instead
-of the 8 of rows and columns each by themselves. The second may wait: a weight's columns until backward. A program of
-the first takes whole rows, ROWS at a time, held in registers with the running amax of their columns: a thread has the
-same columns of all rows, so those need no exchange. The next rows are loaded before the barrier that these ones' scales
-take. Maxima are integers, whose order does not matter: results are the same in every run. Leading axes are a batch.
+A column's scale needs all its rows before its first element, so two reads are the least: 6 bytes per element of bf16,
+instead of 8 for rows and columns by themselves. The second pass may wait: a weight's columns wait until backward. A
+program of the first pass takes whole rows, ROWS at a time, held in registers with the running amax of their columns. A
+thread has the same columns of all rows, so these need no exchange. The next rows are loaded before the barrier for the
+scales of these. Maxima are integers, so their order does not matter: results are the same in every run. Leading axes
+are a batch.
 
-A thread stores the 8 elements that it has loaded together. Triton would rather store 16, for which it moves them
-through shared memory, and where a thread has no more than 8 columns it moves the maxima, too: an eighth of the speed.
+A thread stores the 8 elements that it has loaded together. Triton would prefer to store 16 and move them through shared
+memory. With 8 columns per thread or fewer it would move the maxima, too, at an eighth of the speed.
 """
 
 from collections.abc import Iterator
@@ -27,19 +28,19 @@ from mxep.quant.shapes import empty_columns, empty_rows, stacked, stacked_shape
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 ROWS_PER_PROGRAM = 192
-"""About. Few: many atomics, one for each column of a program. Many: few programs."""
+"""Approximate rows per program. Few mean many atomics, one per column of a program. Many mean few programs."""
 LEAST_ROWS = 16
-"""Of a program, however short matrices are."""
+"""Least rows per program, however short the matrices are."""
 
 
 @triton.jit(do_not_specialize=["steps"])
 def quantize_rows_with_amax_kernel(
     x_ptr, qdata_ptr, scale_ptr, bits_ptr, N, all_rows, steps, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """x (batch, N, K) -> qdata, scale (batch, N); bits (batch, K), the columns' amax bits, start at 0 or at others'.
+    """x (batch, N, K) -> qdata, scale (batch, N). bits (batch, K), the columns' amax bits, start at 0 or at others'.
 
-    A program takes ROWS rows in each of its steps. all_rows: of a matrix of the results, which has others', too, or
-    None.
+    A program takes ROWS rows in each of its steps. all_rows: rows of a matrix of the results, if it has other parts'
+    rows, too; else None.
     """
     programs = tl.cdiv(N, ROWS * steps)
     batch = (tl.program_id(0) // programs).to(tl.int64)
@@ -77,7 +78,7 @@ def quantize_rows_with_amax_kernel(
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mxep::quantize_per_row. Rows longer than registers hold are read once more, joined."""
+    """mxep::quantize_per_row. Rows longer than registers hold are joined and read once more."""
     *rest, n, k = shape = stacked_shape(x, y, z)
     amax = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
     bits = amax.view(torch.int32)
@@ -101,7 +102,7 @@ def quantize_per_row(
 def _places(
     results: tuple[Tensor, ...], dim: int, *parts: Tensor | None
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Each part, contiguous, and where in `results` it goes, which along `dim` have all parts."""
+    """Each part, contiguous, and its place in `results`, which hold all parts along `dim`."""
     start = 0
     for part in parts:
         if part is not None and (n := part.shape[-2]):
@@ -111,7 +112,7 @@ def _places(
 
 
 def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
-    """Steps of `rows` of n rows that a program takes, so that `at_once` programs are busy to the end."""
+    """Steps of `rows` rows for each program, so that `at_once` programs are busy to the end."""
     waves = max(1, round(batch * n / (at_once * ROWS_PER_PROGRAM)))
     return cdiv(max(LEAST_ROWS, cdiv(n, max(1, at_once * waves // batch))), rows)
 

@@ -2,9 +2,9 @@
 
     qdata (S, K), their scales                  a program takes a tile of BLOCK_M rows x BLOCK_N columns
       | fp32 in registers: qdata * 2^(scale - 127)
-      | amax of 32 rows a column                -> qdata (K, R), scale (R / 32, K)
+      | amax of 32 rows per column              -> qdata (K, R), scale (R / 32, K)
 
-As `columns`, but for what it reads. Leading axes are a batch.
+Like `columns`, except for its input. Leading axes are a batch.
 """
 
 import math
@@ -29,8 +29,8 @@ def requantize_kernel(
     scale_batch_stride, scale_stride_row, scale_stride_column, block_rows, block_columns,
     MODE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """qdata (batch, S, K), a scale for block_rows x block_columns of them -> blocks of 32 rows, transposed. R is a
-    multiple of 32, UNIT divides 32 and block_columns."""
+    """qdata (batch, S, K), one scale per block_rows x block_columns of them -> blocks of 32 rows, transposed. R is a
+    multiple of 32. UNIT divides 32 and block_columns."""
     BLOCK_SIZE: tl.constexpr = 32
     PACK: tl.constexpr = 8
     batch, row_tile, column_tile = program_tile(tl.cdiv(R, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
@@ -38,7 +38,7 @@ def requantize_kernel(
     column0 = column_tile * BLOCK_N
     valid = R
     if offs_ptr is not None:
-        # Packs and blocks lie inside or outside.
+        # Each pack and each block is wholly inside or wholly outside.
         valid = valid_rows(offs_ptr, num_groups, R) // BLOCK_SIZE * BLOCK_SIZE
         if row0 >= valid:
             return

@@ -1,7 +1,7 @@
-"""Quantize where nothing is transposed: along rows, and in square 2-D blocks. Read once, qdata and scales written.
+"""Quantizes without transposing: along rows, and in square 2-D blocks. Reads once, writes qdata and scales.
 
 rows   x is a list of blocks of BLOCK_SIZE elements, one after another; a program takes NUM_BLOCKS of them
-       (a block that is no power of two, a row say, is masked up to one; a longer one is read twice)
+       (a block that is no power of two, such as a row, is masked up to one; a longer one is read twice)
 2-D    a program takes BLOCK_SIZE rows x BLOCK_N columns
 """
 
@@ -21,7 +21,7 @@ from mxep.runtime.lengths import Length
 TILE_ELEMENTS = 4096
 LONG_ELEMENTS = 8192
 LONGEST = 16384
-"""Elements of a block that a program holds in registers."""
+"""Most elements of a block that a program holds in registers."""
 BLOCK_N_2D = 256
 
 
@@ -30,7 +30,7 @@ def quantize_blocks_kernel(
     x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK: one where they fit it."""
+    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK; one chunk if the block fits it."""
     first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
     block = tl.arange(0, NUM_BLOCKS)
     mask = block < num_blocks - first
@@ -60,7 +60,7 @@ def quantize_blocks_kernel(
 def quantize_2d_kernel(
     x_ptr, qdata_ptr, scale_ptr, K, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """x (rows, K), rows a multiple of BLOCK_SIZE; leading axes are just more rows."""
+    """x (rows, K), rows a multiple of BLOCK_SIZE. Leading axes are just more rows."""
     row_block = tl.program_id(0).to(tl.int64)
     column0 = tl.program_id(1) * BLOCK_N
     row = tl.arange(0, BLOCK_SIZE)
@@ -97,7 +97,7 @@ def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, bloc
 
 
 def _quantize_blocks(x: Tensor, qdata: Tensor, scale: Tensor, num_blocks: int, mode: str, block_size: int) -> None:
-    """The first blocks of x, where qdata and scale may have room for more."""
+    """Quantize the first blocks of x. qdata and scale may have room for more."""
     chunk = min(next_power_of_2(block_size), LONGEST)
     tile = max(1, (TILE_ELEMENTS if chunk == block_size <= TILE_ELEMENTS else LONG_ELEMENTS) // chunk)
     launch(quantize_blocks_kernel, (cdiv(scale.numel(), tile),),
@@ -107,7 +107,7 @@ def _quantize_blocks(x: Tensor, qdata: Tensor, scale: Tensor, num_blocks: int, m
 
 
 def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_2d. ValueError for a block that is no power of two up to 128."""
+    """mxep::quantize_2d. Raises ValueError for a block that is no power of two up to 128."""
     if block_size & (block_size - 1) or block_size > 128:
         raise ValueError(f"block_size: got {block_size} x {block_size}, want a power of two up to 128 on CUDA")
     x = x.contiguous()

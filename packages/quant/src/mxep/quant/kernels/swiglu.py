@@ -1,18 +1,18 @@
-"""SwiGLU forward and backward, with its result rounded, or quantized by blocks, by rows, or by blocks and folded.
+"""SwiGLU forward and backward. The result is rounded, or quantized by blocks, by rows, or by blocks and folded.
 
-    gate_up (R, 2F), row_weight                       read once          bytes an element of h, bf16: 4 in, 1 or 2 out
+    gate_up (R, 2F), row_weight                       read once        bytes per element of h, bf16: 4 in, 1 or 2 out
     d_h (R, F)                                        backward                                        6 in, 2 or 4 out
-      | a row at a time, in chunks of 8 or 16 elements a thread: of gate, of up, of d_h; fp32 from here
+      | a row at a time, in chunks of 8 or 16 elements per thread: of gate, of up, of d_h; fp32 from here
       v
-    h (R, F) | d_gate_up (R, 2F), d_row_weight        written once; backward also writes h, if it is wanted: 1 or 2 out
+    h (R, F) | d_gate_up (R, 2F), d_row_weight        written once; backward also writes h, if needed: 1 or 2 out
 
-Programs stride over rows; a warp takes 1024 or 2048 elements of one, so that few wait at a barrier. Chunks are
-unrolled, and a chunk is loaded before the one before it is computed. A result that needs all of its row first, to scale
-it, stays in registers: fp32 for one scale a row, but qdata, a quarter of that, if it is folded. 8 elements a thread are
-what a load of bf16 brings; F is a constant of the kernel, so 768 or 14336 elements cost nothing for padding.
+Programs stride over rows. A warp takes 1024 or 2048 elements of one, so that few wait at a barrier. Chunks are
+unrolled, and a chunk is loaded before the previous one is computed. A result that needs its whole row first, for the
+scale, stays in registers: fp32 for one scale per row, but qdata, a quarter of that, if it is folded. A load of bf16
+brings 8 elements per thread. F is a constant of the kernel, so 768 or 14336 elements cost nothing for padding.
 
-While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 instructions for an element forward, 54
-backward; folded it takes 36 and 53 to 55. Hence a sigmoid without a division, and a sum over a row that leaves a thread
+While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 instructions per element forward, 54
+backward. Folded it takes 36 and 53 to 55. Hence the sigmoid has no division, and the sum over a row leaves a thread
 late.
 """
 
@@ -41,18 +41,18 @@ from mxep.quant.shapes import empty_swiglu, empty_swiglu_backward
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 WARP_ELEMENTS = 2048
-"""Of a row, padded to a power of two, for each warp of its program, at most."""
+"""Most elements of a row, padded to a power of two, per warp of its program."""
 THREAD_ELEMENTS = 8
-"""Of a chunk, for each thread: twice as many where that divides F, else these, or half."""
+"""Elements of a chunk per thread: twice as many if that divides F, otherwise this many, or half."""
 AHEAD = 1
 """Chunks loaded ahead of the one computed."""
 PROGRAMS_PER_SM = 256
-"""As many start; they take several rows if there are more."""
+"""Most programs per SM. They take several rows if there are more."""
 
 
 @triton.jit
 def _emit(values, out, c: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr):
-    """Store chunk c of a row at `out`, or what is known of it. Returns tuples: what waits for the row's end, scales."""
+    """Store chunk c of a row at `out` as far as it is known. Returns tuples: values for the row's end, and scales."""
     dtype: tl.constexpr = out.dtype.element_ty
     if MODE is None:
         store_chunk(out, values, c, F)
@@ -65,7 +65,7 @@ def _emit(values, out, c: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLO
             EIGHT: tl.constexpr = 8 if BLOCK > 8 else BLOCK
             bits = tl.reshape(amax(values, EIGHT).to(tl.int32, bitcast=True), (blocks.shape[0], BLOCK // EIGHT))
             scale = scale_of_amax(tl.max(bits, axis=1), MODE, dtype)
-            # No exception for NaN, which `_finish` makes of all of such a row, whatever is saved of it.
+            # NaN needs no exception: `_finish` makes NaN of the whole row, whatever is saved of it.
             factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
             return ((blocks * factor[:, None]).to(dtype),), (scale,)
         else:
@@ -80,9 +80,9 @@ def _finish(
     out, scale_ptr, row, saved, scales,
     PARTS: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Store what `_emit` left of a row of PARTS * F elements at `out`: chunk after chunk, each of all parts."""
+    """Store the values that `_emit` left of a row of PARTS * F elements at `out`: chunk by chunk, each of all parts."""
     if FOLDED:
-        # Blocks of zeros need no exception: their scale is 0, as it is if there are just values too small for it.
+        # Zero blocks need no exception: their scale is 0, as for values too small for a scale.
         max_scale = scales[0]
         for k in tl.static_range(1, len(saved)):
             max_scale = tl.maximum(max_scale, scales[k])
@@ -116,12 +116,12 @@ def swiglu_kernel(
     F: tl.constexpr, CHUNK: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
     AHEAD: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """h if there is an h_ptr, backward if there is a d_h_ptr; weight_ptr and offs_ptr may be None, too.
+    """Compute h if there is an h_ptr, backward if there is a d_h_ptr. weight_ptr and offs_ptr may be None, too.
 
-    gate_up_scale_ptr: a scale for each row of gate_up, which is qdata then, or None.
+    gate_up_scale_ptr: one scale per row if gate_up is qdata, or None.
 
-    MODE None: rounded to h_ptr's or out_ptr's dtype. Else quantized with a scale for a row (BLOCK 0) or for BLOCK
-    elements, which divide CHUNK; FOLDED: then folded to one for a row. AHEAD: chunks loaded ahead of the one computed.
+    MODE None: round to h_ptr's or out_ptr's dtype. Other modes quantize with one scale per row (BLOCK 0) or per
+    BLOCK elements. BLOCK divides CHUNK. FOLDED: then fold to one per row. AHEAD: chunks loaded ahead of the one computed.
     ALPHA .. INTERLEAVED: `mxep.quant.SwiGLU`.
     """
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
@@ -149,7 +149,7 @@ def swiglu_kernel(
                     d_hs += (load_chunk(d_h_ptr + row64 * F, step, CHUNK, F),)
             if step >= AHEAD:
                 if FOLDED and d_h_ptr is not None and step < CHUNKS:
-                    tl.debug_barrier()  # ptxas would move this step's loads behind the computation of the one before
+                    tl.debug_barrier()  # otherwise ptxas moves this step's loads behind the previous computation
                 gate, raw_up = gates[step - AHEAD].to(tl.float32), ups[step - AHEAD].to(tl.float32)
                 if gate_up_scale_ptr is not None:
                     gate, raw_up = gate * factor, raw_up * factor
@@ -191,7 +191,7 @@ def swiglu(
     folded: bool,
     activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu; `_launch` says what blocks there may be."""
+    """mxep::swiglu. `_launch` lists the blocks it takes."""
     h, scale = empty_swiglu(gate_up, dtype, mode, block_size, folded)
     _launch(gate_up, None, row_weight, offs, h, scale, None, mode, block_size, folded, activation)
     return h, scale
@@ -210,9 +210,9 @@ def swiglu_backward(
     activation: Sequence[float] | None = None,
     gate_up_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mxep::swiglu_backward; `_launch` says what blocks there may be.
+    """mxep::swiglu_backward. `_launch` lists the blocks it takes.
 
-    out may be d_h's memory if a row has one scale: the row's maximum comes after its loads, before its stores.
+    out may be d_h's memory if a row has one scale: the row's maximum comes after its loads and before its stores.
     """
     results = scale, d_row_weight, h, h_scale = empty_swiglu_backward(gate_up, mode, block_size, folded, h_dtype)
     backward = d_h, out, scale, d_row_weight
@@ -234,9 +234,9 @@ def _launch(
     folded: bool,
     activation: Sequence[float] | None,
 ) -> None:
-    """Into h, if there is one, and of backward = (d_h, out, scale, d_row_weight) into the last three; scales with mode.
+    """Write h, if there is one, and the last three of backward = (d_h, out, scale, d_row_weight). Scales need a mode.
 
-    ValueError for a block that is neither the whole row nor a power of two that divides F.
+    Raises ValueError for a block that is neither the whole row nor a power of two that divides F.
     """
     rows, F, how = gate_up.shape[0], gate_up.shape[1] // 2, SwiGLU.unpacked(activation)
     width = F if backward is None else 2 * F
@@ -249,7 +249,7 @@ def _launch(
         return
 
     padded = max(8, next_power_of_2(F))
-    three = backward is not None and h is not None and mode is not None  # results an element to keep: more registers
+    three = backward is not None and h is not None and mode is not None  # results to keep per element: more registers
     warp_elements = WARP_ELEMENTS if padded > WARP_ELEMENTS and not three else WARP_ELEMENTS // 2
     if backward is not None and mode is not None and by_row:
         warp_elements //= 2  # these are fp32
@@ -280,7 +280,8 @@ def _launch(
 
 
 def _max_registers(elements: int, num_warps: int) -> int | None:
-    """Of a thread with that many elements of a row, on Hopper. By itself ptxas takes more, and fewer programs fit."""
+    """Most registers of a thread with that many elements of a row, on Hopper. ptxas alone takes more and fits fewer
+    programs."""
     if elements > 40:
         registers = 128
     elif num_warps == 1:

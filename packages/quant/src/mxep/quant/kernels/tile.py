@@ -1,19 +1,19 @@
 """Device functions for a tile of values: loaded, quantized along its columns, stored transposed.
 
-A thread holds PACK = 8 rows that follow one another, as a tuple of 8 tensors (BLOCK_M / 8, BLOCK_N), so that the qdata
-of a column become two 32-bit words in its registers before the tile is transposed through shared memory. That takes a
-quarter of the accesses and of the instructions that single bytes take.
+A thread holds PACK = 8 consecutive rows, as a tuple of 8 tensors (BLOCK_M / 8, BLOCK_N). So the qdata of a column
+become two 32-bit words in its registers before the tile is transposed through shared memory. This takes a quarter of
+the accesses and instructions that single bytes take.
 
     tile[i][j] is row 8 * j + i         word 2 * j      q0 | q1 << 8 | q2 << 16 | q3 << 24   (q0 lies first in memory)
                                         word 2 * j + 1  q4 | q5 << 8 | q6 << 16 | q7 << 24
     stored (columns, BLOCK_M / 4) words  =  (columns, BLOCK_M) qdata
 
-Where rows are no multiple of 8 the tuple has one tensor (BLOCK_M, BLOCK_N), stored byte by byte.
+If rows are no multiple of 8, the tuple has one tensor (BLOCK_M, BLOCK_N), stored byte by byte.
 
 Measured on an H200 (65536 x 7168, Triton 3.6, share of the copy's 4.26 TB/s): columns 0.96, requantize 0.86.
-What limits them is not DRAM but requests to L2, half of which cross the fabric between its two partitions (87% busy):
-hence tiles with lines of 128 bytes, and scales stored along the tile. A register cap where it does not spill buys
-another program an SM. Persistent programs that prefetch (cp.async) were slower: registers. Eviction hints did nothing.
+The limit is not DRAM but requests to L2, half of which cross the fabric between its two partitions (87% busy). Hence
+tiles have lines of 128 bytes, and scales are stored along the tile. A register cap without spills fits another program
+per SM. Persistent programs with prefetch (cp.async) were slower, because of registers. Eviction hints did nothing.
 """
 
 import triton
@@ -24,10 +24,10 @@ from mxep.quant.device import abs_bits, reciprocal, scale_of_amax
 
 @triton.jit
 def load_tile(ptr, row, column, stride, rows_left, columns_left, PACK: tl.constexpr):
-    """A tuple of PACK tensors (BLOCK_M / PACK, BLOCK_N): rows `row` + i of a matrix, `stride` elements a row; zeros
+    """A tuple of PACK tensors (BLOCK_M / PACK, BLOCK_N): rows `row` + i of a matrix, `stride` elements per row; zeros
     outside.
 
-    row: (BLOCK_M / PACK, 1) int32, the first row of each pack; packs lie wholly inside rows_left or wholly outside.
+    row: (BLOCK_M / PACK, 1) int32, first row of each pack. Packs lie wholly inside or wholly outside of rows_left.
     column: (1, BLOCK_N) int32.
     """
     mask = (row < rows_left) & (column < columns_left)
@@ -46,7 +46,7 @@ def quantize_tile_columns(
 ):  # fmt: skip
     """Quantize tile (tuple of (packs, BLOCK_N)) in blocks of BLOCK_SIZE rows.
 
-    Column c goes to qdata_ptr + c * stride, the scales of block b to scale_ptr + b * scale_stride. rows_left is a
+    Column c goes to qdata_ptr + c * stride, the scales of block b go to scale_ptr + b * scale_stride. rows_left is a
     multiple of BLOCK_SIZE.
     """
     PACKS: tl.constexpr = tile[0].shape[0]
@@ -74,10 +74,10 @@ def quantize_tile_columns(
 def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
     """Store the qdata of `tile`, transposed: column c at out_ptr + c * stride.
 
-    tile: a tuple of 8 tensors (BLOCK_M / 8, BLOCK_N), or of one (BLOCK_M, BLOCK_N), of values; cast to the qdata that
-    out_ptr points to, which is the tile's first row and column. stride: qdata a column.
-    rows_left, columns_left: what is stored; for 8 tensors stride and rows_left are multiples of 8, rows_left better one
-    of 16 that Triton can see.
+    tile: a tuple of 8 tensors (BLOCK_M / 8, BLOCK_N), or of one (BLOCK_M, BLOCK_N), of values. They are cast to the
+    qdata of out_ptr, which is the tile's first row and column. stride: qdata per column.
+    rows_left, columns_left: rows and columns to store. With 8 tensors, stride and rows_left are multiples of 8;
+    rows_left is best a multiple of 16 that Triton can see.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, tile[0].shape[1])[:, None]
@@ -98,7 +98,7 @@ def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
 
 @triton.jit
 def _word(a, b, c, d, dtype: tl.constexpr):
-    """Four values as qdata in a 32-bit word. Cast in pairs, as the hardware does, so that two are packed for free."""
+    """Four values as qdata in a 32-bit word. Cast in pairs, as in hardware, so that two are packed for free."""
     return _half(a, b, dtype) | (_half(c, d, dtype) << 16)
 
 
@@ -110,7 +110,7 @@ def _half(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def program_tile(row_tiles, column_tiles, ROWS_FIRST: tl.constexpr):
-    """(batch, row tile, column tile) of this program; ROWS_FIRST: programs that follow one another share columns."""
+    """(batch, row tile, column tile) of this program. ROWS_FIRST: consecutive programs share columns."""
     program = tl.program_id(0)
     batch = program // (row_tiles * column_tiles)
     program = program % (row_tiles * column_tiles)
