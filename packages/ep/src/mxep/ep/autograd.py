@@ -18,7 +18,7 @@ disk, serve all layers with the same ones. A dispatcher must know its sizes befo
 forward and backward, so they do. Layers that are checkpointed are not chained where they are computed again: compile
 each by itself, or bring tokens on all ranks.
 
-T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
+T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ class Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         routing, halves = ctx.routing, ctx.shares[2] is not None
-        # Only tensors count there, and up_proj is none where gate_up_proj is whole.
+        # Only tensors count there, and up_proj is None if gate_up_proj is whole.
         last = 5 if halves else 4
         asked = [need and is_wanted(ctx, min(i, last)) for i, need in enumerate(ctx.needs_input_grad[:6])]
         wanted, kept, retained = needs_of(asked), ctx.saved_operands, graph_is_retained()
@@ -118,7 +118,7 @@ class Layer(torch.autograd.Function):
             *ctx.main_grads,
         )
         del saved, gate, up, down
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, tensors are freed once they are used
         deferred = DeferredWgrads() if retained else None
         for share in ctx.shares[:3]:  # the bias is not read
             if share is not None:
@@ -156,7 +156,7 @@ def _deferred_gradients(
 
 
 def _of_parameters(ctx: Any, gate_up: Any, down: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What `Layer.backward` returns after dx and d_weights."""
+    """Results of `Layer.backward` after dx and d_weights."""
     up = None
     if gate_up is not None and ctx.shares[2] is not None:
         gate_up, up = gate_up
@@ -170,7 +170,7 @@ def _of_parameters(ctx: Any, gate_up: Any, down: Tensor | None, bias: Tensor | N
 
 
 def unsupported_reason(dispatcher: TokenDispatcher, config: LayerConfig, main_grads: MainGrads) -> str | None:
-    """None if `compiled_layer` can: all is known by name, and its sizes before it runs. Else why not."""
+    """None if `compiled_layer` applies: all is known by name, and sizes before it runs. Otherwise the reason."""
     recipe, backend = config.recipe, config.backend
     if main_grads[0] is not None or main_grads[1] is not None:
         return "main_grad is memory that backward adds to, which a graph does not: leave it out, or compile around"
@@ -195,7 +195,7 @@ def compiled_layer(
     wgrad_scale: float,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """out (T, D), as of `run_experts`, where there is no `unsupported_reason`; if `drops`, which pairs have a row."""
+    """out (T, D) of `run_experts`, if there is no `unsupported_reason`; and the pairs with a row, if `drops`."""
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
     proj, down_proj = tuple(local_weight(half) for half in tensors_of(gate_up_proj)), local_weight(down_proj)
     bias = None if gate_up_bias is None else local_weight(gate_up_bias)
@@ -235,7 +235,7 @@ def forward_op(
         return [made.out, *kept]
     saved = tensors_in(made.saved)
     if weights_are_held():
-        # An output is the graph's to write over: what is held for others, which comes last, goes out as a copy.
+        # The graph may overwrite its outputs, so held tensors, which come last, are returned as copies.
         own = sum(_num_parts(config.recipe, Needs(*needs)))
         saved[own:] = [part.clone() for part in saved[own:]]
     return [made.out, *saved, *tensors_of_plan(made.routing.plan), *kept]
@@ -299,7 +299,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    found = ctx.saved_tensors  # to be asked for once
+    found = ctx.saved_tensors  # may be read only once
     proj, (down_proj, expert_ids, *saved) = found[: ctx.halves], found[ctx.halves :]
     del found
     dx, d_weights, *rest = backward_op(grads[0], saved, proj, down_proj, expert_ids, *ctx.names)
@@ -313,7 +313,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
-# Peers wait for the exchanges of a rank without tokens, too, whose empty results a compiler would not compute.
+# Peers wait for a rank's exchanges even if it has no tokens. A compiler would drop its empty results.
 for _op in (torch.ops.mxep.layer_forward.default, torch.ops.mxep.layer_backward.default):
     has_side_effect(_op)
 
@@ -409,7 +409,7 @@ def _joined(parts: list[Tensor], axis: Any, dtype: torch.dtype) -> Any:
 def _flops_forward(
     x: Tensor, weights: Tensor, gate_up_proj: list[Tensor], down_proj: Tensor, *_: Any, out_val: Any
 ) -> int:
-    """2 M N K of both products, of T * K rows: what this rank's tokens cost, wherever their experts are."""
+    """2 M N K of both GEMMs, for T * K rows: the cost of this rank's tokens, wherever their experts are."""
     elements = sum(w[0].numel() for w in (*gate_up_proj, down_proj))
     return 2 * weights.numel() * elements
 
@@ -418,7 +418,7 @@ def _flops_forward(
 def _flops_backward(
     d_out: Tensor, saved: Any, gate_up_proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any, out_val: Any
 ) -> int:
-    """Two dgrads, and a wgrad of each weight that needs one."""
+    """FLOPs of two dgrads, and of a wgrad for each weight that needs one."""
     of_gate_up, of_down = 2 * sum(w[0].numel() for w in gate_up_proj), 2 * down_proj[0].numel()
     needs: list[bool] = how[-1]
     return ids.numel() * (of_gate_up * (1 + needs[0]) + of_down * (1 + needs[1]))

@@ -1,4 +1,4 @@
-"""Biases of experts: the down-projection's, and gradients that a factor scales.
+"""Biases of experts: the down-projection's bias, and scaled gradients of biases.
 
     out (T, D) = sum over k of weights[t, k] * (down_proj[id] h + down_bias[id])
 
@@ -28,10 +28,10 @@ def add_down_bias(
     scale: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """out (T, D) + the weighted sum of each token's experts' bias (e, D). scale: of the bias's gradient.
+    """out (T, D) plus the weighted sum of the biases (e, D) of each token's experts. scale: of the bias's gradient.
 
-    expert_ids: (T, K), those outside 0 .. E-1 add nothing. weights: (T, K) fp32. group: of the ranks that share the
-    experts, e of E each; None: this process has all.
+    expert_ids: (T, K); ids outside 0 .. E-1 add nothing. weights: (T, K) fp32. group: the ranks that share the experts,
+    e of E each; None if this process has all.
     """
     whole = scaled_gradient(bias, scale).float()
     if group is not None:
@@ -46,7 +46,7 @@ def add_down_bias(
 
 
 def scaled_gradient(x: Tensor, scale: float) -> Tensor:
-    """x, whose gradient is multiplied by scale."""
+    """x, with its gradient multiplied by scale."""
     if scale == 1.0:
         return x
     scaled: Tensor = _ScaledGradient.apply(x, scale)  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """out (T, D) + by_expert (T, E) @ bias (E, D). ids (T, K) of experts, and which of them are routed (T, K)."""
+    """out (T, D) + by_expert (T, E) @ bias (E, D). ids: (T, K) experts. routed: (T, K), True for routed pairs."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, by_expert: Tensor, bias: Tensor, ids: Tensor, routed: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class _AddBias(torch.autograd.Function):
         bad = ~bias.isfinite().all(1)
         tokens = (bad[ids] & routed).any(1, keepdim=True)
         operands = by_expert.masked_fill(tokens, math.nan), bias.masked_fill(bad[:, None], 0.0)
-        with torch.autocast(out.device.type, enabled=False):  # which would round out, too
+        with torch.autocast(out.device.type, enabled=False):  # autocast would round out, too
             return torch.addmm(out, *operands)
 
     @staticmethod
@@ -93,7 +93,7 @@ class _AddBias(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """(e, D) of each rank -> (E, D). By ops that a graph takes; what torch wraps them in has other names by version."""
+    """(e, D) of each rank -> (E, D), by ops that a graph takes. torch's wrappers of them change names by version."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

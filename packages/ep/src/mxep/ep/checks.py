@@ -1,6 +1,6 @@
-"""What the layer checks of its weights before any exchange, eager and compiled alike.
+"""Checks of the layer's weights before any exchange, eager and compiled alike.
 
-e experts here, D model dim, F hidden dim.
+e local experts, D model dim, F hidden dim.
 """
 
 from torch import Tensor
@@ -21,7 +21,7 @@ def check_weights(
     config: LayerConfig,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """ValueError for weights that do not fit x, each other, the dispatcher or the recipe: before any exchange."""
+    """Raise ValueError for weights that do not fit x, each other, the dispatcher or the recipe, before any exchange."""
     recipe = config.recipe
     e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if down_proj.dim() else 0
     wanted = [("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim))]

@@ -1,7 +1,7 @@
-"""The weights of routed experts, this rank's share.
+"""Weights of routed experts, this rank's share.
 
 e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_proj are the gate, the next F the
-up part; with an interleaved activation gate and up take turns.
+up part. With an interleaved activation, gate and up rows alternate.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ from .shares import empty_share, init_normal_, local_tensor, local_weight
 class Experts(nn.Module):
     """All experts of a layer, or with a mesh this rank's share of them.
 
-    Parameters: ``gate_up_proj`` (E, 2F, D), ``down_proj`` (E, D, F), and with ``bias``, zeros at first,
-    ``gate_up_bias`` (E, 2F), ``down_bias`` (E, D), else None; weights are normal with std 1/sqrt(fan-in). With a 1-D
-    mesh they are DTensors sharded on their first dimension, and a rank allocates and draws its own experts only. Each
-    expert has a seed of its own, so one seed makes one model, however many ranks share it.
+    Parameters: ``gate_up_proj`` (E, 2F, D), ``down_proj`` (E, D, F); with ``bias`` also ``gate_up_bias`` (E, 2F) and
+    ``down_bias`` (E, D), else None. Weights are normal with std 1/sqrt(fan-in), biases zero. With a 1-D mesh they are
+    DTensors sharded on their first dimension, and a rank allocates and draws its own experts only. Each expert has its
+    own seed, so one seed makes one model, however many ranks share it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights, also of parameters that FSDP2 has sharded further; biases are zero."""
+        """Draw new weights and zero biases, also if FSDP2 has sharded them further."""
         for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -101,23 +101,27 @@ def run_experts(
 
     Args:
         x: bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
-        gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are quantized into one, each
-            way, and have gradients of their own. down_proj: (e, D, F). Or DTensors of which this rank holds that, as
-            `Experts` has them; then their gradients are DTensors, too. A whole weight with an attribute ``main_grad``,
-            fp32 of its shape or of this rank's share of it, gets its gradient added there, and none itself.
-        wgrad_scale: factor of weights' and biases' gradients.
-        activation: of gate and up, as `mxep.quant.SwiGLU` says. gate_up_bias: (e, 2F). down_bias: (e, D), which
-            the routing weight multiplies; ranks gather it. Or DTensors. They have ordinary gradients.
-        score_before_experts: the routing weight multiplies what an expert is given, not what it returns (Llama 4). Each
-            of the T K products is a token to the dispatcher, whose ``max_tokens`` counts them, and to the routing.
-        layer: of ``dispatcher.number_layer()``. Ranks that call numbered layers in other orders raise PeersDisagree.
-            0: not known. Under torch.compile it is not.
+        gate_up_proj: (e, 2F, D), gate rows first. Or a pair of gate and up, (e, F, D) each: they are quantized into one
+            weight and have gradients of their own. down_proj: (e, D, F). All may be DTensors with this rank's share, as
+            in `Experts`; their gradients are then DTensors, too. If a whole weight has an attribute ``main_grad``, fp32
+            of its shape or of this rank's share, its gradient is added there and not to `.grad`.
+        wgrad_scale: factor of the gradients of weights and biases.
+        activation: of gate and up, see `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by
+            the routing weight; ranks gather it. Biases may be DTensors. Their gradients are ordinary.
+        score_before_experts: apply the routing weight to an expert's input, not to its output (Llama 4). The dispatcher
+            and the routing then see T K tokens, and ``max_tokens`` counts these.
+        layer: from ``dispatcher.number_layer()``. Ranks that call numbered layers in different orders raise
+            PeersDisagree. 0: unknown, as always under torch.compile.
 
-    Under torch.compile it is an op of one graph, with `fullgraph=True` too, and the routing is None. It breaks the
-    graph, and fails a full one with the reason, with a `main_grad`, with a dispatcher that learns its sizes at run
-    time, as with `Capacity.exact()` or without ``max_tokens``, with a recipe or a backend that has no name, and with
-    wgrad "bf16", for which it composes the functions of `functional.py`. torch.export, which knows no breaks, raises
-    RuntimeError there.
+    Under torch.compile it is one op of the graph, with `fullgraph=True` too, and the routing is None. Four cases break
+    the graph, and fail a full one with the reason:
+
+    - a `main_grad`;
+    - a dispatcher that learns its sizes at run time, as with `Capacity.exact()` or without ``max_tokens``;
+    - a recipe or a backend without a name;
+    - wgrad "bf16", which composes the functions of `functional.py`.
+
+    torch.export allows no breaks and raises RuntimeError there.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, before any exchange.
     """
@@ -125,7 +129,7 @@ def run_experts(
     config = LayerConfig(recipe, select(backend, x.device), activation)
     reason = unsupported_reason(dispatcher, config, main_grads) if torch.compiler.is_compiling() else None
     if reason is not None:
-        if not torch.compiler.is_dynamo_compiling():  # torch.export traces without it, and knows no breaks
+        if not torch.compiler.is_dynamo_compiling():  # torch.export, which allows no breaks
             raise RuntimeError(f"run_experts is in no exported graph: {reason}")
         torch._dynamo.graph_break(msg=f"run_experts is in no graph: {reason}")
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "activation": activation}
@@ -137,7 +141,7 @@ def run_experts(
     per_token = expert_ids.shape[-1] if score_before_experts else 1
     if score_before_experts:
         routed = (expert_ids >= 0) & (expert_ids < dispatcher.num_experts)
-        weights = torch.where(routed, weights, 0.0)  # others may be NaN, which times a gradient of 0 is NaN, too
+        weights = torch.where(routed, weights, 0.0)  # others may be NaN, and NaN times a gradient of 0 is NaN
         if dispatcher.capacity.overflow == "drop":
             x = Weighted.apply(x, weights).flatten(0, 1)  # type: ignore[no-untyped-call]
         else:
@@ -172,7 +176,7 @@ def run_experts(
         backward = torch.is_grad_enabled() and any(grads)
         check_no_tangent(x, weights, here, down, other, here_bias)
         with dispatcher.watched(), torch.no_grad():
-            # The router's weights may lie anyhow, and a room's tokens are read where they lie.
+            # The router's weights may have any layout. With room, tokens are read in place, so they must be dense.
             room = dispatcher.room_for(x, per_token)
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
             given, needs = ForwardInput(*of_tokens, ids, whole, down, here_bias), needs_of(grads) if backward else None
@@ -186,7 +190,7 @@ def run_experts(
         del made
     if bias is not None:
         group = dispatcher.group if dispatcher.spans_ranks else None
-        if kept is not None:  # what was dropped is not routed
+        if kept is not None:  # dropped pairs are not routed
             expert_ids = torch.where(kept > 0, expert_ids, -1)
         out = add_down_bias(out, expert_ids, weights, bias, scale=wgrad_scale, group=group)
     if score_before_experts and shape[1] > 1:
@@ -208,7 +212,7 @@ def _compose(
     gate_up_bias: Tensor | None,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None, Routing]:
-    """Of a recipe whose weight gradients take unquantized operands: out, which pairs have a row if `drops`, routing."""
+    """A layer with unquantized weight gradients. Returns out, the pairs with a row if `drops`, and the routing."""
     how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": config.recipe}
     rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
     y = expert_mlp(

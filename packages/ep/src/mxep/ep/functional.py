@@ -1,4 +1,4 @@
-"""The differentiable parts of an expert-parallel layer. Composed, they are the layer; each also works alone.
+"""The differentiable parts of an expert-parallel layer. Composed, they are the layer. Each also works alone.
 
     forward                                          backward
     x (T, D), weights (T, K)                         d_out (T, D)
@@ -11,12 +11,12 @@
       combine      sum each token's rows               dispatch'    sum each token's rows
     out (T, D)                                       dx (T, D), d_weights (T, K)
 
-The routing weight multiplies inside SwiGLU (the down-projection is linear), so combine is a plain sum and its backward
+The routing weight multiplies inside SwiGLU (the down-projection is linear). So combine is a plain sum, and its backward
 sends one unscaled copy. With a quantizing recipe rows, h and both gradients are MXTensors: nothing is quantized twice.
 
-Under torch.compile they break the graph, but `expert_mlp` and `swiglu` of a recipe that quantizes nothing.
+Under torch.compile they break the graph, except `expert_mlp` and `swiglu` with a recipe that quantizes nothing.
 
-T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
+T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
 import functools
@@ -41,17 +41,17 @@ from .mlp import PLAIN, saved_gate_up, swiglu_backward, swiglu_forward
 from .wire import Wire, pack
 
 FLOATS = torch.bfloat16, torch.float32
-"""That tokens and parameters of a layer have."""
+"""Dtypes that tokens and parameters of a layer may have."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _between_graphs(function: _Function) -> _Function:
-    """A break for torch.compile where it moves rows or gives an MXTensor a gradient, which no graph can hold."""
+    """Break torch.compile's graph if a function moves rows or gives an MXTensor a gradient: no graph can hold these."""
 
     @functools.wraps(function)
     def call(*tensors: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling() and ("dispatcher" in options or options["recipe"].scaling != "none"):
-            if not torch.compiler.is_dynamo_compiling():  # torch.export traces without it, and knows no breaks
+            if not torch.compiler.is_dynamo_compiling():  # torch.export, which allows no breaks
                 raise RuntimeError(f"{function.__name__} is in no exported graph: export run_experts, or an MoE")
             return between_graphs(function, *tensors, **options)
         return function(*tensors, **options)
@@ -66,15 +66,15 @@ def dispatch(
     """Dispatch tokens to their experts.
 
     Args:
-        x: (T, D) bf16 or fp32. Quantized here, before the wire, if the recipe says so.
+        x: (T, D) bf16 or fp32. It is quantized before the wire, if the recipe says so.
         expert_ids: (T, K) int32 or int64, -1 for "not routed".
         weights: (T, K) fp32.
 
     Returns:
-        rows (R_max, D) in expert-major order (MXTensor under an index, or plain), row_weight (R_max,) fp32, and the
-        routing, of which :func:`expert_mlp` reads ``offs``, and which :func:`combine` takes.
+        rows (R_max, D) in expert-major order (MXTensor with an index, or plain), row_weight (R_max,) fp32, and the
+        routing. :func:`expert_mlp` reads its ``offs``, and :func:`combine` takes it.
 
-    Raises ValueError on wrong shapes or dtypes, and on the CPU for expert ids outside -1 .. E-1.
+    Raises ValueError on wrong shapes or dtypes, and on CPU for expert ids outside -1 .. E-1.
     """
     ids = checked_tokens(x, expert_ids, weights, dispatcher)
     rows, row_weight, routing = _Dispatch.apply(x, weights, ids, dispatcher, recipe)  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ def dispatch(
 
 
 def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-    """The ids as a copy of their own, int32 but for eager CPU tensors, once shapes and dtypes are found to fit."""
+    """Check shapes and dtypes, and return the ids as a separate copy: int32, except for eager CPU tensors."""
     if x.dim() != 2 or expert_ids.dim() != 2 or weights.shape != expert_ids.shape or len(x) != len(expert_ids):
         raise ValueError(
             "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), "
@@ -100,9 +100,9 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
             f"(or its dispatcher) with dtype={x.dtype}"
         )
     if expert_ids.is_cpu and not torch.compiler.is_compiling():
-        return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher names wrong ids as they are
+        return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher's errors name ids as given
     ids = narrow_ids(expert_ids)
-    # A copy of its own, which backward reads.
+    # A separate copy, which backward reads.
     return ids.clone(memory_format=torch.contiguous_format) if ids is expert_ids else ids
 
 
@@ -116,7 +116,7 @@ def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe:
 def combine_and_kept(
     y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
-    """:func:`combine`, and which pairs have a row: (T, K) fp32, 1 or 0."""
+    """:func:`combine`, and the pairs that have a row: (T, K) fp32, 1 or 0."""
     out, kept = _Combine.apply(y, routing, dispatcher, recipe, True)  # type: ignore[no-untyped-call]
     return out, kept
 
@@ -133,8 +133,8 @@ def swiglu(
 ) -> Tensor:
     """``gate_up`` (R_max, 2F) x ``row_weight`` (R_max,) -> h (R_max, F), quantized by the recipe in the same pass.
 
-    offs None: all rows are valid. The gradient of ``gate_up`` leaves as an MXTensor where the recipe quantizes.
-    dispatcher: of a layer, whose peers are told what backward raises.
+    offs None: all rows are valid. The gradient of ``gate_up`` is an MXTensor if the recipe quantizes.
+    dispatcher: the layer's. It tells peers of errors in backward.
     """
     h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, recipe, activation, dispatcher)  # type: ignore[no-untyped-call]
     return h
@@ -161,12 +161,12 @@ def expert_mlp(
     Args:
         rows: (R_max, D), plain or MXTensor.
         gate_up_proj: (e, 2F, D), gate rows first unless the activation is interleaved. down_proj: (e, D, F).
-        offs: (e,) int32, inclusive cumulative padded group sizes; rows past the last are not read.
+        offs: (e,) int32, inclusive cumulative padded group sizes. Rows past the last are not read.
         row_weight: (R_max,) fp32 that scales h, or None.
-        main_grads: fp32, of the weights' shapes, or None each: weight gradients are added there and not returned.
-        wgrad_scale: factor of weight gradients: 1 / W makes sums over the tokens of W ranks those of a mean of losses.
+        main_grads: fp32, of the weights' shapes, or None each. Weight gradients are added there and not returned.
+        wgrad_scale: factor of weight gradients. 1 / W turns sums over the tokens of W ranks into those of a mean loss.
         activation: of gate and up. gate_up_bias: (e, 2F) or None.
-        dispatcher: of a layer, whose peers are told what backward raises.
+        dispatcher: the layer's. It tells peers of errors in backward.
 
     Returns y (R_max, D) in the rows' dtype.
     """
@@ -180,8 +180,8 @@ def expert_mlp(
 
 
 class Weighted(torch.autograd.Function):
-    """x (T, D) times each of its weights (T, K) fp32 -> (T, K, D) in x's dtype, for rows that may be dropped: a product
-    whose gradient is 0 gives x none, even if its weight is NaN."""
+    """x (T, D) times each of its weights (T, K) fp32 -> (T, K, D) in x's dtype, for rows that may be dropped. A product
+    without gradient (0) adds none to x, even if its weight is NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class _Dispatch(torch.autograd.Function):
         alignment = recipe.group_alignment
         slots, routing = dispatcher.dispatch(payload, expert_ids, weights, alignment=alignment).wait()
         ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
-        # Detached: the output gets a grad_fn, and the plan that this node keeps must not point back at it.
+        # Detached: the output gets a grad_fn, and this node keeps the plan, which must not point back at it.
         plan, wire = routing.plan, Wire.of(x, recipe, recipe.fmt)
         rows = wire.rows(slots, plan.row_slot, plan.offs, copy=dispatcher.borrows)
         return rows, plan.row_weight.detach(), routing

@@ -179,7 +179,7 @@ def forward_pass(
     finally:
         slots, routing = arriving.wait()  # nothing stays in flight
     plan = routing.plan
-    # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
+    # The next exchange overwrites the slots, and the gradient of gate_up_proj needs them.
     copy = keep_rows and dispatcher.borrows
     weights = rowwise.gate_up, given.gate_up_bias, rowwise.down
     into_mlp = MLPInput(slots, plan.row_slot, plan.row_weight, plan.offs, *weights)
@@ -298,7 +298,7 @@ class _Pass(Replayed):
 
 
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
-"""The plan's tensors."""
+"""Names of the plan's tensors."""
 
 
 def _under(index: Tensor | None, rows: Any) -> Any:

@@ -32,36 +32,36 @@ class MoE(nn.Module):
     Args:
         dim: D, a multiple of 32 with an MX recipe. hidden_dim: F, likewise.
         num_experts: E over all ranks, a multiple of the group's size. top_k: experts a token sees.
-        group: the expert-parallel group, or a 1-D mesh of it, such as ``mesh["ep"]`` of a mesh that FSDP2 uses another
-            dimension of. Every rank of it must call forward and backward together, with any number of tokens each.
+        group: the expert-parallel group, or a 1-D mesh of it, such as ``mesh["ep"]`` of a mesh with another dimension
+            for FSDP2. Every rank of it must call forward and backward together, with any number of tokens each.
             None: the default group if one is initialised, else this process alone.
         recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ...
-            ``"auto"``: MXFP8 where it pays, else bf16, by max_tokens, or where that is None by the first call that
-            trains (:func:`mxep.gemm.auto_recipe`). It is picked once; ``recipe`` is a Recipe from then on.
+            ``"auto"``: MXFP8 if it pays, else bf16 (:func:`mxep.gemm.auto_recipe`). max_tokens decides, or if that is
+            None the first training call. It is picked once; ``recipe`` is a Recipe from then on.
         dispatch: how tokens travel, and within which limits: a :class:`Dispatch`. Or, in its place, any of its fields
             by keyword: ``dispatcher="local", max_tokens=64``.
         num_shared_experts: width, in units of F, of the dense expert that every token takes, in the layer's recipe.
-        shared_expert_gate: multiply that expert's output by sigmoid(x gate^T), one number a token (Qwen2-MoE).
+        shared_expert_gate: multiply that expert's output by sigmoid(x gate^T), one number per token (Qwen2-MoE).
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
-        backend: of the grouped GEMM.
+        backend: backend of the grouped GEMM.
         activation: of gate and up, of shared experts too: :class:`mxep.quant.SwiGLU`, clamped or not.
-        bias: routed experts have biases.
-        score_before_experts: the routing weight multiplies what a routed expert is given, not what it returns
-            (Llama 4). With top_k > 1 each of a token's top_k products travels by itself, also to one rank;
-            ``max_tokens`` of a dispatcher to share, and of errors, counts them.
-        gradient_reduction: what expert gradients are, which hold the tokens of all W ranks of the group. ``"mean"``: of
-            the mean of the ranks' losses, as data parallelism makes all other gradients, so that everything is averaged
-            over ranks and nothing else. ``"sum"``: of the sum of the ranks' losses.
+        bias: give routed experts biases.
+        score_before_experts: apply the routing weight to a routed expert's input, not to its output (Llama 4). With
+            top_k > 1 each of a token's top_k inputs travels by itself, even to the same rank. ``max_tokens`` of a
+            dispatcher to share, and in errors, counts these.
+        gradient_reduction: ``"mean"`` makes expert gradients those of the mean of the ranks' losses, like all other
+            gradients under data parallelism. They are already averaged over ranks; do not divide again. ``"sum"`` makes
+            them those of the sum of the ranks' losses. Both hold the tokens of all W ranks of the group.
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), with
     ``bias`` ``experts.gate_up_bias`` (E, 2F), ``experts.down_bias`` (E, D), and with shared experts
     ``shared.gate_up_proj``, ``shared.down_proj``, ``shared.gate`` (1, D). Given a mesh or a group of several ranks,
-    expert weights are DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad``
-    (fp32) get their gradients added there and have none themselves (biases, and the gate, have their own). After
-    forward, ``last_routing`` tells where rows went; it is None of a compiled layer, of a forward that failed and of a
-    copy, and not of what a checkpoint recomputes. Weights are quantized at each call; micro-batches share that within
-    ``mxep.gemm.quantize_weights_once()``.
+    expert weights are DTensors, and each rank holds its E / W experts. If a weight has an attribute ``main_grad``
+    (fp32), its gradient is added there and not to `.grad`. Gradients of biases and of the gate are ordinary.
+    After forward, ``last_routing`` tells where rows went. It is None for a compiled layer, after a failed forward and
+    in a copy. A checkpoint's recomputation does not set it. Weights are quantized at each call; micro-batches share
+    that within ``mxep.gemm.quantize_weights_once()``.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -142,9 +142,9 @@ class MoE(nn.Module):
     ) -> Tensor:
         """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype, or within torch.autocast its dtype.
 
-        mask: (T,) or (B, S) bool, False for padding, as attention masks have it. Padding is in no expert, shared ones
-        included: its output and its gradient are 0, whatever it holds, and it counts in no load, loss or capacity. In
-        max_tokens it does.
+        mask: (T,) or (B, S) bool, False for padding, like attention masks. Padding goes to no expert, not even a shared
+        one. Its output and its gradient are 0, whatever it holds. No load, loss or capacity counts it, but max_tokens
+        does.
         expert_ids (T, K) int32 or int64, weights (T, K) fp32: a routing from outside, such as one to replay, instead of
         the router's. T counts the tokens of all B sequences. Both or neither, else ValueError.
         """
@@ -177,7 +177,7 @@ class MoE(nn.Module):
         options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": recipe, "backend": self.backend}
         options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
         options |= {"activation": self.activation, "score_before_experts": self.score_before_experts}
-        if not torch.compiler.is_compiling():  # a graph of one number would not serve other layers
+        if not torch.compiler.is_compiling():  # a graph with a number would not serve other layers
             options["layer"] = self.number
         out: Tensor
         out, routing = self.experts(tokens, expert_ids, weights, **options)
@@ -185,7 +185,7 @@ class MoE(nn.Module):
             self.last_routing = routing
         if self.shared is not None:
             out = out + self.shared(tokens, recipe=recipe, backend=self.backend, activation=self.activation)
-        if padding is not None:  # the gradient that comes of it, which may be NaN, ends here
+        if padding is not None:  # stops the incoming gradient, which may be NaN
             out = out.masked_fill(padding, 0.0)
         out = torch.ops.aten._unsafe_view.default(out, x.shape)  # as F.linear's: FSDP2 warns of a module's views
         return out
@@ -199,33 +199,33 @@ class MoE(nn.Module):
         return {**self.__dict__, "last_routing": None}
 
     def _pick(self, x: Tensor | None) -> Recipe | None:
-        """What "auto" is, if that is known."""
+        """The recipe of "auto", if it is known."""
         sizes = self.dim, self.hidden_dim, self.top_k
         return pick_recipe(x, *sizes, self.dispatcher, max_tokens=self.max_tokens, training=self.training)
 
     def check(self) -> None:
-        """Raise what went wrong on the device since the last check; call it once a step, before the optimizer.
+        """Raise errors found on the device since the last check. Call it once per step, before the optimizer.
 
-        Raises CapacityExceeded where rows did not fit the capacity, ValueError where expert ids were out of range: on
-        every rank alike, so that all may skip the step. It reads from the device, and is collective with the
+        Raises CapacityExceeded if rows did not fit the capacity, ValueError if expert ids were out of range. Every rank
+        raises the same, so that all can skip the step. It syncs with the device, and is collective with the
         hierarchical dispatcher.
         """
         self.dispatcher.check()
 
     def reserve(self, max_tokens: int, device: torch.device | str | None = None) -> None:
-        """Room for calls with up to so many tokens of this rank, as ``x.shape[:-1].numel()``, from the next one on.
+        """Make room for calls with up to this many tokens of this rank (``x.shape[:-1].numel()``), from the next on.
 
-        For layers made without ``max_tokens``, before a batch that is larger than all before: an evaluation's, say. All
-        ranks of the group call it; each may name its own number, and the most counts. Collective, so once for many
-        calls and not in each. Raises ValueError on all ranks for more than the max_tokens that the layer was made with.
-        device: of the tokens, where experts lie elsewhere between calls, as FSDP2 may offload them.
+        For layers made without ``max_tokens``, before a batch larger than all before it, such as an evaluation's. All
+        ranks of the group call it. Each may name its own number, and the most counts. It is collective, so call it once
+        for many calls. Raises ValueError on all ranks for more than the max_tokens that the layer was made with.
+        device: of the tokens, if experts lie elsewhere between calls, as FSDP2 may offload them.
         """
         self.dispatcher.reserve(max_tokens * self.rows_per_token, device or self.experts.down_proj.device)
 
     def close(self) -> None:
-        """Give up this layer, and with the last one of the group the memory shared with peers. All ranks do it alike.
+        """Give up this layer, and with the last one of the group the memory shared with peers. All ranks call it alike.
 
-        Without it a group's buffers stay for layers that are made later. Call it once.
+        Without it a group's buffers stay for later layers. Call it once.
         """
         self.dispatcher.close()
 
@@ -238,9 +238,9 @@ class MoE(nn.Module):
 
 
 def _follow_dtype(moe: MoE, _: object = None) -> None:
-    """Another dispatcher for experts that have become wider than the rows which it has room for.
+    """Make another dispatcher if experts have become wider than the rows that the old one has room for.
 
-    One to share is left to who made it.
+    A dispatcher to share is left alone.
     """
     old, dtype = moe.dispatcher, moe.experts.down_proj.dtype
     if moe.dispatch is None or old.row_dtype is None or dtype not in FLOATS or dtype.itemsize <= old.row_dtype.itemsize:

@@ -1,4 +1,4 @@
-"""The shared expert, which every token takes: a dense gated MLP in the layer's recipe.
+"""The shared expert: a dense gated MLP, in the layer's recipe, that every token takes.
 
     forward                                    backward
     x (T, D)                                   d_out (T, D)
@@ -7,11 +7,11 @@
       SwiGLU, quantize                           SwiGLU backward, h again, quantize;  dw2 = d_out^T h
     out (T, D) = h w2^T                        dx (T, D) = d_gate_up w13;   dw13 = d_gate_up^T x
 
-x is quantized once for gate and up, which are one product. One autograd function, so that no MXTensor crosses autograd
-and torch.compile has it in one graph, but where wgrad is "bf16"; `mxep.runtime.replay` replays each half. T is any
-number: products are `mxep.gemm.linear`'s.
+x is quantized once for gate and up, which are one GEMM. It is one autograd function: no MXTensor crosses autograd, and
+torch.compile has it in one graph. (With wgrad "bf16" it is composed instead.) `mxep.runtime.replay` replays each half.
+T is any number: the GEMMs are those of `mxep.gemm.linear`.
 
-With a gate (Qwen2-MoE) a token's out is multiplied by sigmoid(x gate^T), a number, in torch's own operations.
+With a gate (Qwen2-MoE) a token's out is multiplied by the number sigmoid(x gate^T), in torch's own operations.
 """
 
 from dataclasses import dataclass
@@ -53,10 +53,10 @@ from .shares import init_normal_
 class SharedExpert(nn.Module):
     """A dense gated MLP that every token takes: ``gate_up_proj`` (2F, D), ``down_proj`` (D, F).
 
-    gate: what it returns is multiplied by the sigmoid of ``x`` times the parameter ``gate`` (1, D), which is None
-    without. The product is in x's dtype, whatever the recipe.
+    gate: multiply the output by the sigmoid of ``x`` times the parameter ``gate`` (1, D), which is None otherwise. That
+    GEMM is in x's dtype, whatever the recipe.
 
-    A weight with an attribute ``main_grad`` gets its gradient added there, and none itself; the gate's is ordinary.
+    If a weight has an attribute ``main_grad``, its gradient is added there and not to `.grad`. The gate's is ordinary.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SharedExpert(nn.Module):
     def forward(
         self, x: Tensor, *, recipe: Recipe, backend: str | Backend = "auto", activation: SwiGLU = PLAIN
     ) -> Tensor:
-        """``x`` (T, D) bf16 or fp32 -> (T, D). ValueError for sizes that the recipe does not take."""
+        """``x`` (T, D) bf16 or fp32 -> (T, D). Raises ValueError for sizes that the recipe does not take."""
         weights = self.gate_up_proj, self.down_proj
         main_grads = tuple(getattr(weight, "main_grad", None) for weight in weights)
         chosen = select(backend, x.device)
@@ -112,7 +112,7 @@ def _compose(
     backend: Backend,
     activation: SwiGLU,
 ) -> Tensor:
-    """Of a recipe whose weight gradients take unquantized operands."""
+    """Shared expert with unquantized weight gradients."""
     gate_up = linear(x, gate_up_proj, recipe=recipe, backend=backend, main_grad=main_grad13)
     h = swiglu(gate_up, None, None, recipe=recipe, activation=activation)
     return linear(h, down_proj, recipe=recipe, backend=backend, main_grad=main_grad2)

@@ -1,10 +1,10 @@
-"""A product for torch.compile: two ops that a graph calls and does not look into.
+"""A GEMM for torch.compile: two ops that a graph calls without tracing into them.
 
     mxep::product_forward     a, weights (G, N, K) or (N, K), bias, offs -> out, what backward needs
     mxep::product_backward    dy and these -> da and dw, of those that need one
 
-Both run what an eager call runs, replays and held weights included (`steps.py`), so that a compiled product costs the
-host what an eager one does. The compiler gets the shapes. Recipe and backend are in the graph by their names.
+Both run the eager code, with its replays and held weights (`steps.py`), so a compiled GEMM costs the host as much as an
+eager one. The compiler gets the shapes. The graph holds recipe and backend by name.
 
 M rows, N out features of all weights, K in features, G groups.
 """
@@ -25,7 +25,7 @@ from mxep.quant.parts import MXParts
 
 
 def is_known_by_name(a: Tensor, recipe: Recipe, backend: Backend) -> bool:
-    """Whether `product` can: a is plain, backward needs no plain a, recipe and backend are what their names give."""
+    """True if `product` applies: a is plain, backward needs no plain a, names identify recipe and backend."""
     named = recipe.fmt == E4M3 and BACKENDS.get(backend.name) is backend
     return named and recipe.scaling != "none" and recipe.wgrad == "mx" and not isinstance(a, MXTensor)
 
@@ -40,7 +40,7 @@ def product(
     out_dtype: torch.dtype,
     wgrad_scale: float,
 ) -> Any:
-    """What `multiply` gives, of operands that `is_known_by_name` finds."""
+    """The result of `multiply`, for operands that pass `is_known_by_name`."""
     needs = [a.requires_grad, any(w.requires_grad for w in ws), bias is not None and bias.requires_grad]
     needs = [need and torch.is_grad_enabled() for need in needs]
     out = forward_op(a, [*ws], bias, offs, recipe.name, backend.name, out_dtype, wgrad_scale, needs)[0]
@@ -58,19 +58,19 @@ def _forward(
     wgrad_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    """[out (M, N), a's qdata and scales, w's in 2-D blocks, the amax of w's columns]: what there is not has no axes."""
+    """[out (M, N), qdata and scales of a and of w in 2-D blocks, amax of w's columns]. Missing tensors are 0-d."""
     how = Recipe.named(recipe), select(backend, a.device)
     with torch.no_grad():
         ws = _grouped(ws)
         out, rows, w, amax = steps.run_forward(a, ws, bias, offs, *how, out_dtype, (needs[0], needs[1]))
         saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
-        if is_held(weight_of(ws), how[0]):  # an output is the graph's to write over
+        if is_held(weight_of(ws), how[0]):  # the graph may overwrite outputs
             saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
     return [out, *(a.new_empty(()) if x is None else x for x in saved)]
 
 
 forward_op = torch.library.custom_op("mxep::product_forward", _forward, mutates_args=())
-forward_op.register_fake(_forward)  # as it is: of fake tensors nothing is replayed, or held
+forward_op.register_fake(_forward)  # the function itself: fake tensors are never replayed or held
 
 
 @torch.library.custom_op("mxep::product_backward", mutates_args=())
@@ -85,7 +85,7 @@ def backward_op(
     wgrad_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    """[da (M, K) in dtype, dw (G, N, K)], of those that `needs` has."""
+    """[da (M, K) in dtype, dw (G, N, K)], without those that `needs` excludes."""
     ws = _grouped(ws)
     qdata, scale, w_qdata, w_scale, amax = (x if x.dim() else None for x in saved)
     rows = None
@@ -144,13 +144,13 @@ forward_op.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _parts(x: Any) -> tuple[Tensor | None, Tensor | None]:
-    """qdata and scales; of a plain tensor, which is an argument, neither."""
+    """qdata and scales of an MXTensor; None for a plain tensor, which is an argument anyway."""
     return (x.qdata, x.scale) if isinstance(x, MXTensor | MXParts) else (None, None)
 
 
 def _grouped(ws: list[Tensor]) -> list[Tensor]:
-    """Weights of one group, (N, K), as those of groups, of the same version, by which one that is held is known: views
-    within an op have a counter of their own, as those that a compiler makes."""
+    """View weights (N, K) as (1, N, K) with the same version counter, which identifies held weights. Views made within
+    an op, or by a compiler, would have a counter of their own."""
     grouped = [w if w.dim() == 3 else w.unsqueeze(0) for w in ws]
     if weights_are_held():
         torch._C._autograd._unsafe_set_version_counter((*grouped,), tuple(w._version for w in ws))

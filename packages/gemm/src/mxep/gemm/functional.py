@@ -1,4 +1,4 @@
-"""grouped_mm: one differentiable product per group of rows, its operands quantized as a recipe says.
+"""grouped_mm: one differentiable GEMM per group of rows, with operands quantized by a recipe.
 
     forward                                   backward
     a (M, K)  bf16, or MXTensor as it comes   dy (M, N)  bf16, or MXTensor as it comes
@@ -6,9 +6,9 @@
     out = a w^T, w quantized along K          da = dy w, w quantized along N
       saved for backward: the qdata of a      dw = dy^T a, both from their qdata (wgrad "mx")
 
-A weight is saved as it is, not its qdata along N: backward makes these, unless `quantize_weights_once` holds them.
-What backward keeps of `a` are qdata and scales, 1/2 of the bytes of bf16; only wgrad "bf16" keeps a plain `a`.
-An MXTensor is kept by reference: bytes borrowed from a receive slot must be copied by whoever lends them.
+Forward saves the weight itself, not its qdata along N. Backward makes these, unless `quantize_weights_once` holds them.
+Of `a`, backward keeps qdata and scales, half the bytes of bf16. Only wgrad "bf16" keeps a plain `a`.
+An MXTensor is kept by reference: the lender of a receive slot must copy borrowed bytes.
 
 M rows (capacity), N out features, K in features, G groups.
 """
@@ -50,28 +50,28 @@ def grouped_mm(
 ) -> Tensor:
     """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
 
-    a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K (row_index or not, strided rows or not).
-        Recipe "bf16" also takes fp64, on backend "reference".
-    w: (G, N, K) bf16 or fp32. Its gradient has its dtype; an empty group's is zero. It is quantized at each call,
+    a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K. Its rows may be strided or have a
+        row_index. Recipe "bf16" also takes fp64, on backend "reference".
+    w: (G, N, K) bf16 or fp32. Its gradient has its dtype and is zero for empty groups. It is quantized at each call,
         along K in forward and along N in backward, or once within `quantize_weights_once`.
-    offs: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_alignment. Rows at or past
-        offs[-1] are not read; in the result, and in the gradient of a, they are unspecified.
+    offs: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_alignment. Rows from offs[-1] on
+        are not read. In the result, and in the gradient of a, they are unspecified.
     recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
-    bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
-    out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
-    main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. One that does not
-        ask for that gradient, as torch.autograd.grad(out, a), adds nothing, but under compiled autograd, where each
-        backward computes all gradients. Products of unquantized operands come rounded to bf16 but from backend
-        "reference"; all others are added in fp32.
-    wgrad_scale: multiplies the gradient of w (not those of a and bias), before it is rounded or added.
-    watched: makes a context that backward runs in, for whoever has to know what it raises.
+    bias: (G, N) or None. Its gradient sums the incoming gradient as it is, unquantized if that is plain.
+    out_dtype: bf16 or fp32, default a.dtype (an MXTensor's outer dtype). The gradient of a has a.dtype.
+    main_grad: (G, N, K) fp32. Backward adds the gradient of w to it and leaves w.grad alone. A backward without that
+        gradient, such as torch.autograd.grad(out, a), adds nothing. Compiled autograd computes all gradients, so it
+        always adds. Gradients of unquantized operands are rounded to bf16 first, except on backend "reference". All
+        others are added in fp32.
+    wgrad_scale: factor of the gradient of w (not of a and bias), applied before it is rounded or added.
+    watched: makes a context that backward runs in, for callers that have to know its exceptions.
 
-    The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
-    the recipe's blocks, else dequantized and quantized.
-    ValueError: wrong shapes, dtypes, devices or alignment, on the CPU also unordered, too long or unaligned offs.
-    RuntimeError: the backend cannot run here.
-    Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph, so it
-    must not be made in there, which raises: give the plain tensor, whose qdata are the same.
+    The incoming gradient may be an MXTensor of outer dtype out_dtype. With the recipe's blocks it is used as it is, in
+    its own element format. Other blocks are dequantized and quantized again.
+    Raises ValueError for wrong shapes, dtypes, devices or alignment; on CPU also for unordered, too long or unaligned
+    offs. Raises RuntimeError if the backend cannot run here.
+    Under torch.compile it is part of the graph. Only an MXTensor with a gradient breaks the graph, and it must not be
+    made inside the graph, which raises. Pass the plain tensor instead: its qdata are the same.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     check_tensors(a=a, w=w)
@@ -81,7 +81,7 @@ def grouped_mm(
         return between_graphs(grouped_mm, a, w, offs, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, offs, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
-    offs = offs.contiguous()  # torch's kernels, too, read it as packed
+    offs = offs.contiguous()  # kernels, torch's too, read it as packed
     chosen = select(backend, a.device)
     out: Tensor = multiply(a, w, bias, offs, recipe, chosen, out_dtype, main_grad, wgrad_scale, watched=watched)
     return out
@@ -100,11 +100,11 @@ def multiply(
     *more: Tensor | None,
     watched: Watched | None = None,
 ) -> Any:
-    """`grouped_mm` without its checks. offs None: one group of all rows, any number of them; then weights and
+    """`grouped_mm` without its checks. With offs None there is one group of any number of rows, and weights and
     main_grads are (N, K).
 
-    more: further weights, then their main_grads. They are one weight, w's rows first, as bias is for all of them. Then
-    what is returned are the results of each, views of one.
+    more: further weights, then their main_grads. All weights act as one, w's rows first, and bias covers all of them.
+    The result is then a tuple with a view for each weight.
     """
     given: Any = watched, main_grad, *more[len(more) // 2 :]
     plain = torch.compiler.is_compiling() and all(x is None for x in given)
@@ -120,16 +120,16 @@ def multiply(
 _T = TypeVar("_T")
 
 
-# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+# The private name of torch.compiler.disable: the public one imports dynamo, which takes seconds.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def between_graphs(function: Callable[..., _T], *tensors: Any, **options: Any) -> _T:
-    """A break for torch.compile."""
+    """Call a function outside of torch.compile's graphs."""
     return function(*tensors, **options)
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # by name, and *more, torch.compile would miscount those of two weights
+    def forward(ctx: Any, *given: Any) -> Any:  # named arguments plus *more would be miscounted by torch.compile
         a, w, bias, offs, recipe, backend, out_dtype, main_grad, wgrad_scale, watched, *more = given
         ws: Any = (w, *more[: len(more) // 2])
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
@@ -197,7 +197,7 @@ class _GroupedMM(torch.autograd.Function):
 
 
 def _places(weights: int) -> tuple[int, ...]:
-    """Of weights among the arguments of `_GroupedMM`."""
+    """Positions of the weights among the arguments of `_GroupedMM`."""
     return (1, *range(10, 9 + weights))
 
 
@@ -206,15 +206,15 @@ _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def taken_apart(x: Any) -> tuple[_Parts, _Rest]:
-    """What to save of x, and what `joined` needs to have it back: hooks on saved tensors, as `save_on_cpu` sets them,
-    copy into plain tensors, and get values of an MXTensor."""
+    """Tensors of x to save, and the rest that `joined` needs. Hooks on saved tensors, as `save_on_cpu` sets them, would
+    turn an MXTensor into plain values."""
     if not isinstance(x, MXTensor | MXParts):
         return (x, None, None), None
     return (x.qdata, x.scale, x.row_index), (x.axis, x.block_size, x.dtype)
 
 
 def joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
-    """The MXTensor, or the tensor."""
+    """Rebuild the MXTensor, or return the plain tensor."""
     found = _joined(parts, rest)
     return found.join() if isinstance(found, MXParts) else found
 

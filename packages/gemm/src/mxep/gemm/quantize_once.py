@@ -1,6 +1,6 @@
-"""For how long quantized weights live, and what forward leaves of a weight to backward.
+"""Lifetime of quantized weights, and the state of a weight that forward saves for backward.
 
-By themselves products quantize a weight at each call: rowwise in forward, colwise in backward.
+By default GEMMs quantize a weight at each call: rowwise in forward, colwise in backward.
 `quantize_weights_once` lets the micro-batches of a step share one quantization.
 
 G groups, N out features, K in features.
@@ -27,17 +27,17 @@ from mxep.runtime.replay import Replayed, replayed
 
 
 class SavedWeight(NamedTuple):
-    """What forward saves of a weight, to make it colwise in backward, so that no qdata wait in between.
+    """State that forward saves to quantize a weight colwise in backward, so that no qdata wait in between.
 
-    weight: the weight itself, or its parts, or 2-D blocks, which serve dgrad as they are.
-    amax: (G, K), of its columns, or None.
+    weight: the weight itself, or its parts, or its 2-D blocks, which serve dgrad as they are.
+    amax: (G, K) amax of its columns, or None.
     """
 
     weight: Any
     amax: Tensor | None
 
     def colwise(self, recipe: Recipe, backend: Backend) -> Tensor:
-        """What dgrad wants."""
+        """The weight quantized for dgrad."""
         if isinstance(self.weight, MXTensor):
             return self.weight
         colwise: Tensor = _once(_colwise, self.weight, recipe, backend, amax=self.amax)
@@ -45,8 +45,8 @@ class SavedWeight(NamedTuple):
 
 
 def rowwise_and_saved(w: Weight, recipe: Recipe, backend: Backend, *, dgrad: bool) -> tuple[Tensor, SavedWeight]:
-    """A weight as forward wants it, and what to save for backward. dgrad: whether that will be used."""
-    # What is held serves others, who may have a dgrad.
+    """The weight quantized for forward, and its state to save for backward. dgrad: True if that state will be used."""
+    # A held weight serves other calls, too, which may have a dgrad.
     rowwise, amax = _once(_rowwise, w, recipe, backend, with_amax=dgrad or weights_are_held())
     return rowwise, saved_weight(rowwise, w, amax)
 
@@ -64,37 +64,39 @@ def _colwise(w: Weight, amax: Tensor | None = None, *, recipe: Recipe, backend: 
 
 
 def saved_weight(rowwise: Any, w: Weight, amax: Tensor | None) -> SavedWeight:
-    """What to save of w, of what forward had of it: a tensor, or an MXTensor or its parts."""
+    """State to save for backward, given w and its rowwise form: a tensor, or an MXTensor or its parts."""
     return SavedWeight(rowwise if getattr(rowwise, "axis", None) == (-2, -1) else w, amax)
 
 
 @contextlib.contextmanager
 def quantize_weights_once() -> "Iterator[QuantizedOnce]":
-    """While it is open, each weight is quantized once, each way when it is first needed, and closing forgets it all.
+    """While it is open, each weight is quantized once, each way when it is first needed. Closing it frees everything.
 
         with quantize_weights_once():
             for x in micro_batches:
                 model(x).sum().backward()
         optimizer.step()
 
-    It holds for the process: every `grouped_mm`, MoE layer and converted module, whichever comes first, on all
-    threads (autograd's, too) and streams. Within another one it joins that, which closes with the last of them.
-    Weights must not change while it is open. RuntimeError if a torch optimizer steps, or at the next use of a weight
-    that was written to in place and has other values. One that has the same, as PEFT puts experts' weights back when it
-    has added its adapters to them, is quantized once more to see that, which waits for the device. Writes that count no
-    version are not seen: through `.data`, raw pointers, or a CUDA graph that is replayed.
+    It holds for the process: every `grouped_mm`, MoE layer and converted module shares it, on all threads (autograd's,
+    too) and streams. Nested contexts share one cache, which is freed when the last one closes.
+    Weights must not change while it is open. RuntimeError is raised if a torch optimizer steps, and at the next use of
+    a weight that was written to in place and has other values. A weight that was written to and has the same values is
+    quantized once more to see that, which waits for the device. PEFT writes so: it adds adapters to experts' weights
+    and restores them. Writes that count no version are not seen: through `.data`, raw pointers, or a replayed CUDA
+    graph.
 
-    What is held: a byte for each element and way, and scales. Under FSDP2 that is of gathered weights, and of all of
-    them. A weight is the memory it lies in: views share, other memory under the same parameter (`.data =`, `.to()`)
-    is another weight, and so is the new tensor that a cast in the forward makes at each call, which therefore is
-    quantized at each call. So are tensor subclasses, weights under torch.compile's mode="reduce-overhead", and those
-    of products that it traces (recipes with bf16 weight gradients, `main_grad`, backends of one's own); other compiled
-    products and MoE layers share as eager ones do. Open it outside of what is compiled.
+    It holds a byte per element and way, and scales. Under FSDP2 these are the gathered weights, all of them. A weight
+    is identified by its memory: views share. Other memory under the same parameter (`.data =`, `.to()`) is another
+    weight. So is the new tensor that a cast in forward makes at each call, so it is quantized at each call.
+    Three more kinds are quantized at each call: tensor subclasses, weights under torch.compile's
+    mode="reduce-overhead", and weights of GEMMs that torch.compile traces (recipes with bf16 weight gradients,
+    `main_grad`, custom backends). Other compiled GEMMs and MoE layers share like eager ones. Open it outside of
+    compiled code.
 
-    CUDA graphs: qdata made in a capture are for captures alone, and made again by each replay. Open it within a
-    capture, or around captures of first and further micro-batches: then the memory of the qdata belongs to the pool
-    of the graph that quantizes, which must live and be replayed before the others, and after closing nothing else
-    may be captured into that pool.
+    CUDA graphs: qdata made in a capture serve only captures, and each replay makes them again. Open it within a
+    capture, or around captures of first and further micro-batches. Then the memory of the qdata belongs to the pool of
+    the graph that quantizes. That graph must live and be replayed before the others, and nothing else may be captured
+    into that pool after closing.
     """
     global _open
     with _lock:
@@ -111,10 +113,10 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
 
 
 def quantize_weights_once_a_step() -> "QuantizedOnce":
-    """Open `quantize_weights_once` for the rest of the process; each step of a torch optimizer makes it forget all.
+    """Open `quantize_weights_once` for the rest of the process. Each step of a torch optimizer frees all that it holds.
 
-    For a training loop that is not yours: it has no place to open and close. Weights may change in a step only; a
-    checkpoint that is loaded later raises at the next forward. RuntimeError within `quantize_weights_once`.
+    For a training loop of others, which has no place to open and close it. Weights may change only in a step. A
+    checkpoint that is loaded later raises at the next forward. Raises RuntimeError within `quantize_weights_once`.
     """
     global _open
     with _lock:
@@ -127,7 +129,7 @@ def quantize_weights_once_a_step() -> "QuantizedOnce":
 
 
 class QuantizedOnce:
-    """What an open `quantize_weights_once` holds. quantizations: how many were made."""
+    """Cache of an open `quantize_weights_once`. quantizations: number of quantizations made."""
 
     def __init__(self, *, steps: bool = False) -> None:
         self.quantizations = 0
@@ -150,7 +152,7 @@ class QuantizedOnce:
         with _lock:
             held = self._held.get(key)
             if held is None:
-                # Of weights that are gone; a weak reference keeps a storage's address from being used again.
+                # Drop weights that are gone. Weak references keep their storages' addresses from being reused.
                 for gone in [key for key, held in self._held.items() if any(x.expired() for x in held.storages)]:
                     del self._held[gone]
                 made = _made(quantize, w, recipe=recipe, backend=backend, **how)
@@ -160,7 +162,7 @@ class QuantizedOnce:
         held.wait()
         if held.version != version:
             again = None if capturing else _made(quantize, w, recipe=recipe, backend=backend, **how)
-            if again is not None and _same(again, held.made):  # written to, but as it was: by PEFT, say
+            if again is not None and _same(again, held.made):  # written to, but with the same values, as by PEFT
                 held.version = version
                 return held.made
             raise RuntimeError(
@@ -180,19 +182,19 @@ _open: QuantizedOnce | None = None
 
 def _made(quantize: Replayed, w: Weight, *, amax: Tensor | None = None, **how: Any) -> Any:
     given = (w,) if amax is None else (w, amax)
-    with torch.inference_mode(False), torch.no_grad():  # others may want to save them for backward
+    with torch.inference_mode(False), torch.no_grad():  # others may save them for backward
         return as_whole(quantize(*given, **how))
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether all bytes are. Waits for the device."""
+    """True if all bytes are equal. Waits for the device."""
     pairs = zip(tensors_in(one), tensors_in(other), strict=True)
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 @dataclass
 class _Held:
-    """backend: here, as its id is part of the key. stream, event: where it was made, and by when."""
+    """Held tensors of a weight. backend: kept alive, because the key has its id. stream, event: where and when made."""
 
     made: Any
     storages: list[StorageWeakRef]
@@ -205,15 +207,15 @@ class _Held:
         return tensors_in(self.made)
 
     def wait(self) -> None:
-        """Before work on the current stream may use them; their memory stays until that is done."""
+        """Make the current stream wait for the tensors, and keep their memory until its work is done."""
         if self.stream is None:
             return
         if torch._C._cuda_getCurrentRawStream(self.stream.device_index) == self.stream.cuda_stream:
-            return  # asked without an object of torch's, which takes 4 us
+            return  # compared without a torch.cuda.Stream, which takes 4 us
         stream = torch.cuda.current_stream(self.stream.device)
         if self.event is not None:
             stream.wait_event(self.event)
-        elif _captures(self.stream):  # else it was another capture, whose graph is replayed before
+        elif _captures(self.stream):  # otherwise another capture made it, and its graph is replayed first
             stream.wait_stream(self.stream)
         for x in self.plain():
             x.record_stream(stream)
@@ -233,15 +235,15 @@ def _captures(stream: torch.cuda.Stream) -> bool:
 
 
 def is_held(w: Weight, recipe: Recipe) -> bool:
-    """Whether an open `quantize_weights_once` holds what products have of w. Then it is an argument of theirs: what a
-    replayed function found by itself would be as old as the graph."""
+    """True if an open `quantize_weights_once` holds quantized forms of w. They are then arguments of replayed
+    functions: a form looked up inside one would be as old as its graph."""
     if not weights_are_held() or torch.compiler.is_compiling() or recipe.scaling == "none":
         return False
     return all(type(x) in (Tensor, nn.Parameter) for x in tensors_of(w)) and not in_graph_tree(tensors_of(w)[0].device)
 
 
 def weights_are_held() -> bool:
-    """Whether `quantize_weights_once` is open, so that what products use may be others' as well."""
+    """True if `quantize_weights_once` is open, so that other GEMMs may use the same quantized weights."""
     return _open is not None
 
 
@@ -253,12 +255,12 @@ def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how
 
 
 def in_graph_tree(device: torch.device) -> bool:
-    """Whether torch.compile's mode="reduce-overhead" may be at work: nothing but outputs may outlive its calls."""
+    """True if torch.compile's mode="reduce-overhead" may be at work. Only outputs may outlive its calls."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees") if device.type == "cuda" else None
     if trees is None or not (hasattr(trees.local, _TREES) or torch._C._is_key_in_tls(_TREES)):
         return False
     manager = trees.get_manager(device.index, create_if_none_exists=False)
-    # A manager says that it records only when the first recording is over.
+    # A manager reports a recording only after the first one is over.
     return manager is not None and (manager.in_warmup or torch.cuda.is_current_stream_capturing())
 
 

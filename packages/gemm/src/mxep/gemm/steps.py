@@ -122,7 +122,7 @@ def backward(
 
 
 def _added(dw: Any, main_grads: Sequence[Tensor | None], widths: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """dw (G, N, K) fp32, whose parts are added to their main_grads; in dtype if there are parts without one."""
+    """Add the parts of dw (G, N, K) fp32 to their main_grads. Returns dw in dtype if a part has none."""
     for main_grad, part in zip(main_grads, dw.split(widths, 1)):
         if main_grad is not None:
             main_grad.add_(part)
@@ -130,12 +130,12 @@ def _added(dw: Any, main_grads: Sequence[Tensor | None], widths: tuple[int, ...]
 
 
 def plain(x: Tensor) -> Tensor:
-    """x, or what an MXTensor stands for."""
+    """x, dequantized if it is an MXTensor."""
     return x.dequantize() if isinstance(x, MXTensor) else x
 
 
 def quantized_gradient(dys: Sequence[Any], recipe: Recipe, backend: Backend) -> Tensor:
-    """Gradients, side by side, as the products of backward take them: one as it is if it has the recipe's blocks."""
+    """Join gradients and quantize them for backward's GEMMs. A single one with the recipe's blocks stays as it is."""
     if len(dys) > 1:
         return backend.quantize_parts([*map(plain, dys)], recipe.grad_fmt, recipe)
     dy = dys[0]
@@ -145,7 +145,7 @@ def quantized_gradient(dys: Sequence[Any], recipe: Recipe, backend: Backend) -> 
 
 
 def joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
-    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of dys (M, N) side by side; no host sync."""
+    """(G, N) fp32 (fp64 for fp64): sums of each group's rows of the joined dys (M, N). No host sync."""
     if offs is not None:
         sums = [group_sums(dy, offs) for dy in dys]
     else:
@@ -163,7 +163,7 @@ def run_forward(
     out_dtype: torch.dtype,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Any, tuple[Any, ...], Tensor | None]:
-    """`forward`, with what is held of the weight, if anything is: out, a for wgrad, w for dgrad, its amax."""
+    """Run `forward`, with the held weight if there is one. Returns out, a for wgrad, w for dgrad, its amax."""
     whole, saved = weight_of(ws), None
     w: Any = whole
     if is_held(whole, recipe):
@@ -176,7 +176,7 @@ def run_forward(
 
 
 def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, recipe: Recipe, backend: Backend) -> tuple[Any, Any]:
-    """A saved weight and its amax as `backward` takes them: what is held of it, if anything is."""
+    """A saved weight and its amax for `backward`; the held colwise form if there is one."""
     whole = weight_of(ws)
     if isinstance(ws[0], Tensor) and is_held(whole, recipe):
         return as_parts(SavedWeight(whole, amax).colwise(recipe, backend)), None

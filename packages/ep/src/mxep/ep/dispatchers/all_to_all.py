@@ -1,13 +1,13 @@
-"""AllToAllDispatcher: collectives with split sizes known to the host. Any fabric, any backend; the baseline.
+"""AllToAllDispatcher: collectives with split sizes that the host knows. Any fabric, any backend; the baseline.
 
     dispatch    rows sorted by destination rank, one per (token, expert): bytes, id, weight   all-to-all
     redispatch  the same rows' other bytes, same order                                        all-to-all
     combine     the same rows, the other way, then the sum                                    all-to-all
 
-Before each rank's rows goes one that says which exchange it is (`headers.py`), to the plan a pair without an expert.
-One exchange of sizes and its device-to-host copy a dispatch, none on the ways back. Received rows lie in
-(source rank, token, list) order and are the slots of a plan with one source, so experts see the rows that the other
-dispatchers bring, in the same order. There is room for a few more (`_room`), so that shapes come again and steps
+Each rank's rows begin with a header row that names the exchange (`headers.py`). To the plan it is a pair without an
+expert. A dispatch takes one exchange of sizes and its device-to-host copy; the ways back take none. Received rows lie
+in (source rank, token, list) order and are the slots of a plan with one source. So experts see the same rows in the
+same order as with the other dispatchers. Receive buffers are rounded up (`_room`), so that shapes repeat and steps
 between exchanges are replayed.
 """
 
@@ -30,12 +30,12 @@ from .headers import STEPS, Headers
 
 @dataclass(frozen=True)
 class AllToAllRouting(Routing):
-    """Routing plus the way of each row, and on the host what the collectives need there.
+    """Routing plus the way of each row, and the collectives' data on the host.
 
     Attributes:
-        token, position, rows, sums: of each row sent, and where rows that return belong: see `plan_all_to_all`.
+        token, position, rows, sums: places of rows that are sent and of rows that return, see `plan_all_to_all`.
         sent, received: number of rows to and from each rank, headers included.
-        sizes, sizes_received: (W, 3) int64, of which the first column is the same on the device.
+        sizes, sizes_received: (W, 3) int64 on the device. The first column holds sent, or received.
     """
 
     token: Tensor
@@ -52,10 +52,10 @@ class AllToAllRouting(Routing):
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """See :class:`TokenDispatcher`. Buffers are as large as each step needs, so ``capacity`` is not consulted."""
+    """See :class:`TokenDispatcher`. Buffers have each step's size, so ``capacity`` is ignored."""
 
     borrows = True
-    """Slots are columns of what came. Who keeps them takes copies, which lie dense."""
+    """Slots are columns of the received rows. Copies of them are dense."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,7 +75,7 @@ class AllToAllDispatcher(TokenDispatcher):
         )
         sizes, routed, token, tables, position, rows, sums = planned
         sent, received, invalid, widths, sizes_received = self._exchange_sizes(sizes)
-        if set(widths) != {width}:  # as of recipes that ranks have picked by other max_tokens
+        if set(widths) != {width}:  # e.g. of recipes that ranks picked by different max_tokens
             raise ValueError(f"payload: got rows of {widths} bytes, by rank, wanted the same on all ranks")
         if any(invalid) and expert_ids.device.type == "cpu":
             wrong = expert_ids[(expert_ids < -1) | (expert_ids >= self.num_experts)]
@@ -98,7 +98,7 @@ class AllToAllDispatcher(TokenDispatcher):
             weight.view(torch.float32)[None],
             torch.full((1,), sum(received), dtype=torch.int32, device=ids.device),
             alignment=alignment,
-            capacity=Capacity.worst_case(),  # of one pair a slot: no more than its padding
+            capacity=Capacity.worst_case(),  # with one pair per slot this adds only padding
             invalid=sum(invalid),
         )
         plan = dataclasses.replace(plan, dispatch=number)
@@ -126,7 +126,7 @@ class AllToAllDispatcher(TokenDispatcher):
         returned, *values = _parts(arrived, _widths(payload))
         if not returned.is_contiguous():  # `sum_slots` reads dense rows
             (returned,) = gather_rows((returned,), None)
-        # A token's rows of one rank, in its list's order, then the ranks' sums in rank order.
+        # Sum a token's rows of one rank in its list's order, then the ranks' sums in rank order.
         out = sum_slots(sum_slots(returned.view(rows.dtype), routing.rows), routing.sums)
         if not values:
             return Done((out, None))
@@ -137,10 +137,10 @@ class AllToAllDispatcher(TokenDispatcher):
         return 0 if self._exchanges is None else self._exchanges.collectives
 
     def _exchange_sizes(self, outgoing: Tensor) -> tuple[list[int], list[int], list[int], list[int], Tensor]:
-        """(W, 3), what goes to each rank -> on the host: rows to each, and what came from each, by column; and on the
-        device what came.
+        """Exchange (W, 3) sizes of outgoing rows. Returns, on the host: rows to each rank, rows from each, invalid ids
+        and widths of each; and on the device: the received sizes.
 
-        NCCL's all-to-all takes sizes from there.
+        NCCL's all-to-all takes sizes from the host.
         """
         incoming = outgoing
         if self.world_size > 1:
@@ -161,10 +161,9 @@ class AllToAllDispatcher(TokenDispatcher):
         number: Tensor | None,
         step: str,
     ) -> Tensor:
-        """Rows of bytes as of `join_rows`, of which the first sum(sent) go -> (room, n), whose first sum(received) rows
-        come."""
+        """Send the first sum(sent) rows of `join_rows`, and receive sum(received) rows at the start of (room, n)."""
         if self.world_size == 1:
-            return join_rows(payload, index, table)  # whatever the room
+            return join_rows(payload, index, table)  # alone, room does not matter
         assert number is not None
         self._headers.check()
         outgoing = join_rows(payload, index, table, number, STEPS.index(step))
@@ -181,14 +180,14 @@ class AllToAllDispatcher(TokenDispatcher):
             self._exchanges.collectives += 1
         try:
             dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
-        except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process instead
+        except RuntimeError as error:  # from gloo; NCCL's watchdog ends the process instead
             if told := self.told():
                 raise RuntimeError(f"{error}{told}") from error
             raise
 
     def check(self) -> None:
         for counts in self._counts.values():
-            counts.tolist()  # all exchanges are over
+            counts.tolist()  # waits for all exchanges
         self._headers.check()
         super().check()
 
@@ -198,7 +197,7 @@ def _widths(payload: Sequence[Tensor]) -> list[int]:
 
 
 def _room(rows: int) -> int:
-    """How many there is room for: at most a 16th more."""
+    """Rows to make room for: at most a 16th more."""
     step = 1 << max(0, rows.bit_length() - 5)
     return -(-rows // step) * step
 
@@ -212,5 +211,5 @@ def _plan_rows(
 
 
 def _parts(rows: Tensor, widths: Sequence[int]) -> Payload:
-    """(N, n) -> its first columns (N, n_i), where they lie."""
+    """Views (N, n_i) of the first columns of (N, n)."""
     return tuple(rows[:, : sum(widths)].split(list(widths), 1))

@@ -1,15 +1,15 @@
-"""What the differentiable functions ask of a token dispatcher, and the routing that `combine` takes.
+"""Interface of token dispatchers, and the routing that `combine` takes.
 
-A dispatcher transports bytes and plans rows. All it knows of formats is the alignment of groups. Three exchanges:
+A dispatcher transports bytes and plans rows. It knows nothing of formats except the alignment of groups. Exchanges:
 
     dispatch    tokens to their experts, with their ids and weights; makes the plan   (forward)
     redispatch  other bytes of the same tokens, by that plan                          (backward of combine)
     combine     rows back to their tokens' ranks, summed                              (forward; backward of dispatch)
 
-Each returns a handle. Where the dispatcher can, the exchange runs on a communication stream until `wait()`.
+Each returns a handle. If the dispatcher can, it runs the exchange on a communication stream until `wait()`.
 
-T tokens of this rank, K experts a token, D model dim, E experts in all, e local experts, W ranks,
-S slots: what the local plan indexes (tokens themselves, received rows, or symmetric-memory slots).
+T tokens of this rank, K experts per token, D model dim, E experts in all, e local experts, W ranks,
+S slots that the local plan indexes (tokens themselves, received rows, or symmetric-memory slots).
 """
 
 import dataclasses
@@ -53,14 +53,14 @@ from .shared import exchanges_of
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
 LEAST_DEVICE_WITH_ROOMS = 0
-"""Index of the first device where batches of changing length share shapes; -1 is the CPU, which replays nothing."""
+"""Index of the first device on which batches of varying length share shapes. -1 is the CPU, which replays nothing."""
 
 _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.WeakValueDictionary()
-"""Those that live, by ``key``."""
+"""Living dispatchers by ``key``."""
 
 
 def find_dispatcher(key: str) -> "TokenDispatcher":
-    """The living dispatcher with this ``key``: how ops of a compiled graph, which take no objects, find theirs.
+    """The living dispatcher with this ``key``. Ops of a compiled graph, which take no objects, find theirs by it.
 
     Raises KeyError if it is gone.
     """
@@ -68,9 +68,9 @@ def find_dispatcher(key: str) -> "TokenDispatcher":
 
 
 def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
-    """A living dispatcher like the one that was `made`, for layers to share, through which nothing was dispatched."""
+    """A living, shareable dispatcher like `made` through which nothing was dispatched yet; None if there is none."""
     for each in _dispatchers.values():
-        # Names of groups are used again once a group was destroyed.
+        # Names of groups are reused after a group is destroyed.
         alike = each.shapes == made.shapes and each.group is made.group
         if each is not made and each.shared and alike and each.uses and not each.used:
             return each
@@ -78,7 +78,7 @@ def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
 
 
 def check_reserved(most: int, max_tokens: int | None) -> None:
-    """Raise ValueError where more was reserved than a dispatcher was made for."""
+    """Raise ValueError if more was reserved than the dispatcher was made for."""
     if max_tokens is not None and most > max_tokens:
         raise ValueError(f"reserve: got {most} tokens, wanted at most the max_tokens = {max_tokens} of this layer")
 
@@ -88,10 +88,10 @@ class Routing(Bundle):
     """Metadata of a dispatch, for `redispatch` and `combine`.
 
     Attributes:
-        plan: which slot feeds which expert-major row on this rank.
-        expert_ids: (T, K) int32, this rank's own tokens.
+        plan: assigns slots to expert-major rows on this rank.
+        expert_ids: (T, K) int32, of this rank's tokens.
         experts_per_rank: e.
-        room: rows of what `combine` gives, at least T; None: T.
+        room: rows of the results of `combine`, at least T; None: T.
     """
 
     plan: RoutingPlan
@@ -102,10 +102,10 @@ class Routing(Bundle):
     def stats(self) -> dict[str, Tensor]:
         """Counts as 0-d int64 tensors on the device, no host sync.
 
-        ``routed``: (token, expert) pairs of this rank's tokens. ``sent``: rows this rank's tokens put on the wire,
-        those to itself included. ``valid``: rows this rank's experts compute, padding included. ``padding``: of these.
-        ``dropped``: rows of all ranks' experts that did not fit the capacity. ``invalid``: ids of all ranks' tokens out
-        of range. These two are the same on all ranks.
+        ``routed``: (token, expert) pairs of this rank's tokens. ``sent``: rows that this rank's tokens put on the wire,
+        including those to itself. ``valid``: rows that this rank's experts compute, with padding. ``padding``: the
+        padding among them. ``dropped``: rows that did not fit the capacity, for all ranks' experts. ``invalid``: ids
+        out of range, of all ranks' tokens. The last two are the same on all ranks.
         """
         valid = self.plan.offs[-1].long()
         return {
@@ -118,7 +118,7 @@ class Routing(Bundle):
         }
 
     def wire_rows(self) -> Tensor:
-        """Rows this rank's tokens put on the wire, 0-d int64: one per distinct (token, destination rank)."""
+        """Rows that this rank's tokens put on the wire, 0-d int64: one per distinct (token, destination rank)."""
         ids = self.expert_ids
         rank = torch.where(ids >= 0, ids.div(self.experts_per_rank, rounding_mode="floor"), -1).sort(-1).values
         first = torch.ones_like(rank, dtype=torch.bool)
@@ -131,18 +131,18 @@ class TokenDispatcher(ABC):
 
     Args:
         num_experts: E, a multiple of the group's size; rank r owns experts ``r * e .. (r + 1) * e - 1``.
-        group: the expert-parallel process group. None: the default group if one is initialised, else this process.
-        capacity: bound on expert-major rows, :meth:`Capacity.worst_case` unless given.
-        sizes: what else fixes the shapes that a kind of dispatcher gives, by name.
+        group: the expert-parallel process group. None: the default group if initialised, else this process alone.
+        capacity: bound on expert-major rows, default :meth:`Capacity.worst_case`.
+        sizes: other arguments that fix the shapes of a kind of dispatcher, by name.
 
-    Several layers may share a dispatcher as long as every rank calls it in the same order. Where the group has several
-    ranks one thread calls all its dispatchers, and a second one raises RuntimeError.
+    Several layers may share a dispatcher if every rank calls it in the same order. In a group of several ranks, one
+    thread calls all its dispatchers. A second thread raises RuntimeError.
 
     Attributes:
         shapes: all that fixes shapes, as text, the same in every run.
-        key: the shapes, numbered where several of it live: :func:`find_dispatcher` finds it by that.
-        uses: how many users have not closed it.
-        passes: of the layers that it serves, with their graphs, which hold its memory: they go with it.
+        key: the shapes, numbered if several such dispatchers live. :func:`find_dispatcher` finds it by that.
+        uses: number of users that have not closed it.
+        passes: passes of the layers it serves. Their graphs hold its memory, so they are freed with it.
     """
 
     def __init__(
@@ -167,14 +167,14 @@ class TokenDispatcher(ABC):
         self.capacity = Capacity.worst_case() if capacity is None else capacity
         self.passes: dict[Callable[..., Any], Replayed] = {}
         self._counts: dict[torch.device, Tensor] = {}
-        """As plans count, since the last check: the most rows needed, sums of the others."""
+        """Counts of plans since the last check: the most rows needed, sums of the others."""
         self._room = (0, 0, 0, 0)
         """T_max, K, alignment and R_max of the largest plan."""
-        facts: dict[str, object] = {"mxep": installed_version()}  # what a compiler keeps on disk knows ops by these
+        facts: dict[str, object] = {"mxep": installed_version()}  # a compiler's disk cache knows ops by these
         facts |= {"group": self.group and self.group.group_name, "world_size": self.world_size}
         facts |= {"num_experts": num_experts, "capacity": repr(self.capacity)} | (sizes or {})
         self.shapes = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
-        # Another that lives and has the same shapes keeps its name: its exchanges go elsewhere.
+        # A living dispatcher of the same shapes keeps its name: its exchanges go elsewhere.
         names = (self.shapes if n == 1 else f"{self.shapes} #{n}" for n in itertools.count(1))
         self.key = next(name for name in names if name not in _dispatchers)
         _dispatchers[self.key] = self
@@ -182,32 +182,32 @@ class TokenDispatcher(ABC):
 
     spans_ranks = True
     used = False
-    """Whether anything was dispatched."""
+    """True once anything was dispatched."""
     shared = False
-    """Whether :func:`make_dispatcher` made it, so that it may give it to others; who makes one has it alone."""
+    """True if :func:`make_dispatcher` made it and may share it between layers."""
     borrows = False
-    """Whether slots are the dispatcher's, and written again by a later exchange."""
+    """True if slots are the dispatcher's memory, which a later exchange overwrites."""
     in_graphs = False
-    """Whether exchanges need nothing of the host, and a routing is no more than a plan: see :meth:`graph_state`."""
+    """True if exchanges need nothing of the host, and a routing is only a plan: see :meth:`graph_state`."""
     has_rooms = False
-    """Whether `dispatch` takes ``room``. Each class says so itself: a class derived from one that does need not."""
+    """True if `dispatch` takes ``room``. Each class states it itself, because a derived class need not."""
     new_dispatch = NEW
-    """What the next dispatch sends, see `begin`."""
+    """Number that the next dispatch sends, see `begin`."""
     blocks = 1
-    """Of each sender's tokens, from sources of their own: see :func:`mxep.comms.make_plan`."""
+    """Blocks of each sender's tokens, each from its own source: see :func:`mxep.comms.make_plan`."""
     row_dtype: torch.dtype | None = None
-    """The widest dtype of rows that there is room for; None: any."""
+    """Widest dtype of rows that there is room for; None: any."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.world_size}, capacity={self.capacity})"
 
     def __deepcopy__(self, memo: object) -> Self:
-        # Copies of a layer share its dispatcher, as layers may: neither process groups nor peers' memory can be copied.
+        # Copies of a layer share its dispatcher, because process groups and peers' memory cannot be copied.
         self.uses += 1
         return self
 
     of_this_process: tuple[str, ...] = ("passes",)
-    """Dicts, empty in another process: graphs, and memory that is mapped."""
+    """Dicts that are empty in another process: graphs, and mapped memory."""
 
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
@@ -215,8 +215,8 @@ class TokenDispatcher(ABC):
         return {**self.__dict__, **{name: {} for name in self.of_this_process}}
 
     def number_layer(self) -> int:
-        """A number for a layer that is made, for `begin`. All ranks make the layers of a group in one order, as they
-        make process groups. From 1 on; 0 where there are no peers. Layers that are made again begin anew."""
+        """Number of a new layer, for `begin`: from 1 on, 0 without peers. All ranks must make a group's layers in one
+        order, as they do process groups. Making a layer resets the count of failures."""
         if self._exchanges is None:
             return 0
         self._exchanges.failures = 0
@@ -224,18 +224,18 @@ class TokenDispatcher(ABC):
         return self._exchanges.layers
 
     def begin(self, layer: int) -> None:
-        """The next dispatch is one of this layer; 0: of one without a number. Peers compare it, if both know it, and
-        raise PeersDisagree. Raises RuntimeError as `claim`."""
+        """Declare that the next dispatch belongs to this layer; 0: to one without a number. Peers compare numbers that
+        both know, and raise PeersDisagree. Raises RuntimeError as `claim`."""
         if self._exchanges is not None:
             self.claim()
             self.new_dispatch = new_dispatch(layer, self._exchanges.failures)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A pass, or a part of one. If it raises, peers, who may wait for this rank until their time-out, are told.
+        """Run a pass, or a part of one. If it raises, tell peers, which may wait for this rank until their timeout.
 
-        One that had sent something is over for its peers, perhaps: the next dispatch, which may repeat it, is not like
-        theirs.
+        A failed pass that had sent something may be over for its peers. So the next dispatch, which may repeat it,
+        differs from theirs.
         """
         if self._exchanges is None:
             yield
@@ -251,46 +251,46 @@ class TokenDispatcher(ABC):
             raise
 
     def _sent(self) -> int:
-        """How many exchanges this rank has begun."""
+        """Number of exchanges that this rank has begun."""
         return 0
 
     def told(self) -> str:
-        """What peers have told that they raised, as the end of a message."""
+        """Notes of errors that peers raised, as the end of a message."""
         return told_failures(self.group, range(self.world_size))
 
     def claim(self) -> None:
-        """Before anything that peers take part in: RuntimeError on a second thread, see `mxep.comms.OneThread`."""
+        """Call before anything that peers take part in. RuntimeError on a second thread, see `mxep.comms.OneThread`."""
         if self._exchanges is not None:
             self._exchanges.thread.claim()
 
     def close(self) -> None:
-        """One user less. When the last one has gone, memory shared with peers is given back. All ranks call it alike.
+        """Remove one user. After the last one, memory shared with peers is freed. All ranks call it alike.
 
-        A dispatcher has one user, and one more for each layer that :func:`make_dispatcher` gives it to and each copy of
-        a layer. After the last one it can not be used any more.
+        A dispatcher has one user, and one more for each layer that :func:`make_dispatcher` gives it to and for each
+        copy of a layer. It is unusable after the last one.
         """
         self.uses -= 1
         if self.uses < 1:
             self.passes.clear()
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
-        """Room for calls with up to so many tokens of each rank on ``device``, from the next one on.
+        """Make room for calls with up to ``max_tokens`` tokens of each rank on ``device``, from the next one on.
 
-        All ranks call it; they may name different numbers, and the most counts. It never makes less room. Dispatchers
-        whose buffers have each step's size have nothing to do. Raises ValueError on all ranks for more than the
-        max_tokens that the dispatcher was made with.
+        All ranks call it. They may name different numbers, and the most counts. It never makes less room. Dispatchers
+        with buffers of each step's size have nothing to do. Raises ValueError on all ranks for more than the max_tokens
+        that the dispatcher was made with.
         """
         self.claim()
         if max_tokens < 0:
             raise ValueError(f"reserve: got {max_tokens} tokens, wanted at least 0")
         if self._exchanges is not None:
-            self._exchanges.failures = 0  # on all ranks, which make the step again
+            self._exchanges.failures = 0  # on all ranks, which repeat the step
 
     def room_for(self, x: Tensor, per_token: int = 1) -> int | None:
-        """Rows that an eager call with x (T, D) has room for, if batches of changing length share memory's shapes.
+        """Rows reserved for an eager call with x (T, D), if batches of varying length share shapes.
 
-        per_token: rows of x that a token of the caller is. None: the call has the sizes of its batch. It follows from
-        T, the device and the most tokens that the dispatcher has room for.
+        per_token: rows of x per token of the caller. None: the call uses the sizes of its batch. The result follows
+        from T, the device and the most tokens that the dispatcher has room for.
         """
         tokens = len(x)
         if not type(self).__dict__.get("has_rooms") or not tokens or x.get_device() < LEAST_DEVICE_WITH_ROOMS:
@@ -303,59 +303,61 @@ class TokenDispatcher(ABC):
         return min(most, per_token * room_for(tokens // per_token)) if tokens <= most else None
 
     def _most_rows(self, device: torch.device) -> int | None:
-        """The most tokens that an exchange has room for; None: not known yet."""
+        """Most tokens that an exchange has room for; None: not known yet."""
         return None
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
-        """(senders, the most tokens of each) of a dispatch of ``num_tokens``, where known without running it."""
+        """(senders, most tokens of each) of a dispatch of ``num_tokens``, if known without running it; else None."""
         return None
 
     @abstractmethod
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
-        """Tokens to their experts' ranks.
+        """Send tokens to their experts' ranks.
 
-        One that `has_rooms` takes ``room``, too, of `room_for`: then the payload may have so many rows, and `combine`
-        of the routing gives as many. Rows past T hold anything.
+        If `has_rooms`, it also takes ``room``, the result of `room_for`. The payload may then have that many rows, and
+        `combine` of the routing returns that many. Rows past T hold anything.
 
         Args:
             payload: uint8 (T, n_i) each.
             expert_ids: (T, K) int32. weights: (T, K) fp32.
             alignment: groups are padded to multiples of it.
-            overlap: something else computes before ``wait()``.
+            overlap: let other work run before ``wait()``.
 
-        Returns the payload as slots (S, n_i), until the next exchange if the dispatcher ``borrows``, and the routing.
+        Returns the payload as slots (S, n_i), valid until the next exchange if the dispatcher ``borrows``, and the
+        routing.
         """
 
     @abstractmethod
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
-        """The same exchange for other bytes, no planning: (T, n_i) each -> slots (S, n_i), as of :meth:`dispatch`."""
+        """Repeat the exchange for other bytes, without planning: (T, n_i) each -> slots (S, n_i) as in `dispatch`."""
 
     @abstractmethod
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
-        """Rows to their tokens' ranks: ``rows`` (R_max, D) -> (T, D), summed for each token in fp32 in a fixed order.
+        """Return rows to their tokens' ranks: ``rows`` (R_max, D) -> (T, D), summed per token in fp32 in a fixed order.
 
-        Per destination rank a token's rows are summed in its list's order and rounded to the rows' dtype, then the
-        ranks' sums in rank order. Dispatchers over the same ranks agree bit for bit, but for the hierarchical one,
-        which rounds a node's sum, too.
-        ``row_values`` (R_max,) fp32 come back as (T, K), 0 where nothing was routed.
+        For each rank, a token's rows are summed in its list's order and rounded to the rows' dtype. The ranks' sums are
+        then summed in rank order. Dispatchers over the same ranks agree bit for bit, except the hierarchical one: it
+        rounds a node's sum, too.
+        ``row_values`` (R_max,) fp32 return as (T, K), 0 where nothing was routed.
         """
 
     def graph_state(self) -> Hashable | None:
-        """What a record of exchanges holds for besides tensors; None: not now."""
+        """State besides tensors that a record of exchanges depends on; None: no record can be played now."""
         return None
 
-    def launched(self, exchanges: int) -> None:  # noqa: B027  what has no order has nothing to count
-        """A record of so many exchanges was played."""
+    def launched(self, exchanges: int) -> None:  # noqa: B027  without an order there is nothing to count
+        """Count the exchanges of a record that was played."""
 
     def check(self) -> None:
-        """Raise what was counted since the last check. It reads from the device: call it once a step, not in the layer.
+        """Raise failures counted since the last check. It reads from the device: call it once per step.
 
-        All ranks raise the same in the same step, so that all may skip it: CapacityExceeded if rows did not fit
-        ``capacity`` on any rank, unless that says "drop"; ValueError if any rank's expert ids were out of range.
+        All ranks raise the same in the same step, so that all can skip it. CapacityExceeded: rows did not fit
+        ``capacity`` on a rank, and the capacity does not say "drop". ValueError: expert ids of a rank were out of
+        range.
         """
         found = [counts.tolist() for counts in self._all_counts()]
         for transport in self._transports():
@@ -369,10 +371,10 @@ class TokenDispatcher(ABC):
                 raise ValueError(f"rank {self.rank}: {each[-1]} expert ids outside -1..{self.num_experts - 1}")
 
     def counts(self) -> dict[str, Tensor]:
-        """What was counted since the last check, as 0-d int64 tensors on the device, no host sync.
+        """Counts since the last check, as 0-d int64 tensors on the device, no host sync.
 
-        ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range. Of all ranks together,
-        and the same on each. A forward that a checkpoint repeats counts again. Collective with the hierarchical
+        ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range. They cover all ranks and
+        are the same on each. A forward that a checkpoint repeats counts again. Collective with the hierarchical
         dispatcher: there all ranks call it.
         """
         first, *others = self._all_counts() or [torch.zeros(3, dtype=torch.int64, device="cpu")]
@@ -380,11 +382,11 @@ class TokenDispatcher(ABC):
         return {"dropped": total[len(total) // 2 : -1].sum(), "invalid": total[-1].clone()}
 
     def _all_counts(self) -> list[Tensor]:
-        """As plans count, by device: what all ranks find alike."""
+        """Counts in the form of `RoutingPlan.counts`, by device, the same on all ranks."""
         return list(self._counts.values())
 
     def _transports(self) -> tuple[Transport, ...]:
-        """In use."""
+        """Transports in use."""
         return ()
 
     def _what_did_not_fit(self, needed: list[int], overflow: list[int]) -> str:
@@ -400,11 +402,11 @@ class TokenDispatcher(ABC):
         return f"rows did not fit {self.capacity}, {max_rows} on each rank: {lost}; the step is not usable, {cure}"
 
     def _running_counts(self, device: torch.device, owners: int) -> Tensor:
-        """(2 owners + 1,) int64, where plans on this device count."""
+        """(2 owners + 1,) int64 to which plans on this device add their counts."""
         self.used = True
         if device not in self._counts:
             zeros = functools.partial(torch.zeros, 2 * owners + 1, dtype=torch.int64, device=device)
-            self._counts.setdefault(device, made_to_stay(device, zeros))  # another thread may have been as fast
+            self._counts.setdefault(device, made_to_stay(device, zeros))  # another thread may have been faster
             fixed(self._counts[device])
         return self._counts[device]
 
@@ -419,7 +421,7 @@ class TokenDispatcher(ABC):
         invalid: int = 0,
         max_tokens: int | None = None,
     ) -> RoutingPlan:
-        """invalid: ids that are not in the tables any more. max_tokens: as of `make_plan`."""
+        """invalid: number of ids that are no longer in the tables. max_tokens: as in `make_plan`."""
         total = self._running_counts(ids.device, self.world_size)
         sizes: dict[str, Any] = {"first_expert": self.rank * self.num_local_experts, "num_experts": self.num_experts}
         sizes |= {"num_local_experts": self.num_local_experts, "alignment": alignment, "capacity": capacity}
@@ -427,7 +429,7 @@ class TokenDispatcher(ABC):
         plan: RoutingPlan = _plan(ids, weights, num_tokens, total, **sizes, invalid=invalid)
         tokens, top_k = ids.shape[1:]
         max_rows = plan.max_rows
-        if max_tokens is not None and capacity.kind != "exact":  # what fits follows from the tokens that there are
+        if max_tokens is not None and capacity.kind != "exact":  # the actual tokens decide how many rows fit
             max_rows = capacity.rows(1, tokens, top_k, num_local_experts=self.num_local_experts, alignment=alignment)
         self._room = max(self._room, (tokens, top_k, alignment, max_rows))
         return plan

@@ -1,11 +1,11 @@
-"""The first row of each block of an all-to-all: which exchange it belongs to. Ranks compare what came with their own.
+"""Headers of all-to-alls: the first row of each block names its exchange. Ranks compare them with their own.
 
     header   number of the dispatch * 4 + step (1 dispatch, 2 redispatch, 3 combine), int32; other bytes are 0. A new
-             dispatch has no number yet: it sends which layer's it is (`TokenDispatcher.begin`)
+             dispatch has no number yet: it sends its layer's (`TokenDispatcher.begin`)
 
-A rank that leaves out an exchange, or makes it in another order, would else be taken at its word: blocks have one size
-whatever they hold. The number comes from the plan on the device, so that graphs may hold all this. CPUs raise at once;
-a GPU's host reads what was found without waiting for it, at the next exchange or `check()`.
+Blocks have one size whatever they hold. So without headers nobody would notice a rank that leaves out an exchange, or
+makes it in another order. The number comes from the plan on the device, so graphs may hold all this. CPUs raise at
+once. A GPU's host reads the findings without a sync, at the next exchange or `check()`.
 """
 
 import torch
@@ -20,27 +20,27 @@ STEPS = "", "dispatch", "redispatch", "combine"
 
 
 class Headers:
-    """Of a dispatcher. ranks: of the group, by block."""
+    """Headers of a dispatcher. ranks: ranks of the group, by block."""
 
     def __init__(self, rank: int, ranks: list[int]) -> None:
         self.rank, self.ranks = rank, ranks
         self._found: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        """On each device (1 + W,) int32: whether headers differed, and the first that did; and a copy for the host."""
+        """By device: (1 + W,) int32, 1 after a mismatch, then the headers of the first one; and a copy for the host."""
         self._new: dict[tuple[torch.device, int], Tensor] = {}
 
     def new(self, number: int, device: torch.device) -> Tensor:
-        """(1,) int32: what a dispatch sends for a number."""
+        """(1,) int32 that a dispatch sends for a number."""
         if (device, number) not in self._new:
             made = made_to_stay(device, lambda: torch.full((1,), number, dtype=torch.int32, device=device))
             self._new[device, number] = made
         return self._new[device, number]
 
     def mark(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
-        """Write them into rows (R, n) uint8. sizes: (W, any) int64, rows of each block first. number: (1,) int32."""
+        """Write headers into rows (R, n) uint8. sizes: (W, any) int64, rows of blocks first. number: (1,) int32."""
         _mark(rows, sizes, number, step=STEPS.index(step))
 
     def compare(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
-        """Those that came with what this rank is at. Raises PeersDisagree, on CUDA at a later :meth:`check`."""
+        """Compare received headers with this rank's. Raises PeersDisagree, on CUDA in a later :meth:`check`."""
         device = rows.device
         if device not in self._found:
             self._found[device] = made_to_stay(device, lambda: self._make(device))
@@ -52,7 +52,7 @@ class Headers:
             self.check()
 
     def check(self) -> None:
-        """Raise what is known. Waits for nothing."""
+        """Raise known mismatches. Waits for nothing."""
         for _, seen in self._found.values():
             differ, *words = seen.tolist() if int(seen.numpy()[0]) else [0]
             if differ:

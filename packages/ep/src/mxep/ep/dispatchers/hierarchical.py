@@ -1,4 +1,4 @@
-"""HierarchicalDispatcher: a token crosses to another node once, whatever experts it has there, then spreads within it.
+"""HierarchicalDispatcher: a token crosses to another node once, for all its experts there, then spreads within it.
 
     across   rank l of node n <-> rank l of each node m    all-to-all of equal splits: the host reads no sizes
     within   rank l of node m <-> the node's ranks         symmetric memory: a `SymmetricDispatcher` of the node
@@ -7,22 +7,22 @@
     redispatch   other bytes of the same tokens, likewise, without ids
     combine      within: a row for each token that came across; across: these rows return, summed there
 
-N nodes of L ranks, W = N L; rank r is rank l = r % L of node n = r // L, and node m owns experts m E / N on. T tokens
-of this rank, T_max of any, K experts a token, E in all. C slots for the tokens of each node, as follows from the
-capacity: an equal split sends all of them, used or not, and a row before them, whose bytes say which exchange it is
-(`headers.py`): B = C + 1. Slot m B + 1 + i holds the i-th token that needs node m:
+N nodes of L ranks, W = N L. Rank r is rank l = r % L of node n = r // L, and node m owns experts from m E / N on. T
+tokens of this rank, T_max of any, K experts per token, E in all. The capacity gives C slots for the tokens of each
+node. An equal split sends all of them, used or not, after a header row that names the exchange (`headers.py`):
+B = C + 1. Slot m B + 1 + i holds the i-th token that needs node m:
 
     N = 2, C = 2, E = 4    token 0 [0, 3]    token 1 [2, -1]    token 2 [3, 2]
     slots                        [1, 4]            [-1, -1]           [-1, 5]    node 1 has no third slot: lost
     tokens                 [-1, 0, -1, -1, 0, 2]
 
-Where n > C tokens of a rank need a node, C of them go, spread evenly over the batch: the i-th of them goes if i C / n
-and (i + 1) C / n round to different numbers. Nothing is known here of how busy their experts are. The plan within a
-node shares what does not fit an expert between all W ranks, as the other dispatchers do: it gets blocks of B slots.
+If n > C tokens of a rank need a node, C of them go, spread evenly over the batch: the i-th of them goes if i C / n and
+(i + 1) C / n round to different numbers. The load of their experts is not known here. The plan within a node gets
+blocks of B slots, so that all W ranks share the rows that fit an expert, as with the other dispatchers.
 
 **Order of sums.** A token's rows on one rank are summed in its list's order, then the sums of a node's ranks in rank
-order, then those of nodes in node order: each in fp32, rounded once to the rows' dtype. With one node, or nodes of one
-rank, that is what the other dispatchers do. Rows of an expert are ordered by (l, n, token) of where they came from.
+order, then those of nodes in node order. Each sum is in fp32 and rounded once to the rows' dtype. With one node, or
+nodes of one rank, the other dispatchers do the same. Rows of an expert are ordered by (l, n, token) of their source.
 """
 
 import math
@@ -63,9 +63,9 @@ class HierarchicalRouting(Routing):
     """Routing plus the way between nodes.
 
     Attributes:
-        within: of the tokens that came to this rank from all nodes, whose plan it is.
-        slots: (T, N) int32, the slot of each token for each node, -1 where it has none.
-        tokens: (N B,) int32, the token in each slot, -1 in unused ones and headers.
+        within: routing within this node, of the tokens that came to this rank from all nodes. It has the plan.
+        slots: (T, N) int32, slot of each token for each node, -1 for none.
+        tokens: (N B,) int32, token in each slot, -1 for unused slots and headers.
     """
 
     within: Routing
@@ -73,10 +73,10 @@ class HierarchicalRouting(Routing):
     tokens: Tensor
 
     def stats(self) -> dict[str, Tensor]:
-        """As of a routing, but ``dropped`` and ``invalid`` are of this node's experts alone: ``counts()`` has all.
+        """As for any routing. But ``dropped`` and ``invalid`` cover only this node's experts: ``counts()`` has all.
 
-        ``sent`` counts rows between nodes, one per (token, node), the own node's included; ``sent_within`` rows from
-        this rank within its node. What an all-to-all sends is all N B slots.
+        ``sent`` counts rows between nodes, one per (token, node), including the own node. ``sent_within`` counts rows
+        from this rank within its node. An all-to-all sends all N B slots.
         """
         return super().stats() | {"sent_within": self.within.wire_rows()}
 
@@ -88,15 +88,15 @@ class HierarchicalDispatcher(TokenDispatcher):
     """See :class:`TokenDispatcher`. Collective: it makes process groups, and :meth:`check` and `counts` use the group.
 
     Args:
-        dim, dtype, max_tokens, timeout: as of :class:`SymmetricDispatcher`; a rank with more than max_tokens raises
-            ValueError, its peers time out. timeout is also the limit of collectives between nodes.
-        capacity: of ``factor(c)`` there are also C = c times the slots that a uniform choice of experts needs, at most
-            T_max; else C = T_max, where every token fits.
-        ranks_per_node: L. None: as many as there are on each host.
-        nodes_per_token: the most nodes that a token's experts lie on, where a router limits them; of use to factor(c).
+        dim, dtype, max_tokens, timeout: as for :class:`SymmetricDispatcher`. A rank with more than max_tokens raises
+            ValueError, and its peers time out. timeout also limits collectives between nodes.
+        capacity: with ``factor(c)``, C is c times the slots that a uniform choice of experts needs, at most T_max.
+            Otherwise C = T_max, and every token fits.
+        ranks_per_node: L. None: the number of ranks on each host.
+        nodes_per_token: most nodes that a token's experts lie on, if a router limits them. It matters for factor(c).
 
-    Expert ids out of range are counted on all devices and raised by :meth:`check`: a rank that raised before would keep
-    the others waiting. Raises ValueError if ranks do not fit nodes, on all ranks.
+    Expert ids out of range are counted on all devices and raised by :meth:`check`. A rank that raised earlier would
+    keep the others waiting. Raises ValueError on all ranks if ranks do not fit nodes.
     """
 
     borrows = True
@@ -130,19 +130,19 @@ class HierarchicalDispatcher(TokenDispatcher):
         self._blocks: dict[tuple[torch.device, int], Tensor] = {}
         """Sizes of the nodes' blocks, by B."""
         self._agreed: set[tuple[int, int, int]] = set()
-        """What sizes blocks between nodes, and ranks have compared."""
+        """(T_max, K, bytes of a row) of blocks between nodes that ranks have compared."""
         self._most_tokens = 0
-        """Where max_tokens was not given."""
+        """T_max if max_tokens was not given."""
         self._within: dict[int, SymmetricDispatcher] = {}
-        """By C."""
+        """Dispatchers within the node, by C."""
         self._node_counts: dict[torch.device, Tensor] = {}
-        """Of all of them, which share them."""
+        """Counts of all dispatchers within the node, which share them."""
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, nodes={self.nodes.count})"
 
     def slots_per_node(self, max_tokens: int, top_k: int) -> int:
-        """C, of T_max and K."""
+        """C, from T_max and K."""
         return slots_per_node(self.capacity, max_tokens, self._share(top_k))
 
     def dispatch(
@@ -202,10 +202,10 @@ class HierarchicalDispatcher(TokenDispatcher):
 
     def check(self) -> None:
         for counts in self._node_counts.values():
-            counts.tolist()  # all exchanges are over
+            counts.tolist()  # waits for all exchanges
         self._headers.check()
         for transport in self._transports():
-            transport.check()  # before a collective that a rank which is gone would not come to
+            transport.check()  # before a collective, in which a lost rank would be missing
         try:
             super().check()
         finally:
@@ -225,7 +225,7 @@ class HierarchicalDispatcher(TokenDispatcher):
                 self._within.popitem()[1].close()
 
     def _max_tokens(self, tokens: int, device: torch.device) -> int:
-        """T_max, at least 1, for a dispatch of so many tokens."""
+        """T_max, at least 1, for a dispatch of this many tokens."""
         most = self.max_tokens or self._most_tokens
         if not most:
             most = self._most_tokens = most_tokens(tokens, device, self.group)
@@ -236,7 +236,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         return max(1, most)
 
     def _agree(self, max_tokens: int, top_k: int, row_bytes: int) -> None:
-        """ValueError on all ranks if blocks would differ in size. Collective where these are new."""
+        """Raise ValueError on all ranks if sizes of blocks differ. Collective for new sizes."""
         sizes = max_tokens, top_k, row_bytes
         if sizes in self._agreed:
             return
@@ -252,7 +252,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             raise RuntimeError("dispatcher: closed")
         if num_slots not in self._within:
             here, capacity = self.nodes.count * (num_slots + 1), self.capacity
-            if capacity.kind == "factor":  # times T_max K rows, and not the slots' K
+            if capacity.kind == "factor":  # of T_max K rows, not of the slots' K
                 capacity = Capacity.factor(capacity.load * max_tokens / here, capacity.overflow)
             sizes = self._sizes | {"max_tokens": here}
             made = SymmetricDispatcher(self.experts_per_node, group=self.nodes.within, capacity=capacity, **sizes)
@@ -268,13 +268,13 @@ class HierarchicalDispatcher(TokenDispatcher):
         return self._within[num_slots]
 
     def _join(self, payload: Payload, tokens: Tensor, number: Tensor, step: str) -> Tensor:
-        """(T, n_i) each -> (N B, n), the rows of slots, with headers if any other node has to see them."""
+        """(T, n_i) each -> (N B, n), rows of slots, with headers if there is another node."""
         return join_rows(payload, tokens, None, None if self.nodes.across is None else number, STEPS.index(step))
 
     def _cross(self, outgoing: Sequence[Tensor], number: Tensor, step: str) -> Handle[Payload]:
-        """(N B, n_i) each, B rows to each node, of which the first one's have headers -> as many, B rows from each.
+        """Send B rows of (N B, n_i) each to each node, and receive as many. The first tensor has the headers.
 
-        number: of the dispatch, (1,) int32.
+        number: (1,) int32 of the dispatch.
         """
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
@@ -291,18 +291,18 @@ class HierarchicalDispatcher(TokenDispatcher):
             try:
                 for i, work in enumerate(works):
                     work.wait()
-                    if i == 0:  # before another one, to which these peers might not come
+                    if i == 0:  # before the next one, which these peers might not join
                         self._headers.compare(incoming[0].view(torch.uint8), sizes, number, step)
             except PeersDisagree:
                 raise
-            except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process instead
+            except RuntimeError as error:  # from gloo; NCCL's watchdog ends the process instead
                 raise RuntimeError(f"{error}: {silence(across)}{self.told()}") from error
             return incoming
 
         return Later(arrived)
 
     def _block_sizes(self, rows: Tensor) -> Tensor:
-        """(N, 1) int64: B of each node."""
+        """(N, 1) int64: B for each node."""
         nodes, device = self.nodes.count, rows.device
         key = device, len(rows) // nodes
         if key not in self._blocks:
@@ -322,7 +322,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         return tuple({id(t): t for each in self._within.values() for t in each._transports()}.values())
 
     def _all_counts(self) -> list[Tensor]:
-        """As a plan of 2 W owners counts: rows of the W ranks' experts, then the slots of the W senders. Collective."""
+        """Counts of a plan with 2 W owners: rows of the W ranks' experts, then slots of the W senders. Collective."""
         totals, ranks = [], self.world_size
         for device, (most, lost, invalid) in self._counts.items():
             total = torch.zeros(4 * ranks + 1, dtype=torch.int64, device=device)
@@ -332,7 +332,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             if self.rank % self.nodes.ranks == 0 and device in self._node_counts:
                 rows, owners = self._node_counts[device], slice(self.rank, self.rank + self.nodes.ranks)
                 needed[owners], overflow[owners] = rows[: self.nodes.ranks], rows[self.nodes.ranks : -1]
-            if ranks > 1:  # of check() and counts() alone: a rank knows its node's counts, and all have to agree
+            if ranks > 1:  # only check() and counts() get here: each rank knows its node's counts, and all must agree
                 dist.all_reduce(total, group=self.group)
             totals.append(total)
         return totals
@@ -353,14 +353,14 @@ class HierarchicalDispatcher(TokenDispatcher):
 
 
 def share_of_node(nodes: int, nodes_per_token: int, experts_per_node: int, top_k: int) -> float:
-    """Of tokens, that need a node if any nodes_per_token nodes, and any experts of theirs, are as likely."""
+    """Share of tokens that need a node, if all choices of nodes_per_token nodes and of their experts are as likely."""
     reached = nodes_per_token * experts_per_node
     others = math.comb(reached - experts_per_node, top_k) / max(1, math.comb(reached, top_k))
     return nodes_per_token / nodes * (1 - others)
 
 
 def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:
-    """C, of T_max and the share of tokens that need a node."""
+    """C, from T_max and the share of tokens that need a node."""
     if capacity.kind != "factor":
         return max_tokens
     return min(max_tokens, max(1, math.ceil(capacity.load * max_tokens * share)))
@@ -372,7 +372,7 @@ def _number(routing: HierarchicalRouting) -> Tensor:
 
 
 def _parted(slots: Payload, payload: Payload) -> Payload:
-    """Slots (S, n) in one part -> in the payload's."""
+    """Split slots (S, n) into the payload's parts."""
     widths = [part.shape[1] for part in payload]
     return tuple(slots[0][:, : sum(widths)].split(widths, 1))
 

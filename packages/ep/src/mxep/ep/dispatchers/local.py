@@ -1,6 +1,6 @@
-"""LocalDispatcher: no expert parallelism. Slots are the tokens themselves; only the plan is made.
+"""LocalDispatcher: no expert parallelism. Slots are the tokens themselves, and only the plan is made.
 
-Threads may call it at once: nothing of an exchange is shared, and what plans count is added under a lock.
+Threads may call it at once: exchanges share nothing, and plans add their counts under a lock.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ from .base import Payload, Routing, TokenDispatcher, check_reserved
 from .handles import Done, Handle
 
 _counting = threading.Lock()
-"""Of plans on a CPU, which add to the counts of all layers that share a dispatcher."""
+"""Lock for plans on a CPU, which add to the counts of all layers that share a dispatcher."""
 
 
 class LocalDispatcher(TokenDispatcher):
     """All experts live on this process; see :class:`TokenDispatcher`.
 
     Args:
-        max_tokens: the most tokens of a call, else ValueError; None: any number.
-        stands_in_for: the dispatcher that was asked for by name, for a group of one rank. Such a layer raises
-            ValueError where a process group of several ranks was initialised after it was made.
+        max_tokens: most tokens of a call; more raise ValueError. None: any number.
+        stands_in_for: the dispatcher named by the caller, in a group of one rank. Such a layer raises ValueError if a
+            process group of several ranks is initialised after it was made.
     """
 
     spans_ranks = False
@@ -49,7 +49,7 @@ class LocalDispatcher(TokenDispatcher):
         sizes: dict[str, object] = {"max_tokens": max_tokens, "stands_in_for": stands_in_for}
         super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
         self._most = max_tokens
-        if max_tokens is not None:  # else a layer's own counts, which decides what "auto" picks
+        if max_tokens is not None:  # otherwise the layer's own counts, which decides the pick of "auto"
             self.max_tokens = max_tokens
         self._made_alone = stands_in_for is not None and not dist.is_initialized()
 
@@ -93,7 +93,7 @@ class LocalDispatcher(TokenDispatcher):
         tables = expert_ids[None], weights[None], num_tokens
         with _counting if expert_ids.is_cpu else nullcontext():
             plan = self._plan(*tables, alignment=alignment, capacity=self.capacity, max_tokens=room)
-        plan = dataclasses.replace(plan, dispatch=num_tokens)  # any: a plan's tensors are tensors to a compiler
+        plan = dataclasses.replace(plan, dispatch=num_tokens)  # any tensor, because a compiler expects one
         return Done((payload, Routing(plan, expert_ids, self.num_local_experts, room=room)))
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:

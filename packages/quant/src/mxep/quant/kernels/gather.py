@@ -6,7 +6,7 @@
                                                    `mxep.quant.swizzle`, each group a tile of 128 rows of its own
 
 If scales are swizzled, a program's rows are a tile of that layout, so it writes 512 scales in one piece. Other
-tiles are wide, so that their scales fill sectors of 32 bytes. Rows past the last group cost a program that ends at once.
+tiles are wide, so that their scales fill sectors of 32 bytes. Programs of rows past the last group end at once.
 """
 
 import math

@@ -121,7 +121,7 @@ def swiglu_kernel(
     gate_up_scale_ptr: one scale per row if gate_up is qdata, or None.
 
     MODE None: round to h_ptr's or out_ptr's dtype. Other modes quantize with one scale per row (BLOCK 0) or per
-    BLOCK elements. BLOCK divides CHUNK. FOLDED: then fold to one per row. AHEAD: chunks loaded ahead of the one computed.
+    BLOCK elements. BLOCK divides CHUNK. FOLDED: then fold to one per row. AHEAD: chunks loaded ahead of time.
     ALPHA .. INTERLEAVED: `mxep.quant.SwiGLU`.
     """
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
