@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("accuracy", "attention", "before_after", "layer_forms", "lengths", "marathon", "memory_table", "titan")
+SCRIPTS = (
+    "accuracy",
+    "attention",
+    "before_after",
+    "folds",
+    "layer_forms",
+    "lengths",
+    "marathon",
+    "memory_table",
+    "titan",
+)
 """Of integration/benchmarks: they run alone, with torch's defaults."""
 SOURCES = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("integration/**/*.py")]
 SOURCES = [path for path in SOURCES if not (path.parent.name == "benchmarks" and path.stem in SCRIPTS)]

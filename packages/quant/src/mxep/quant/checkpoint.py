@@ -1,0 +1,287 @@
+"""Checkpoints with quantized weights, read as they ship: a folder of safetensors in, MXTensor and BlockFP8 out.
+
+    format      weight                           scale                                          a value is
+    mxfp4       X_blocks u8 (.., N, K/32, 16)    X_scales u8 (.., N, K/32)                      E2M1 * 2^(byte-127)
+                X.weight_packed u8 (N, K/2)      X.weight_scale u8 (N, K/32)
+                X.weight i8 (N, K/2)             X.scale e8m0 (N, K/32)
+    mxfp8       X.weight e4m3 (N, K)             X.weight_scale_inv, X.weight_scale             E4M3 * 2^(byte-127)
+                                                 or X.scale, u8 or e8m0 (N, K/32)
+    fp8_block   X.weight e4m3 (N, K)             the same names, fp32, bf16, fp16 or e8m0,      E4M3 * scale
+                                                 one a block of rows x columns, edges cut
+    fp8_row     X.weight e4m3 (N, K)             X.weight_scale (N, 1) or (N,)                  E4M3 * scale
+    fp8_tensor  X.weight e4m3 (N, K)             X.weight_scale, one number                     E4M3 * scale
+    plain       any tensor of bf16, fp16, fp32, fp64 or integers of 32 or 64 bits, without a scale
+
+These are gpt-oss, compressed-tensors and DeepSeek-V4 (mxfp4); MiniMax-M3, ModelOpt and compressed-tensors (mxfp8);
+DeepSeek-V3, Qwen3-FP8, MiniMax-M2 and DeepSeek-V4's dense layers (fp8_block); compressed-tensors (fp8_row, fp8_tensor).
+"_inv" in a name means nothing: every scale multiplies.
+
+The format is told by names, dtypes and shapes. config.json gives the block size and names the maker; what it says of
+dtypes is not trusted, as `scale_fmt: ue8m0` occurs with fp32, bf16 and e8m0 storage. What is not in the table raises
+ValueError with the tensor's name: NVFP4, GPTQ and AWQ integers, bitsandbytes, int8, E5M2.
+
+Headers are read at once (names, dtypes, shapes), bytes only by `StoredWeight.read`. Needs safetensors:
+`pip install mxep-quant[checkpoints]`. Sources of the layouts: docs/guides/quantized-models.md.
+
+N outputs, K inputs; leading axes are experts.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxep.quant.block_fp8 import BlockFP8, BlockShape
+from mxep.quant.formats import BLOCK, E2M1
+from mxep.quant.tensor import MXTensor
+
+try:
+    from safetensors import SafetensorError, safe_open
+except ImportError as error:
+    raise ImportError("mxep.quant.checkpoint: expected safetensors, got none: pip install safetensors") from error
+
+INDEX = "model.safetensors.index.json"
+METHODS = (None, "mxfp4", "mxfp8", "fp8", "modelopt", "compressed-tensors")
+"""`quant_method` of configs whose tensors this module may know."""
+PLAIN = ("BF16", "F16", "F32", "F64", "I32", "I64", "BOOL")
+E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
+SCALE_DTYPES = ("F32", "BF16", "F16", E8M0)
+OTHERS = {
+    ".qweight": "integers of GPTQ or AWQ",
+    ".absmax": "bitsandbytes",
+    ".weight_scale_2": "NVFP4 of ModelOpt",
+    ".weight_global_scale": "NVFP4 of compressed-tensors",
+    ".weight_zero_point": "integers of compressed-tensors",
+    ".weight_shape": "packed integers of compressed-tensors",
+}
+"""Endings of names that tell a format which is not read."""
+USUAL_BLOCKS = ((128, 128), (32, 32))
+
+
+@dataclass(frozen=True)
+class Header:
+    """dtype and shape of a stored tensor, in safetensors' words ("F8_E4M3"), and the file that has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight of a checkpoint, not read yet.
+
+    name: the weight's: that of its tensor, or of what its parts belong to ("...experts.gate_up_proj" of gpt-oss's
+        blocks, "X.weight" of X.weight_packed).
+    format: "mxfp4", "mxfp8", "fp8_block", "fp8_row", "fp8_tensor" or "plain".
+    shape: in elements, (..., N, K) of what is quantized.
+    tensors: names of the stored tensors: the data, and the scale if there is one.
+    block_size: (rows, columns) a scale; None for "plain".
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    tensors: tuple[str, ...]
+    block_size: BlockShape | None
+    checkpoint: "QuantizedCheckpoint" = field(repr=False, compare=False)
+
+    def read(self, part: slice | None = None) -> MXTensor | BlockFP8 | Tensor:
+        """The bytes, on the CPU: an MXTensor (mxfp4, mxfp8), BlockFP8 (fp8_*), or the plain tensor.
+
+        part: of the first axis of a stacked weight (E, N, K), or of a plain tensor: only these experts are read.
+        ValueError for a part of a matrix.
+        """
+        if part is not None and self.format != "plain" and len(self.shape) < 3:
+            raise ValueError(f"{self.name}: expected a stacked weight (E, N, K) to read a part of, got {self.shape}")
+        data, *scales = (self.checkpoint.tensor(name, part) for name in self.tensors)
+        if self.format == "plain":
+            return data
+        (scale,) = scales
+        if self.format == "mxfp4":
+            packed = data.flatten(-2) if self.tensors[0].endswith("blocks") else data
+            return MXTensor.from_qdata_and_scales(packed.view(torch.uint8).view(E2M1.dtype), scale)
+        if self.format == "mxfp8":
+            return MXTensor.from_qdata_and_scales(data, scale)
+        assert self.block_size is not None
+        grid = (-(-size // block) for size, block in zip(self.shape[-2:], self.block_size))
+        return BlockFP8(data, scale.reshape(*data.shape[:-2], *grid), self.block_size)
+
+
+class QuantizedCheckpoint:
+    """A folder with config.json and *.safetensors, whose index, if there is one, says which file has which tensor.
+
+    config: config.json, {} without one. weights: name -> StoredWeight, in the order of the files.
+    quantization: what the config calls the format, for messages: "modelopt MXFP8"; "" if it says nothing.
+
+    Raises ValueError, naming the tensor, for a format that is not read, parts that do not fit each other, or a config
+    of another method; FileNotFoundError for a folder without safetensors or without a file that the index names.
+    Files stay mapped into memory until `close`, or the end of a `with` block.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._open: dict[str, Any] = {}
+        self.config = _json(self.folder / "config.json")
+        method = self._method
+        if method not in METHODS:
+            raise ValueError(f"{self.folder}: expected quant_method {METHODS[1:]}, got {method!r}")
+        self.headers = dict(self._read_headers())
+        self.weights = {weight.name: weight for weight in _weights(self)}
+
+    @property
+    def quantization(self) -> str:
+        """What the config calls the format."""
+        words = (self._method, self._declared.get("quant_algo") or self._declared.get("format"))
+        return " ".join(str(word) for word in words if word)
+
+    @property
+    def block_size(self) -> BlockShape | None:
+        """What the config says a scale covers: `weight_block_size`, or compressed-tensors' `block_structure`."""
+        size = self._declared.get("weight_block_size")
+        for group in (self._declared.get("config_groups") or {}).values():
+            size = size or ((group or {}).get("weights") or {}).get("block_structure")
+        return (int(size[0]), int(size[1])) if size else None
+
+    def tensor(self, name: str, part: slice | None = None) -> Tensor:
+        """A stored tensor as it lies in its file, or a part of its first axis. Other bytes are not read."""
+        file = self._file(self.headers[name].file)
+        stored: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
+        return stored
+
+    def close(self) -> None:
+        """Forget the open files. Reading opens them again."""
+        self._open.clear()
+
+    def __enter__(self) -> "QuantizedCheckpoint":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @cached_property
+    def _declared(self) -> dict[str, Any]:
+        of_text = self.config.get("text_config") or {}
+        declared = self.config.get("quantization_config") or of_text.get("quantization_config")
+        if not declared and (found := _json(self.folder / "hf_quant_config.json").get("quantization")):
+            return {"quant_method": "modelopt", **found}
+        return declared or {}
+
+    @property
+    def _method(self) -> str | None:
+        return self._declared.get("quant_method")
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.folder / name, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{self.folder / name}: expected a safetensors file, got {error}") from error
+        return self._open[name]
+
+    def _read_headers(self) -> Iterator[tuple[str, Header]]:
+        index: dict[str, str] = _json(self.folder / INDEX).get("weight_map", {})
+        files = dict.fromkeys(index.values()) or [path.name for path in sorted(self.folder.glob("*.safetensors"))]
+        if not files:
+            raise FileNotFoundError(f"{self.folder}: expected a folder with *.safetensors, got none")
+        for name in files:
+            if not (self.folder / name).is_file():
+                raise FileNotFoundError(f"{self.folder / name}: expected this file, which {INDEX} names")
+            file = self._file(name)
+            keys: list[str] = file.keys()
+            for key in keys:
+                part = file.get_slice(key)
+                yield key, Header(part.get_dtype(), tuple(part.get_shape()), name)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object of a file, {} if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        read: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got {error}") from error
+    return read
+
+
+def _weights(checkpoint: QuantizedCheckpoint) -> Iterator[StoredWeight]:
+    """A StoredWeight for each tensor that is not another's scale."""
+    headers = checkpoint.headers
+    scales = {weight: name for weight in headers if (name := _scale_of(weight, headers)) is not None}
+    taken = set(scales.values())
+    for name, header in headers.items():
+        if ending := next((ending for ending in OTHERS if name.endswith(ending)), None):
+            raise ValueError(f"{name}: expected a format of mxep.quant.checkpoint, got {OTHERS[ending]}")
+        if name in taken:
+            continue
+        if name in scales:
+            yield _quantized(checkpoint, name, scales[name])
+        elif header.dtype in PLAIN:
+            yield StoredWeight(name, "plain", header.shape, (name,), None, checkpoint)
+        else:
+            raise ValueError(f"{name}: expected a scale beside {header.dtype} {list(header.shape)}, got none")
+
+
+def _scale_of(name: str, headers: dict[str, Header]) -> str | None:
+    """The name of the scale of tensor `name`, if it is quantized."""
+    if headers[name].dtype in ("U8", "I8", E4M3):
+        stem = name.removesuffix("blocks") if name.endswith(("_blocks", ".blocks")) else None
+        if stem is not None:
+            names = [f"{stem}scales"]
+        elif name.endswith(".weight_packed"):
+            names = [f"{name.removesuffix('_packed')}_scale"]
+        else:
+            names = [f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale"]
+        return next((each for each in names if each in headers and each != name), None)
+    return None
+
+
+def _quantized(checkpoint: QuantizedCheckpoint, name: str, scale_name: str) -> StoredWeight:
+    data, scale = checkpoint.headers[name], checkpoint.headers[scale_name]
+    parts = f"{data.dtype} {list(data.shape)} with {scale_name} {scale.dtype} {list(scale.shape)}"
+
+    def stored(kind: str, shape: tuple[int, ...], block: BlockShape, called: str = name) -> StoredWeight:
+        return StoredWeight(called, kind, shape, (name, scale_name), block, checkpoint)
+
+    if name.endswith("blocks"):
+        *rest, blocks, wide = data.shape
+        if data.dtype == scale.dtype == "U8" and wide == BLOCK // 2 and scale.shape == (*rest, blocks):
+            return stored("mxfp4", (*rest, blocks * BLOCK), (1, BLOCK), name[: -len("_blocks")])
+    elif data.dtype in ("U8", "I8"):
+        *rest, wide = data.shape
+        if scale.dtype in ("U8", E8M0) and scale.shape == (*rest, 2 * wide // BLOCK) and 2 * wide % BLOCK == 0:
+            called = name.removesuffix("_packed")
+            return stored("mxfp4", (*rest, 2 * wide), (1, BLOCK), called)
+    elif len(data.shape) >= 2:
+        *rest, k = data.shape
+        if scale.dtype in ("U8", E8M0) and scale.shape == (*rest, k // BLOCK) and k % BLOCK == 0:
+            return stored("mxfp8", data.shape, (1, BLOCK))
+        if scale.dtype in SCALE_DTYPES and (found := _blocks_of(data.shape, scale.shape, checkpoint.block_size)):
+            return stored(found[0], data.shape, found[1])
+    raise ValueError(f"{name}: expected parts of a format of mxep.quant.checkpoint, got {parts}")
+
+
+def _blocks_of(
+    shape: tuple[int, ...], scale: tuple[int, ...], declared: BlockShape | None
+) -> tuple[str, BlockShape] | None:
+    """("fp8_block" | "fp8_row" | "fp8_tensor", elements a scale) of a weight (..., N, K) with this shape of scales."""
+    *experts, n, k = shape
+
+    def fits(block: BlockShape) -> bool:
+        return scale == (*experts, -(-n // block[0]), -(-k // block[1]))
+
+    if declared is not None and declared != (1, BLOCK) and fits(declared):
+        return "fp8_block", declared
+    if len(scale) < 2 and math.prod(scale) == 1 and not experts:
+        return "fp8_tensor", (n, k)
+    if scale == (*experts, n, 1) or (scale == (n,) and not experts):
+        return "fp8_row", (1, k)
+    block = next(filter(fits, USUAL_BLOCKS), None)
+    return None if block is None else ("fp8_block", block)

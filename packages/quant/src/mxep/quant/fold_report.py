@@ -1,0 +1,236 @@
+"""What of a checkpoint folds exactly to one scale a row, and what does not: `python -m mxep.quant.fold_report FOLDER`.
+
+Hopper multiplies E4M3 with one scale a row, so block scales are folded into the elements. The report counts, for each
+kind of weight (its name with `*` for numbers), what that changes:
+
+    forward   rows of W (N, K) all of whose elements keep their value, as `mxep.quant.fold` makes them
+    dgrad     columns of blocks (32 columns, all N rows of an expert), as `mxep.quant.fold_for_dgrad` makes them
+    changed   elements whose value changes, and the SNR of the folded weight against the exact one in dB
+
+Only power-of-two scales fold. Other scales a block are multiplied exactly by rescaling sums every 128 elements; such
+weights are shown as "rescaled". One scale a row needs no fold in forward, and in dgrad "scales dy". Weights are counted
+as stored: gate and up, if they are two tensors but one operand, meet in the same columns in dgrad.
+
+An element q of shift d keeps its value if q * 2^-d is a multiple of 2^-9, E4M3's smallest number. So a row is counted
+from bytes alone: a table of trailing zeros, and comparisons. Needs no GPU; one expert is in memory at a time.
+"""
+
+import argparse
+import fnmatch
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mxep.quant.block_fp8 import BlockFP8
+from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
+from mxep.quant.e2m1 import unpack
+from mxep.quant.fold import fold_with_stats
+from mxep.quant.fold_for_dgrad import fold_for_dgrad_with_stats
+from mxep.quant.formats import BLOCK, E2M1, E4M3
+from mxep.quant.ops import values_of
+from mxep.quant.scales import NAN_SCALE
+from mxep.quant.tensor import MXTensor
+from mxep.quant.to_mxfp8 import to_mxfp8
+
+NEVER = 100
+"""More binades than any shift: trailing zeros of 0."""
+COLUMNS = ("kind", "format", "weights", "shape", "changed, SNR")
+E2M1_ROOM = 14
+"""Binades that every E2M1 code can be shifted down and stay an E4M3 number."""
+
+
+@dataclass
+class Direction:
+    """What folding along one axis keeps. total: rows, or columns of blocks; exact: those that keep every value.
+
+    elements, changed: of all and of those whose value changes. signal, error: sums of squares of exact values and of
+    differences, over weights of which some element changes. spread: the largest shift, in binades.
+    """
+
+    total: int = 0
+    exact: int = 0
+    elements: int = 0
+    changed: int = 0
+    signal: float = 0.0
+    error: float = 0.0
+    spread: int = 0
+
+    def add(self, other: "Direction") -> None:
+        """Count another weight of the same kind."""
+        for each in fields(self):
+            a, b = getattr(self, each.name), getattr(other, each.name)
+            setattr(self, each.name, max(a, b) if each.name == "spread" else a + b)
+
+    @property
+    def snr(self) -> float:
+        """Of folded weights that changed against the exact ones, in dB; inf if none did."""
+        return math.inf if self.error == 0 else 10 * math.log10(self.signal / self.error) if self.signal else -math.inf
+
+
+@dataclass
+class Kind:
+    """Weights whose names differ in numbers. A direction is None where nothing is folded."""
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    weights: int = 0
+    forward: Direction | None = None
+    dgrad: Direction | None = None
+
+
+def count(mx: MXTensor) -> tuple[Direction, Direction]:
+    """Forward and dgrad of an MXTensor (..., N, K) of E4M3 or E2M1 in blocks of 32 along K, no row index.
+
+    The counts are those of `fold_with_stats` and `fold_for_dgrad_with_stats`. Of E2M1 no element is looked at where all
+    shifts are at most 14.
+    """
+    e2m1 = mx.qdata.dtype == E2M1.dtype
+    bytes_ = mx.qdata.view(torch.uint8).unflatten(-1, (mx.scale.shape[-1], -1))
+    scale = mx.scale.view(torch.uint8).int()
+    nan = scale == NAN_SCALE
+    live = (bytes_ & (0x77 if e2m1 else 0x7F)).amax(-1).bool() & ~nan
+    zeros = None
+    found = []
+    for axis in (-1, -2):
+        largest = torch.where(live, scale, 0).amax(axis, keepdim=True)
+        lost = nan.any(axis, keepdim=True)
+        shift = torch.where(live & ~lost, largest - scale, 0)
+        changed = torch.zeros_like(shift)
+        widest = int(shift.max()) if shift.numel() else 0
+        if widest > (E2M1_ROOM if e2m1 else 0):
+            zeros = _trailing_zeros(mx) if zeros is None else zeros
+            changed = (zeros < shift.clamp(max=NEVER - 1).to(torch.int8).unsqueeze(-1)).sum(-1)
+        kept = ~(changed.bool().any(axis, keepdim=True) | lost)
+        found.append(Direction(lost.numel(), int(kept.sum()), mx.numel(), int(changed.sum()), spread=widest))
+    if any(at.changed for at in found):
+        _measure(mx, *found)
+    return found[0], found[1]
+
+
+def _trailing_zeros(mx: MXTensor) -> Tensor:
+    """(..., N, K/32, 32) int8: by how many binades each element can be shifted down and keep its value in E4M3."""
+    if mx.qdata.dtype == E2M1.dtype:
+        table = [NEVER, *(E2M1_ROOM + _power_in(n) for n in (1, 2, 3, 4, 6, 8, 12))] * 2
+        codes = unpack(mx.qdata)
+    else:
+        units = (values_of(torch.arange(128, dtype=torch.uint8, device="cpu").view(E4M3.dtype)) * 2**9).tolist()
+        table = [NEVER if u == 0 or math.isnan(u) else _power_in(int(u)) for u in units] * 2
+        codes = mx.qdata.view(torch.uint8)
+    zeros: Tensor = torch.tensor(table, dtype=torch.int8, device=codes.device)[codes.int()]
+    return zeros.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK))  # type: ignore[no-any-return]
+
+
+def _power_in(n: int) -> int:
+    """The number of trailing zero bits."""
+    return (n & -n).bit_length() - 1
+
+
+def _measure(mx: MXTensor, forward: Direction, dgrad: Direction) -> None:
+    """Fill in signal and error, by folding."""
+    values = mx.dequantize(torch.float32).double().nan_to_num_()
+    for at, (folded, _) in ((forward, fold_with_stats(mx)), (dgrad, fold_for_dgrad_with_stats(mx))):
+        at.signal = float(values.square().sum())
+        at.error = float((folded.dequantize(torch.float32).double().nan_to_num_() - values).square().sum())
+
+
+def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | None]:
+    """Forward and dgrad of a stored weight that is quantized, one expert at a time; None where nothing is folded."""
+    *_, n, k = weight.shape
+    size = math.prod(weight.shape)
+    rows, columns = size // max(k, 1), size // max(n * k, 1) * -(-k // BLOCK)
+    if weight.format in ("fp8_row", "fp8_tensor"):
+        one_scale = weight.format == "fp8_tensor"
+        return Direction(rows, rows, size), Direction(columns, columns, size) if one_scale else None
+    forward, dgrad = Direction(), Direction()
+    for part in _matrices(weight):
+        if isinstance(part, BlockFP8):
+            if k % BLOCK or weight.block_size[1] % BLOCK or part.scale_exponents() is None:  # type: ignore[index]
+                return None, None
+            part = to_mxfp8(part)
+        for total, found in zip((forward, dgrad), count(part)):
+            total.add(found)
+    return forward, dgrad
+
+
+def _matrices(weight: StoredWeight) -> Iterator[MXTensor | BlockFP8]:
+    """The weight, or one expert of a stack after another."""
+    parts = [slice(e, e + 1) for e in range(weight.shape[0])] if len(weight.shape) == 3 else [None]
+    for part in parts:
+        yield weight.read(part)  # type: ignore[misc]
+
+
+def report(checkpoint: QuantizedCheckpoint, *, only: str = "*") -> list[Kind]:
+    """A Kind for each quantized kind of weight, in the order of the files. only: a pattern that names must match, as
+    `*experts*`."""
+    kinds: dict[tuple[str, str, tuple[int, ...]], Kind] = {}
+    for weight in checkpoint.weights.values():
+        if weight.format == "plain" or not fnmatch.fnmatchcase(weight.name, only):
+            continue
+        name = re.sub(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])", "*", weight.name)
+        key = name, weight.format, weight.shape
+        kind = kinds.setdefault(key, Kind(*key))
+        forward, dgrad = count_weight(weight)
+        kind.weights += 1
+        kind.forward, kind.dgrad = _sum(kind.forward, forward), _sum(kind.dgrad, dgrad)
+    return [*kinds.values()]
+
+
+def _sum(a: Direction | None, b: Direction | None) -> Direction | None:
+    if a is None or b is None:
+        return a if b is None else b
+    a.add(b)
+    return a
+
+
+def text_of(kinds: Sequence[Kind]) -> str:
+    """The report as a table."""
+    lines = [(*COLUMNS[:4], "forward: exact rows", COLUMNS[4], "dgrad: exact columns", COLUMNS[4])]
+    for kind in kinds:
+        shape = " x ".join(map(str, kind.shape))
+        unfolded = "scales dy" if kind.format == "fp8_row" else "rescaled"
+        cells = *_cells(kind.forward, unfolded), *_cells(kind.dgrad, unfolded)
+        lines.append((kind.name, kind.format, str(kind.weights), shape, *cells))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _cells(at: Direction | None, unfolded: str) -> tuple[str, str]:
+    if at is None:
+        return unfolded, "-"
+    # Rounded down: 100% is said of all alone.
+    share = f"{at.exact} of {at.total} ({math.floor(1000 * at.exact / max(at.total, 1)) / 10:g}%)"
+    return share, "none" if not at.changed else f"{at.changed} ({at.changed / at.elements:.1e}), {at.snr:.1f} dB"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns 1, with the reason on stderr, for a folder that cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m mxep.quant.fold_report", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and *.safetensors of a model")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="weights whose name matches, as *experts*")
+    parser.add_argument("--json", action="store_true", help="one JSON object a kind")
+    given = parser.parse_args(arguments)
+    try:
+        with QuantizedCheckpoint(given.folder) as checkpoint:
+            kinds, named = report(checkpoint, only=given.only), checkpoint.quantization
+    except (ValueError, OSError) as error:
+        print(f"fold_report: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        for kind in kinds:
+            print(json.dumps(kind, default=lambda value: vars(value)))
+    else:
+        print(f"{given.folder}: {named or 'no quantization in config.json'}")
+        print(text_of(kinds) if kinds else f"no quantized weight matches {given.only}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
