@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from benchmarks.memory_table import computed_table, measured_table
+from benchmarks.memory_table import computed_table
 from ranks import Context, distributed
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -45,18 +45,9 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(
         assert said in printed
 
 
-def columns(table: str, numbers: tuple[int, ...]) -> str:
-    """Some columns of a Markdown table."""
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    lines = [f"| {' | '.join(row[i] for i in numbers)} |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(numbers), *lines[1:]])
-
-
-def test_the_tables_of_memory_are_what_the_code_has() -> None:
-    guide, lab = (GUIDES / "dispatchers.md").read_text(), (GUIDES.parent / "lab" / "layer.md").read_text()
-    picked = columns(computed_table(), (0, 1, 2, 7, 8, 9, 11, 13, 15, 16))
-    assert picked in guide, f"integration/benchmarks/memory_table.py has new ones:\n{picked}"
-    assert measured_table() in lab
+def test_the_table_of_memory_is_what_the_code_has() -> None:
+    guide = (GUIDES / "dispatchers.md").read_text()
+    assert computed_table() in guide, "python integration/benchmarks/memory_table.py prints the new one"
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
