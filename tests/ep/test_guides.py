@@ -45,9 +45,17 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(
         assert said in printed
 
 
+def columns(table: str, numbers: tuple[int, ...]) -> str:
+    """Some columns of a Markdown table."""
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    lines = [f"| {' | '.join(row[i] for i in numbers)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(numbers), *lines[1:]])
+
+
 def test_the_table_of_memory_is_what_the_code_has() -> None:
     guide = (GUIDES / "dispatchers.md").read_text()
-    assert computed_table() in guide, "python integration/benchmarks/memory_table.py prints the new one"
+    picked = columns(computed_table(), (0, 1, 2, 7, 8, 9, 11, 13, 15, 16))
+    assert picked in guide, f"integration/benchmarks/memory_table.py has new ones:\n{picked}"
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
