@@ -28,6 +28,7 @@ from mxep.ep.mlp import LayerConfig
 from mxep.ep.wire import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Hopper
+from mxep.quant import SwiGLU
 from mxep.runtime.bundle import tensors_in
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,7 @@ def memory(
         )
         x = torch.empty(tokens, dim, dtype=torch.bfloat16)
         w13, w2 = x.new_empty(local, 2 * hidden_dim, dim), x.new_empty(local, dim, hidden_dim)
-        config, needs = LayerConfig(how, Hopper()), Needs(True, True, False)
+        config, needs = LayerConfig(how, Hopper(), SwiGLU()), Needs(True, True, False)
         saved = saved_of_shapes(x, plan, (w13, w2), config, needs, copied=True)
         names = {field.name for field in dataclasses.fields(RoutingPlan)} - {"alignment", "dispatch"}
         fields = [getattr(plan, name) for name in names]

@@ -22,6 +22,7 @@ from mxep.ep.layer import Needs
 from mxep.ep.mlp import LayerConfig
 from mxep.gemm import Recipe
 from mxep.gemm.backends.hopper import Hopper
+from mxep.quant import SwiGLU
 from mxep.runtime.bundle import tensors_in
 
 
@@ -49,7 +50,7 @@ def test_kept_is_what_the_layer_saves_on_hopper(recipe: str, dispatcher: str, to
     with FakeTensorMode() as mode:
         x = torch.empty(shape.tokens, shape.dim, dtype=torch.bfloat16)
         weights = torch.empty(own, 2 * shape.hidden, shape.dim), torch.empty(own, shape.dim, shape.hidden)
-        args = x, plan, weights, LayerConfig(made, Hopper()), Needs(True, True, False)
+        args = x, plan, weights, LayerConfig(made, Hopper(), SwiGLU()), Needs(True, True, False)
         saved = tensors_in(saved_of_shapes(*args, copied=dispatcher == "symmetric"))
         del mode
     of_plan = sum(x.nbytes for x in (plan.row_slot, plan.row_weight, plan.slot_rows))

@@ -42,7 +42,7 @@ class LayerConfig(Bundle):
 
     recipe: Recipe
     backend: Backend
-    activation: SwiGLU = PLAIN
+    activation: SwiGLU  # without a default, which Dynamo of torch 2.11 cannot read
 
 
 @dataclass(frozen=True)

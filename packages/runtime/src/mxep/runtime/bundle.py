@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -29,12 +30,9 @@ class Bundle:
 
     def release(self, *names: str) -> None:
         """Set fields to None, so that their memory can serve what comes next. For the function that was given it."""
-        for name in names:
-            self.__dict__[name] = None  # past `frozen`
-
-
-class NotReplayed(Exception):
-    """An object says that functions with it are not recorded."""
+        if not torch.compiler.is_compiling():  # a compiler frees memory by itself
+            for name in names:
+                self.__dict__[name] = None  # past `frozen`
 
 
 _PARTS: dict[type, type] = {}
@@ -56,7 +54,7 @@ def as_parts(x: Any) -> Any:
 
 
 def as_whole(x: Any) -> Any:
-    """x with parts joined. Bundles are changed in place."""
+    """x with parts joined. Bundles are changed in place, if they have any."""
     return _mapped(x, _joined_if_parts)
 
 
@@ -77,23 +75,24 @@ def _mapped(x: Any, convert: Callable[[Any], Any]) -> Any:
         values = [_mapped(each, convert) for each in x]
         return x if all(map(operator.is_, values, x)) else _made(type(x), values)
     if isinstance(x, Bundle):
-        for name, value in x.__dict__.items():
-            x.__dict__[name] = _mapped(value, convert)
+        fields = [getattr(x, name) for name in x.field_names]
+        values = [_mapped(each, convert) for each in fields]
+        if all(map(operator.is_, values, fields)):
+            return x
+        if torch.compiler.is_compiling():
+            return type(x)(**dict(zip(x.field_names, values)))
+        x.__dict__.update(zip(x.field_names, values))
     return x
 
 
 def take_apart(x: Any) -> tuple[list[Tensor], Form]:
-    """The tensors of x, and its form.
-
-    Raises NotReplayed for an object of a class whose attribute `recordable` is not True, or was not set by the class
-    itself.
-    """
+    """The tensors of x, and its form."""
     tensors: list[Tensor] = []
     return tensors, take(x, tensors)
 
 
-def take(x: Any, tensors: list[Tensor]) -> Form:
-    """The form of x, as of `take_apart`. Appends its tensors to the list."""
+def take(x: Any, tensors: list[Tensor], classes: list[type] | None = None) -> Form:
+    """The form of x, as of `take_apart`. Appends its tensors to the list, and to `classes` those of all else."""
     kind: Any = type(x)
     if kind is Tensor or kind is Parameter:
         tensors.append(x)
@@ -101,15 +100,14 @@ def take(x: Any, tensors: list[Tensor]) -> Form:
     if x is None:
         return None
     if issubclass(kind, Bundle):
-        return (kind, *[take(x.__dict__[name], tensors) for name in kind.field_names])
+        return (kind, *[take(getattr(x, name), tensors, classes) for name in kind.field_names])
     if isinstance(x, Tensor):
         tensors.append(x)
         return Tensor
     if isinstance(x, tuple | list):
-        return (kind, *[take(each, tensors) for each in x])
-    # An inherited True does not count.
-    if hasattr(kind, "recordable") and not kind.__dict__.get("recordable", False):
-        raise NotReplayed
+        return (kind, *[take(each, tensors, classes) for each in x])
+    if classes is not None:
+        classes.append(kind)
     # 0.0 equals -0.0, and 1 equals True and 1.0.
     return kind, x.hex() if kind is float else x
 
@@ -122,8 +120,11 @@ def build(form: Form, tensors: Iterator[Tensor]) -> Any:
         return None
     kind, *parts = form
     if issubclass(kind, Bundle):
-        made = object.__new__(kind)
-        made.__dict__.update(zip(kind.field_names, [build(part, tensors) for part in parts]))
+        fields = dict(zip(kind.field_names, [build(part, tensors) for part in parts]))
+        if torch.compiler.is_compiling():
+            return kind(**fields)
+        made = object.__new__(kind)  # less of the host's time than __init__
+        made.__dict__.update(fields)
         return made
     if issubclass(kind, tuple | list):
         return _made(kind, [build(part, tensors) for part in parts])
@@ -131,7 +132,7 @@ def build(form: Form, tensors: Iterator[Tensor]) -> Any:
 
 
 def _made(kind: Any, values: list[Any]) -> Any:
-    return kind._make(values) if hasattr(kind, "_make") else kind(values)
+    return kind(values) if kind is tuple or kind is list else kind(*values)
 
 
 def count(form: Form) -> int:

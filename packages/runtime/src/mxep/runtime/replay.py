@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .bundle import Bundle, Form, NotReplayed, as_parts, as_whole, build, count, take, take_apart
+from .bundle import Bundle, Form, as_parts, as_whole, build, count, take, take_apart
 from .graph import Player
 from .record import Record, Recorder
 
@@ -263,12 +263,10 @@ def _taken_apart(args: tuple[Any, ...], static: dict[str, Any], moving: tuple[in
     if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return None
     tensors: list[Tensor] = []
-    try:
-        form = take(args, tensors)
-        how = *static, *[take(x, tensors) for x in static.values()]
-    except NotReplayed:
-        return None
-    if not tensors or {*map(type, tensors)} - {Tensor, Parameter}:
+    classes: list[type] = []
+    form = take(args, tensors, classes)
+    how = *static, *[take(x, tensors, classes) for x in static.values()]
+    if not tensors or {*map(type, tensors)} - {Tensor, Parameter} or not all(map(_is_recordable, classes)):
         return None
     found = _reader(moving, len(tensors))(*tensors)
     if found is None or found[0][0] != torch._C._cuda_getDevice() or _launch().is_profiled() or _is_capturing():
@@ -292,6 +290,13 @@ def _released(args: tuple[Any, ...], form: Form) -> list[int]:
                 found += range(at, at + tensors)
             at += tensors
     return found
+
+
+@functools.cache
+def _is_recordable(kind: type) -> bool:
+    """Whether calls with static objects of this class may be recorded. A class with an attribute `recordable` must set
+    it itself; an inherited True does not count."""
+    return not hasattr(kind, "recordable") or bool(kind.__dict__.get("recordable", False))
 
 
 def _settings() -> tuple[object, ...]:
