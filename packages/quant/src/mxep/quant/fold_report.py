@@ -11,8 +11,7 @@ Only power-of-two scales fold. Other scales a block are multiplied exactly by re
 weights are shown as "rescaled". One scale a row needs no fold in forward, and in dgrad "scales dy". Weights are counted
 as stored: gate and up, if they are two tensors but one operand, meet in the same columns in dgrad.
 
-An element q of shift d keeps its value if q * 2^-d is a multiple of 2^-9, E4M3's smallest number. So a row is counted
-from bytes alone: a table of trailing zeros, and comparisons. Needs no GPU; one expert is in memory at a time.
+Needs no GPU. One expert is in memory at a time.
 """
 
 import argparse
@@ -30,17 +29,14 @@ from torch import Tensor
 
 from mxep.quant.block_fp8 import BlockFP8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
-from mxep.quant.e2m1 import unpack
-from mxep.quant.fold import fold_with_stats
-from mxep.quant.fold_for_dgrad import fold_for_dgrad_with_stats
+from mxep.quant.e2m1 import HEADROOM, decode, unpack
+from mxep.quant.fold import flush_shift, shift_qdata
 from mxep.quant.formats import BLOCK, E2M1, E4M3
 from mxep.quant.ops import values_of
 from mxep.quant.scales import NAN_SCALE
 from mxep.quant.tensor import MXTensor
 from mxep.quant.to_mxfp8 import to_mxfp8
 
-NEVER = 100
-"""More binades than any shift: trailing zeros of 0."""
 COLUMNS = ("kind", "format", "weights", "shape", "changed, SNR")
 E2M1_ROOM = 14
 """Binades that every E2M1 code can be shifted down and stay an E4M3 number."""
@@ -89,56 +85,53 @@ class Kind:
 def count(mx: MXTensor) -> tuple[Direction, Direction]:
     """Forward and dgrad of an MXTensor (..., N, K) of E4M3 or E2M1 in blocks of 32 along K, no row index.
 
-    The counts are those of `fold_with_stats` and `fold_for_dgrad_with_stats`. Of E2M1 no element is looked at where all
-    shifts are at most 14.
+    The counts are those of `fold_with_stats` and `fold_for_dgrad_with_stats`. Most blocks are seen to be exact by their
+    shift and their smallest code; elements of the others alone are folded.
     """
     e2m1 = mx.qdata.dtype == E2M1.dtype
-    bytes_ = mx.qdata.view(torch.uint8).unflatten(-1, (mx.scale.shape[-1], -1))
+    blocks = mx.qdata.view(torch.uint8).unflatten(-1, (mx.scale.shape[-1], -1))
     scale = mx.scale.view(torch.uint8).int()
     nan = scale == NAN_SCALE
-    live = (bytes_ & (0x77 if e2m1 else 0x7F)).amax(-1).bool() & ~nan
-    zeros = None
+    magnitudes = blocks & (0x77 if e2m1 else 0x7F)
+    live = magnitudes.amax(-1).bool() & ~nan
+    # E4M3: code c is a multiple of 2^(c // 8 - 10), from 8 on, and 0 wraps to 255.
+    room = E2M1_ROOM if e2m1 else (((magnitudes - 1).amin(-1).int() + 1 >> 3) - 1).clamp_(min=0)
     found = []
     for axis in (-1, -2):
         largest = torch.where(live, scale, 0).amax(axis, keepdim=True)
         lost = nan.any(axis, keepdim=True)
         shift = torch.where(live & ~lost, largest - scale, 0)
-        changed = torch.zeros_like(shift)
-        widest = int(shift.max()) if shift.numel() else 0
-        if widest > (E2M1_ROOM if e2m1 else 0):
-            zeros = _trailing_zeros(mx) if zeros is None else zeros
-            changed = (zeros < shift.clamp(max=NEVER - 1).to(torch.int8).unsqueeze(-1)).sum(-1)
-        kept = ~(changed.bool().any(axis, keepdim=True) | lost)
-        found.append(Direction(lost.numel(), int(kept.sum()), mx.numel(), int(changed.sum()), spread=widest))
+        doubtful = shift > room
+        changed, error = _changes(blocks[doubtful], shift[doubtful], e2m1=e2m1)
+        kept = ~(torch.zeros_like(doubtful).masked_scatter_(doubtful, changed > 0).any(axis, keepdim=True) | lost)
+        at = Direction(lost.numel(), int(kept.sum()), mx.numel(), int(changed.sum()))
+        at.error = float((error * _energy(scale[doubtful])).sum())
+        at.spread = int(shift.max()) if shift.numel() else 0
+        found.append(at)
     if any(at.changed for at in found):
-        _measure(mx, *found)
+        values = decode(unpack(mx.qdata)).unflatten(-1, (scale.shape[-1], -1)) if e2m1 else values_of(mx.qdata)
+        signal = values.view(*scale.shape, BLOCK).nan_to_num_().square_().sum(-1) * _energy(scale)
+        for at in found:
+            at.signal = float(signal[~nan].sum())
     return found[0], found[1]
 
 
-def _trailing_zeros(mx: MXTensor) -> Tensor:
-    """(..., N, K/32, 32) int8: by how many binades each element can be shifted down and keep its value in E4M3."""
-    if mx.qdata.dtype == E2M1.dtype:
-        table = [NEVER, *(E2M1_ROOM + _power_in(n) for n in (1, 2, 3, 4, 6, 8, 12))] * 2
-        codes = unpack(mx.qdata)
-    else:
-        units = (values_of(torch.arange(128, dtype=torch.uint8, device="cpu").view(E4M3.dtype)) * 2**9).tolist()
-        table = [NEVER if u == 0 or math.isnan(u) else _power_in(int(u)) for u in units] * 2
-        codes = mx.qdata.view(torch.uint8)
-    zeros: Tensor = torch.tensor(table, dtype=torch.int8, device=codes.device)[codes.int()]
-    return zeros.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK))  # type: ignore[no-any-return]
+def _changes(blocks: Tensor, shift: Tensor, *, e2m1: bool) -> tuple[Tensor, Tensor]:
+    """(blocks,) elements that a fold changes, and fp64 sums of squares of the differences under scale 1.
+
+    blocks: (blocks, 32 or 16 bytes) uint8, E4M3 or E2M1. shift: (blocks,) int32.
+    """
+    qdata = (decode(unpack(blocks.view(E2M1.dtype))) * 2**HEADROOM).to(E4M3.dtype) if e2m1 else blocks.view(E4M3.dtype)
+    before = values_of(qdata).nan_to_num_()
+    folded = values_of(shift_qdata(qdata, shift[:, None])).nan_to_num_()
+    difference = before.double() - folded.double() * 2.0 ** shift.clamp(max=flush_shift(E4M3.dtype))[:, None]
+    scaled = difference / 2**HEADROOM if e2m1 else difference
+    return (difference != 0).sum(-1), scaled.square().sum(-1)
 
 
-def _power_in(n: int) -> int:
-    """The number of trailing zero bits."""
-    return (n & -n).bit_length() - 1
-
-
-def _measure(mx: MXTensor, forward: Direction, dgrad: Direction) -> None:
-    """Fill in signal and error, by folding."""
-    values = mx.dequantize(torch.float32).double().nan_to_num_()
-    for at, (folded, _) in ((forward, fold_with_stats(mx)), (dgrad, fold_for_dgrad_with_stats(mx))):
-        at.signal = float(values.square().sum())
-        at.error = float((folded.dequantize(torch.float32).double().nan_to_num_() - values).square().sum())
+def _energy(scale: Tensor) -> Tensor:
+    """The square of 2^(scale - 127), fp64."""
+    return 4.0 ** (scale.double() - 127)
 
 
 def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | None]:
