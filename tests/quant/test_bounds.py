@@ -11,7 +11,7 @@ from torch import Tensor
 from fences import fenced
 from fences import fences as fences
 from mxep.quant import E4M3, quantize
-from mxep.quant.kernels import fold, fold_for_wgrad, gather, group_sums, requantize, swiglu
+from mxep.quant.kernels import fold, fold_e2m1, fold_for_wgrad, gather, group_sums, requantize, swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 R, D = 64, 64
@@ -67,6 +67,15 @@ def test_no_group_ends_make_a_kernel_write_outside_its_buffers(
     kernel: str, ends: tuple[int, ...], fences: Callable[[], list[tuple[int, ...]]]
 ) -> None:
     KERNELS[kernel](torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+    assert fences() == []
+
+
+@pytest.mark.parametrize("columns", [32, 96, 160])
+def test_expanding_mxfp4_writes_its_rows_alone(columns: int, fences: Callable[[], list[tuple[int, ...]]]) -> None:
+    x = quantize(torch.ones(5, columns, device=DEVICE), fmt="E2M1")
+    x.scale.view(torch.uint8)[::2, 0] -= 20  # rows of both ways
+    folded, _ = fold_e2m1.fold_e2m1(fenced(x.qdata.view(torch.uint8)).view(x.qdata.dtype), fenced(x.scale))
+    assert folded.shape == (5, columns)
     assert fences() == []
 
 

@@ -100,9 +100,10 @@ def test_swiglu_loads_sixteen_bytes_a_thread_whatever_the_width(rows):
 
 
 def test_expanding_mxfp4_stores_what_a_thread_loads_without_shared_memory(rows):
-    """2880 columns: 180 pairs of words a row, padded to 192, six a thread of one warp, and six scales."""
+    """2880 columns: 180 pairs of words a row, six a thread of one warp, and six scales. One more of each in the loop
+    for rows with small blocks."""
     (memory,) = [row["memory"] for row in rows if row["launch"] == "fold_e2m1 2880" and row["target"] == 90]
-    assert memory == {"LDG.64": 6, "LDG.8": 6, "STG.128": 6, "STG.8": 1}
+    assert memory == {"LDG.64": 7, "LDG.8": 7, "STG.128": 7, "STG.8": 1}
 
 
 def test_before_ada_triton_has_no_e4m3():

@@ -14,12 +14,14 @@ becomes, under the shift e:
     c == 0            0
 
 with e = 6 + (scale - R), 12 for the largest block. This holds from e = 1 on (a block 2^11 below the largest). Rows with
-smaller blocks also use `_small_codes`, which shifts multiples of 2^-9 right and rounds to nearest even.
+smaller blocks also use `_small_codes`, which shifts multiples of 2^-9 right and rounds to nearest even. They are read
+again in a loop, because its temporaries would otherwise take all rows from 64 registers to 140.
 
 Programs stride over tiles of ROWS whole rows, held in registers, as in `fold`. A thread takes pairs of words, 16
 elements: it loads 8 bytes and stores 16.
 
-Never timed: the kernel has not run on a GPU. It compiles for sm_90 without spills.
+Never timed: the kernel has not run on a GPU. For sm_90 it compiles to 64 registers without spills. An element of
+ordinary rows takes 6 instructions.
 """
 
 import torch
@@ -36,6 +38,8 @@ TILE_PAIRS = 128
 """Pairs of words (16 elements) that a program takes at a time: several short rows, or a longer one."""
 WARP_PAIRS = 256
 """Pairs of words of a tile per warp."""
+CHUNK = 32
+"""Pairs a warp at a time of a row with blocks 2^12 or more below its largest, which takes more registers an element."""
 PROGRAMS_PER_SM = 256
 ALIGNMENT = 16
 """Alignment in bytes of the address of qdata and of its rows."""
@@ -73,42 +77,74 @@ def _small_codes(magnitude, e):
     return tl.where(e == 0, magnitude << 2, rounded - 4 * above_16)
 
 
+@triton.jit
+def _expand(words, e, is_nan, SMALL: tl.constexpr):
+    """E4M3 of words (rows, pairs, 2) of E2M1: (rows, pairs, 4) words.
+
+    e: (rows, pairs), -7 to 12, from 1 on unless SMALL. is_nan: (rows,).
+    """
+    low, high = _four_nibbles(words), _four_nibbles((words >> 16) & 0xFFFF)
+    nibbles = tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1], 4))
+    magnitude = nibbles & 0x07070707
+    e = e[:, :, None]
+    codes = _codes(magnitude, e)
+    if SMALL:
+        codes = tl.where(e > 0, codes, _small_codes(magnitude, e))
+    codes |= (nibbles & 0x08080808) << 4
+    return tl.where(is_nan[:, None, None], 0x7F7F7F7F, codes)
+
+
+@triton.jit
+def _shift(scale, row_scale):
+    """e of `_codes`; -7 of all that flushes. A zero block may have any scale: it stays zero."""
+    return tl.minimum(tl.maximum(scale - row_scale[:, None] + 6, -7), 12)
+
+
+@triton.jit
+def _expand_small(words_row, scale_row, folded_row, row_scale, row_mask, PAIRS: tl.constexpr, CHUNK: tl.constexpr):
+    """Rows with small blocks, a few pairs at a time: few registers, as they are rare. *_row: where each begins."""
+    for first in range(0, PAIRS, CHUNK):
+        pair = first + tl.arange(0, CHUNK)[None, :]
+        mask = row_mask[:, None] & (pair < PAIRS)
+        scale = tl.load(scale_row + pair // 2, mask=mask, other=0).to(tl.int32)
+        word = pair[:, :, None] * 2 + tl.arange(0, 2)
+        words = tl.load(words_row + word, mask=mask[:, :, None], other=0)
+        codes = _expand(words, _shift(scale, row_scale), row_scale == NAN_SCALE, True)
+        tl.store(folded_row + pair[:, :, None] * 4 + tl.arange(0, 4), codes, mask=mask[:, :, None])
+
+
 @triton.jit(do_not_specialize=["rows"])
 def fold_e2m1_kernel(
     words_ptr, scale_ptr, folded_ptr, folded_scale_ptr, stride, scale_stride, rows,
-    PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """words: qdata as int32, 4 * `stride` of them per row (so that Triton sees 16-byte rows). A pair of words is half a
-    block. folded: int32, four codes each."""
+    """words: qdata as int32, 4 * `stride` of them a row (so that Triton sees 16-byte rows); two words (a pair) are half
+    a block. folded: int32, four codes each. CHUNK: pairs at a time of rows with small blocks."""
     pair = tl.arange(0, triton.next_power_of_2(PAIRS))[None, :]
     word = tl.max_contiguous(pair[:, :, None] * 2 + tl.arange(0, 2), (1, 1, 2))
+    element = pair[:, :, None] * 4 + tl.arange(0, 4)
 
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         row_mask = row < rows
         mask = row_mask[:, None] & (pair < PAIRS)
-        scale = tl.load(scale_ptr + (row * scale_stride)[:, None] + pair // 2, mask=mask, other=0).to(tl.int32)
-        words = tl.load(words_ptr + (row * stride * 4)[:, None, None] + word, mask=mask[:, :, None], other=0)
+        scale_row = scale_ptr + (row * scale_stride)[:, None]
+        words_row = words_ptr + (row * stride * 4)[:, None, None]
+        folded_row = folded_ptr + (row * (PAIRS * 4))[:, None, None]
+        scale = tl.load(scale_row + pair // 2, mask=mask, other=0).to(tl.int32)
+        words = tl.load(words_row + word, mask=mask[:, :, None], other=0)
         nonzero = tl.max((words & 0x77777777) != 0, axis=2) > 0
         max_scale = tl.max(tl.where(nonzero | (scale == NAN_SCALE), scale, 0), axis=1)
         is_nan = max_scale == NAN_SCALE
         row_scale = tl.where(is_nan, NAN_SCALE, tl.maximum(max_scale - 6, 0))
-        # A zero block may have any scale: it stays zero.
-        e = tl.minimum(tl.maximum(scale - row_scale[:, None] + 6, -7), 12)
-        smallest = tl.min(tl.where(nonzero, e, 12))
-
-        low, high = _four_nibbles(words), _four_nibbles((words >> 16) & 0xFFFF)
-        nibbles = tl.reshape(tl.join(low, high), (ROWS, triton.next_power_of_2(PAIRS), 4))
-        magnitude = nibbles & 0x07070707
-        codes = _codes(magnitude, e[:, :, None])
-        if smallest <= 0:
-            codes = tl.where(e[:, :, None] > 0, codes, _small_codes(magnitude, e[:, :, None]))
-        codes |= (nibbles & 0x08080808) << 4
-        codes = tl.where(is_nan[:, None, None], 0x7F7F7F7F, codes)
-
-        element = pair[:, :, None] * 4 + tl.arange(0, 4)
-        tl.store(folded_ptr + (row * (PAIRS * 4))[:, None, None] + element, codes, mask=mask[:, :, None])
         tl.store(folded_scale_ptr + row, row_scale.to(tl.uint8), mask=row_mask)
+        e = _shift(scale, row_scale)
+        small = (tl.min(tl.where(nonzero, e, 12), axis=1) < 1) & (is_nan == 0)
+        mask = mask & (small == 0)[:, None]
+        tl.store(folded_row + element, _expand(words, e, is_nan, False), mask=mask[:, :, None])
+
+        if tl.max(small.to(tl.int32), axis=0) > 0:
+            _expand_small(words_row, scale_row, folded_row, row_scale, row_mask & small, PAIRS, CHUNK)
 
 
 def fold_e2m1(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,10 +158,10 @@ def fold_e2m1(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         pairs = width // 16
         padded = next_power_of_2(pairs)
         rows = max(1, TILE_PAIRS // padded)
-        tiles = cdiv(folded_scale.numel(), rows)
+        tiles, warps = cdiv(folded_scale.numel(), rows), min(32, max(1, rows * padded // WARP_PAIRS))
         launch(fold_e2m1_kernel, (min(tiles, PROGRAMS_PER_SM * num_sms(qdata.device)),),
             qdata.view(torch.int32), scale, folded.view(torch.int32), as_bytes(folded_scale),
-            qdata.stride(0) // ALIGNMENT, scale.stride(0), folded_scale.numel(), PAIRS=pairs, ROWS=rows,
-            num_warps=min(32, max(1, rows * padded // WARP_PAIRS)),
+            qdata.stride(0) // ALIGNMENT, scale.stride(0), folded_scale.numel(),
+            PAIRS=pairs, ROWS=rows, CHUNK=min(CHUNK * warps, padded), num_warps=warps,
         )  # fmt: skip
     return folded, folded_scale
