@@ -1,4 +1,4 @@
-"""What folding frozen weights to one scale a row costs, in plain torch on a CPU: docs/guides/quantized-models.md.
+"""What folding frozen weights to one scale a row costs, in plain torch on a CPU: docs/lab/quant-kernels.md.
 
     python integration/benchmarks/folds.py
 
