@@ -85,7 +85,7 @@ def main() -> None:
             values = q.dequantize(torch.float32).double()
             cells = [law, name, snr(w, values)]
             if isinstance(q, BlockFP8) and q.scale_exponents() is None:
-                cells += ["rescaled", "exact", "rescaled", "exact", "exact"]
+                cells += ["not folded", "exact", "not folded", "exact", "exact"]
             else:
                 mx = to_mxfp8(q, dtype=torch.float32)
                 forward, stats = fold_with_stats(mx)

@@ -34,6 +34,8 @@ def test_every_weight_has_the_values_that_were_written(kind: str, shards: int, t
             plain = "gate" in name.split(".") or "norm" in name
             assert weight.format == ("plain" if plain else KINDS[kind][0])
             assert weight.shape == expected[name].shape
+            if weight.format.startswith("mx"):
+                assert weight.block_size == (1, 32)
             assert torch.equal(read_values(weight), expected[name])
 
 
@@ -132,6 +134,8 @@ def test_stacked_fp8_experts_have_scales_under_their_own_name(tmp_path: Path) ->
         ({"a.qweight": torch.zeros(4, 4).int()}, "a.qweight: expected .*, got integers of GPTQ or AWQ"),
         ({"a.weight.absmax": torch.ones(4)}, "a.weight.absmax: expected .*, got bitsandbytes"),
         ({"a.weight_scale_2": torch.ones(())}, "a.weight_scale_2: expected .*, got NVFP4 of ModelOpt"),
+        ({"a.weight": torch.zeros(4, 16).byte(), "a.weight_scale": codes(4, 2), "a.weight_scale_2": torch.ones(1)},
+         "a.weight_scale_2: expected .*, got NVFP4 of ModelOpt"),
         ({"a.weight": codes(4, 32)}, r"a.weight: expected a scale beside F8_E4M3 \[4, 32\], got none"),
         ({"a.weight": torch.zeros(4, 32).to(torch.float8_e5m2)}, "a.weight: expected a scale beside F8_E5M2"),
         ({"a.weight": torch.zeros(4, 32).char(), "a.weight_scale": torch.ones(4, 1)},

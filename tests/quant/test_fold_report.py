@@ -28,6 +28,8 @@ def assert_counts(found: tuple[Direction, Direction], mx: MXTensor) -> None:
         if not bool(values.isnan().any()):
             error = (folded.dequantize(torch.float32).double() - values).square().sum()
             assert at.error == pytest.approx(float(error), rel=1e-6)
+            if any(each.changed for each in found):
+                assert at.signal == pytest.approx(float(values.square().sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("fmt", ["E4M3", "E2M1"])
@@ -132,7 +134,7 @@ def test_the_table_says_how_many_rows_are_exact(tmp_path: Path, capsys: pytest.C
 def test_shares_are_rounded_down_and_changes_have_an_snr() -> None:
     kind = subject.Kind("a", "mxfp8", (4, 32), 1, Direction(10_000, 9_999, 320_000, 1, 1e10, 1.0), None)
     cells = [cell.strip() for cell in text_of([kind]).splitlines()[1].split("  ") if cell]
-    assert cells == ["a", "mxfp8", "1", "4 x 32", "9999 of 10000 (99.9%)", "1 (3.1e-06), 100.0 dB", "rescaled", "-"]
+    assert cells == ["a", "mxfp8", "1", "4 x 32", "9999 of 10000 (99.9%)", "1 (3.1e-06), 100.0 dB", "not folded", "-"]
 
 
 def test_json_lines_have_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ class BlockFP8:
             return self.scale
         mantissa, exponent = torch.frexp(self.scale.float())
         nan = self.scale.isnan()
-        fits = nan | ((mantissa == 0.5) & (exponent >= -126) & (exponent <= 128))
+        fits = nan | ((mantissa == 0.5) & (exponent >= -126))
         if not bool(fits.all()):
             return None
         return torch.where(nan, NAN_SCALE, exponent + _ONE - 1).to(torch.uint8).view(SCALE_DTYPE)

@@ -216,9 +216,10 @@ def _weights(checkpoint: QuantizedCheckpoint) -> Iterator[StoredWeight]:
     headers = checkpoint.headers
     scales = {weight: name for weight in headers if (name := _scale_of(weight, headers)) is not None}
     taken = set(scales.values())
+    for ending, what in OTHERS.items():  # first of all, as their weights alone would be told less well
+        if name := next((name for name in headers if name.endswith(ending)), None):
+            raise ValueError(f"{name}: expected a format of mxep.quant.checkpoint, got {what}")
     for name, header in headers.items():
-        if ending := next((ending for ending in OTHERS if name.endswith(ending)), None):
-            raise ValueError(f"{name}: expected a format of mxep.quant.checkpoint, got {OTHERS[ending]}")
         if name in taken:
             continue
         if name in scales:

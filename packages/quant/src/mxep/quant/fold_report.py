@@ -7,9 +7,9 @@ kind of weight (its name with `*` for numbers), what that changes:
     dgrad     columns of blocks (32 columns, all N rows of an expert), as `mxep.quant.fold_for_dgrad` makes them
     changed   elements whose value changes, and the SNR of the folded weight against the exact one in dB
 
-Only power-of-two scales fold. Other scales a block are multiplied exactly by rescaling sums every 128 elements; such
-weights are shown as "rescaled". One scale a row needs no fold in forward, and in dgrad "scales dy". Weights are counted
-as stored: gate and up, if they are two tensors but one operand, meet in the same columns in dgrad.
+Only power-of-two scales fold. Other scales per block are "not folded": a GEMM that rescales its sums multiplies them
+exactly. One scale per row needs no fold in forward, and in dgrad it "scales dy". Weights are counted as stored. If gate
+and up are two tensors but one operand, they meet in the same columns in dgrad.
 
 Needs no GPU. One expert is in memory at a time.
 """
@@ -188,7 +188,7 @@ def text_of(kinds: Sequence[Kind]) -> str:
     lines = [(*COLUMNS[:4], "forward: exact rows", COLUMNS[4], "dgrad: exact columns", COLUMNS[4])]
     for kind in kinds:
         shape = " x ".join(map(str, kind.shape))
-        unfolded = "scales dy" if kind.format == "fp8_row" else "rescaled"
+        unfolded = "scales dy" if kind.format == "fp8_row" else "not folded"
         cells = *_cells(kind.forward, unfolded), *_cells(kind.dgrad, unfolded)
         lines.append((kind.name, kind.format, str(kind.weights), shape, *cells))
     widths = [max(map(len, column)) for column in zip(*lines)]
