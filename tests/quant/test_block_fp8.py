@@ -7,7 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.quant import E2M1, E4M3, E5M2, BlockFP8, MXTensor, fold_with_stats, quantize, quantize_blocks, to_mxfp8
+from mxep.quant import (
+    E2M1,
+    E4M3,
+    E5M2,
+    BlockFP8,
+    MXTensor,
+    fold_with_stats,
+    quantize,
+    quantize_blocks,
+    rescale_blocks,
+    to_mxfp8,
+)
 from mxep.quant.scales import power_of_two
 from quant import exact
 from quant.exact import assert_bytes, raw
@@ -134,6 +145,30 @@ def test_experts_with_e8m0_scales_fold_exactly_in_range() -> None:
     same = (folded.dequantize(torch.float32) == weight.dequantize(torch.float32)).all(-1)
     assert torch.equal(same, exact_rows)
     assert bool(exact_rows.any())
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_rescaled_blocks_fold_and_say_what_they_cost(scale_dtype: torch.dtype) -> None:
+    x = gaussian(2, 160, 192)
+    weight = quantize_blocks(x, scale_dtype=scale_dtype)
+    rescaled, snr = rescale_blocks(weight)
+    assert rescaled.scale.dtype == E8M0
+    assert (rescaled.shape, rescaled.block_size) == (weight.shape, weight.block_size)
+    before, after = weight.dequantize(torch.float32).double(), rescaled.dequantize(torch.float32).double()
+    for expert in range(2):
+        want = 10 * math.log10(float(before[expert].square().sum() / (after[expert] - before[expert]).square().sum()))
+        assert float(snr[expert]) == pytest.approx(want)
+        assert 29 < want < 36  # E4M3's rounding: its steps are 2**-4 to 2**-3 of a value
+    assert to_mxfp8(rescaled).shape == (2, 160, 192)
+
+
+def test_power_of_two_scales_are_rescaled_to_themselves() -> None:
+    weight = quantize_blocks(gaussian(70, 96), scale_dtype=E8M0)
+    stored = BlockFP8(weight.qdata, power_of_two(weight.scale.view(torch.uint8)))
+    rescaled, snr = rescale_blocks(stored)
+    assert_bytes(rescaled.scale, raw(weight.scale))
+    assert rescaled.qdata is weight.qdata
+    assert (snr.shape, float(snr)) == ((), math.inf)
 
 
 def test_mxfp8_itself_is_returned_as_it_is() -> None:

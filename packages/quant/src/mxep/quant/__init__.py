@@ -3,7 +3,7 @@
 import importlib.metadata
 
 from mxep.quant.activation import SwiGLU
-from mxep.quant.block_fp8 import BlockFP8, quantize_blocks
+from mxep.quant.block_fp8 import BlockFP8, quantize_blocks, rescale_blocks
 from mxep.quant.checks import Axis
 from mxep.quant.fold import FoldStats, fold, fold_with_stats
 from mxep.quant.fold_for_dgrad import fold_for_dgrad, fold_for_dgrad_with_stats
@@ -53,6 +53,7 @@ __all__ = [
     "quantize_joined",
     "quantize_with_amax",
     "requantize",
+    "rescale_blocks",
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_quantize",

@@ -16,9 +16,9 @@ These are gpt-oss, compressed-tensors and DeepSeek-V4 (mxfp4); MiniMax-M3, Model
 DeepSeek-V3, Qwen3-FP8, MiniMax-M2 and DeepSeek-V4's dense layers (fp8_block); compressed-tensors (fp8_row, fp8_tensor).
 "_inv" in a name means nothing: every scale multiplies.
 
-The format is told by names, dtypes and shapes. config.json gives the block size and names the maker; what it says of
-dtypes is not trusted, as `scale_fmt: ue8m0` occurs with fp32, bf16 and e8m0 storage. What is not in the table raises
-ValueError with the tensor's name: NVFP4, GPTQ and AWQ integers, bitsandbytes, int8, E5M2.
+Names, dtypes and shapes decide the format. config.json gives the block size and names the maker. Its dtypes are not
+trusted: `scale_fmt: ue8m0` occurs with fp32, bf16 and e8m0 storage. Other formats raise ValueError with the tensor's
+name: NVFP4, GPTQ and AWQ integers, bitsandbytes, int8, E5M2.
 
 Headers are read at once (names, dtypes, shapes), bytes only by `StoredWeight.read`. Needs safetensors:
 `pip install mxep-quant[checkpoints]`. Sources of the layouts: docs/guides/quantized-models.md.
@@ -77,8 +77,8 @@ class Header:
 class StoredWeight:
     """A weight of a checkpoint, not read yet.
 
-    name: the weight's: that of its tensor, or of what its parts belong to ("...experts.gate_up_proj" of gpt-oss's
-        blocks, "X.weight" of X.weight_packed).
+    name: the tensor's name without the ending of packed data: "...experts.gate_up_proj" for gpt-oss's
+        "...experts.gate_up_proj_blocks", "X.weight" for "X.weight_packed".
     format: "mxfp4", "mxfp8", "fp8_block", "fp8_row", "fp8_tensor" or "plain".
     shape: in elements, (..., N, K) of what is quantized.
     tensors: names of the stored tensors: the data, and the scale if there is one.
@@ -115,14 +115,13 @@ class StoredWeight:
 
 
 class QuantizedCheckpoint:
-    """A folder with config.json and *.safetensors, whose index, if there is one, says which file has which tensor.
+    """A folder with config.json and *.safetensors. An index of several files is read, if there is one.
 
     config: config.json, {} without one. weights: name -> StoredWeight, in the order of the files.
-    quantization: what the config calls the format, for messages: "modelopt MXFP8"; "" if it says nothing.
 
-    Raises ValueError, naming the tensor, for a format that is not read, parts that do not fit each other, or a config
-    of another method; FileNotFoundError for a folder without safetensors or without a file that the index names.
-    Files stay mapped into memory until `close`, or the end of a `with` block.
+    Raises ValueError, naming the tensor, for a format that is not read and for parts that do not fit each other, and
+    for a config of another method. Raises FileNotFoundError for a folder without safetensors, and where the index names
+    a file that is not there. Files stay mapped into memory until `close`, or the end of a `with` block.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -137,13 +136,13 @@ class QuantizedCheckpoint:
 
     @property
     def quantization(self) -> str:
-        """What the config calls the format."""
+        """The format in the config's words, for messages: "modelopt MXFP8". "" if the config says nothing."""
         words = (self._method, self._declared.get("quant_algo") or self._declared.get("format"))
         return " ".join(str(word) for word in words if word)
 
     @property
     def block_size(self) -> BlockShape | None:
-        """What the config says a scale covers: `weight_block_size`, or compressed-tensors' `block_structure`."""
+        """(rows, columns) per scale by the config: `weight_block_size`, or `block_structure` of compressed-tensors."""
         size = self._declared.get("weight_block_size")
         for group in (self._declared.get("config_groups") or {}).values():
             size = size or ((group or {}).get("weights") or {}).get("block_structure")

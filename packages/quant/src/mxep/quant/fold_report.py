@@ -3,8 +3,8 @@
 Hopper multiplies E4M3 with one scale a row, so block scales are folded into the elements. The report counts, for each
 kind of weight (its name with `*` for numbers), what that changes:
 
-    forward   rows of W (N, K) all of whose elements keep their value, as `mxep.quant.fold` makes them
-    dgrad     columns of blocks (32 columns, all N rows of an expert), as `mxep.quant.fold_for_dgrad` makes them
+    forward   rows of W (N, K) in which every element keeps its value: `mxep.quant.fold`
+    dgrad     columns of blocks (32 columns, all N rows of an expert) likewise: `mxep.quant.fold_for_dgrad`
     changed   elements whose value changes, and the SNR of the folded weight against the exact one in dB
 
 Only power-of-two scales fold. Other scales per block are "not folded": a GEMM that rescales its sums multiplies them
