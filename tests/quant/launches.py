@@ -13,6 +13,7 @@ from mxep.quant import SwiGLU
 from mxep.quant.kernels import (
     columns,
     fold,
+    fold_columns,
     fold_e2m1,
     fold_for_wgrad,
     gather,
@@ -94,6 +95,11 @@ LAUNCHES = {
     "quantize_into_room": lambda: rows.quantize_into_room(x(), T + 16, E4M3, MODE, 32),
     "quantize_joined_rows": lambda: joined.quantize_joined_rows(x(T, 4096), x(T, 512), x(T, 512), E4M3, MODE),
     "quantize_joined_rows 14336": lambda: joined.quantize_joined_rows(x(T, 7168), x(T, 7168), None, E4M3, MODE),
+    "fold_columns": lambda: fold_columns.fold_columns(*mx(), x(D // 32, dtype=torch.uint8)),
+    "fold_columns of rows": lambda: fold_columns.fold_columns(*mx(D), x(D // 32, dtype=torch.uint8)),
+    "fold_columns E2M1": lambda: fold_columns.fold_columns(
+        x(T, D // 2, dtype=torch.float4_e2m1fn_x2), x(T, D // 32, dtype=torch.uint8), x(D // 32, dtype=torch.uint8)
+    ),
     "quantize_2d": lambda: rows.quantize_2d(x(), E4M3, MODE, 32),
     "quantize_columns": lambda: columns.quantize_columns(x(), E4M3, MODE, 32),
     "quantize_columns fp32": lambda: columns.quantize_columns(x(dtype=torch.float32), E4M3, MODE, 32),

@@ -16,7 +16,10 @@ from mxep.quant import (
     quantize_blocks,
     to_mxfp8,
 )
+from mxep.quant.fold_for_dgrad import column_scales
+from mxep.quant.kernels import fold_columns as kernels
 from quant.exact import assert_bytes, raw
+from quant.poison import poisoned_allocations as poisoned_allocations
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -116,3 +119,51 @@ def test_bad_arguments_say_what_they_got() -> None:
     for mx in (quantize(gaussian(32, 32), axis=-2), quantize(gaussian(2, 64), block_size=None)):
         with pytest.raises(ValueError, match=r"expected blocks of 32 along K and no row index, got MXTensor"):
             fold_for_dgrad(mx)
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_columns(mx: MXTensor, column_scale: Tensor) -> None:
+    """The kernel's bytes on DEVICE against the reference's on the CPU."""
+    given = mx.qdata, mx.scale, column_scale
+    want = torch.ops.mxep.fold_columns(*given)
+    got = kernels.fold_columns(*(x.to(DEVICE) for x in given))
+    assert (got.shape, got.dtype, got.is_contiguous()) == (want.shape, want.dtype, True)
+    assert_bytes(got.cpu(), raw(want))
+
+
+@pytest.mark.parametrize("fmt", ["E4M3", "E2M1", "E5M2"])
+@pytest.mark.parametrize("shape", [(2, 96, 160), (1, 40, 32), (1, 33, 64), (3, 8, 256)])
+def test_the_kernel_gives_the_bytes_of_the_reference(fmt: str, shape: tuple[int, ...], poisoned_allocations) -> None:
+    norms = 2.0 ** torch.randint(-12, 12, (shape[0], shape[1], 1), generator=torch.Generator().manual_seed(1))
+    w = quantize(gaussian(*shape) * norms, fmt=fmt)
+    qdata, scale = w.qdata.clone(), w.scale.clone()
+    qdata.view(torch.uint8)[0, 3, : 16 if fmt == "E2M1" else 32] = 0
+    scale.view(torch.uint8)[0, 3, 0] = 200  # a zero block counts for nothing, whatever its scale
+    scale.view(torch.uint8)[-1, 5, -1] = 255
+    w = MXTensor.from_qdata_and_scales(qdata, scale, torch.float32)
+    check_columns(w, column_scales(w))
+
+
+def test_a_weight_that_was_folded_by_row_has_the_same_columns(poisoned_allocations) -> None:
+    w = quantize(gaussian(2, 64, 96), fmt="E4M3")
+    columns = column_scales(w)
+    want = fold_for_dgrad(w)
+    rowwise = fold(w)
+    got = fold_for_dgrad(rowwise, columns)
+    assert_bytes(got.qdata, raw(want.qdata))
+    assert_bytes(got.scale, raw(want.scale))
+    check_columns(rowwise, columns)
+
+
+def test_every_code_and_every_shift_in_the_kernel(poisoned_allocations) -> None:
+    shifts = torch.arange(64, dtype=torch.uint8)
+    for fmt, codes in ((E4M3, 256), (E2M1, 128)):
+        qdata = torch.arange(codes, dtype=torch.int32).to(torch.uint8).repeat(64, 1)[None]
+        scale = (
+            (100 + shifts)[None, :, None].expand(1, 64, 2 * qdata.shape[-1] // 32 if fmt is E2M1 else 8).contiguous()
+        )
+        w = MXTensor.from_qdata_and_scales(qdata.view(fmt.dtype), scale, torch.float32)
+        for top in (163, 140, 120, 255):
+            check_columns(w, torch.full((1, scale.shape[-1]), top, dtype=torch.uint8).view(w.scale.dtype))

@@ -63,6 +63,7 @@ CASES: dict[str, Any] = {
     ),
 }  # fmt: skip
 WITHOUT_VECTORS = {
+    "fold_columns",
     "fold_e2m1",
     "quantize_rows",
     "quantize_into_room",

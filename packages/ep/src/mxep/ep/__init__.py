@@ -17,6 +17,7 @@ from .dispatchers import (
     make_dispatcher,
 )
 from .experts import Experts, run_experts
+from .frozen import FrozenExperts, freeze_experts
 from .functional import combine, dispatch, expert_mlp, swiglu
 from .losses import load_balancing_loss, router_z_loss
 from .moe import MoE
@@ -34,6 +35,7 @@ __all__ = [
     "DispatchFields",
     "ExpertParallel",
     "Experts",
+    "FrozenExperts",
     "HierarchicalDispatcher",
     "LocalDispatcher",
     "MoE",
@@ -47,6 +49,7 @@ __all__ = [
     "data_parallel",
     "dispatch",
     "expert_mlp",
+    "freeze_experts",
     "load_balancing_loss",
     "make_dispatcher",
     "parameter_groups",

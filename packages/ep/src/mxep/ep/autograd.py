@@ -34,6 +34,7 @@ from torch.fx.node import has_side_effect
 from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS, select
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import rowwise_and_saved, weights_are_held
 from mxep.gemm.several import Weight, tensors_of, weight_of
@@ -77,8 +78,8 @@ class Layer(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weights: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
+        gate_up_proj: Tensor | None,
+        down_proj: Tensor | None,
         up_proj: Tensor | None,
         gate_up_bias: Tensor | None,
         dispatcher: TokenDispatcher,
@@ -86,11 +87,14 @@ class Layer(torch.autograd.Function):
         main_grads: MainGrads,
         wgrad_scale: float,
         made: ForwardOutput,
+        frozen: tuple[FrozenWeight, FrozenWeight] | None,
     ) -> Tensor:
         parameters = gate_up_proj, down_proj, up_proj, gate_up_bias
         gate, down, up, _ = (None if each is None else local_tensor(each) for each in parameters)
-        saved, ctx.form = take_apart(made.saved)
-        ctx.save_for_backward(gate, up, down, *saved)
+        tensors, ctx.form = take_apart((frozen or (gate if up is None else (gate, up), down), made.saved))
+        ctx.save_for_backward(*tensors)
+        given = x, weights, *parameters
+        ctx.places = [sum(each is not None for each in given[:i]) for i in range(len(given))]
         ctx.shares = [None if each is None else Share(each) for each in parameters]
         ctx.dispatcher, ctx.config, ctx.main_grads, ctx.wgrad_scale = dispatcher, config, main_grads, wgrad_scale
         ctx.routing, ctx.saved_operands = made.routing, None
@@ -99,25 +103,23 @@ class Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        routing, halves = ctx.routing, ctx.shares[2] is not None
-        # Only tensors count there, and up_proj is None if gate_up_proj is whole.
-        last = 5 if halves else 4
-        asked = [need and is_wanted(ctx, min(i, last)) for i, need in enumerate(ctx.needs_input_grad[:6])]
+        routing = ctx.routing
+        asked = [need and is_wanted(ctx, place) for need, place in zip(ctx.needs_input_grad, ctx.places)]
         wanted, kept, retained = needs_of(asked), ctx.saved_operands, graph_is_retained()
         if not retained:
             ctx.saved_operands = None
         if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out) and _has(kept.operands, wanted):
             return None, None, *_of_parameters(ctx, *_deferred_gradients(ctx, kept.operands, wanted))
-        gate, up, down, *saved = ctx.saved_tensors
+        (gate_up, down), saved = build(ctx.form, iter(ctx.saved_tensors))
         given = BackwardInput(
             d_out if routing.room is None else d_out.contiguous(),
             routing,
-            build(ctx.form, iter(saved)),
-            gate if up is None else (gate, up),
+            saved,
+            gate_up,
             down,
             *ctx.main_grads,
         )
-        del saved, gate, up, down
+        del saved, gate_up, down
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, tensors are freed once they are used
         deferred = DeferredWgrads() if retained else None
         for share in ctx.shares[:3]:  # the bias is not read
@@ -163,7 +165,7 @@ def _of_parameters(ctx: Any, gate_up: Any, down: Tensor | None, bias: Tensor | N
     if bias is not None:
         bias = bias.to(ctx.shares[3].dtype)
     found = zip(ctx.shares, (gate_up, down, up, bias))
-    return *(None if share is None else share.gradient(grad) for share, grad in found), *[None] * 5
+    return *(None if share is None else share.gradient(grad) for share, grad in found), *[None] * 6
 
 
 # ── torch.compile ─────────────────────────────────────────────────────────────────────────────────────────────────

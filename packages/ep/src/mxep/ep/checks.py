@@ -6,6 +6,7 @@ e local experts, D model dim, F hidden dim.
 from torch import Tensor
 
 from mxep.gemm.checks import check_weight
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.several import Weight
 
 from .dispatchers.base import TokenDispatcher
@@ -39,6 +40,32 @@ def check_weights(
         if w.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(w.shape)}, want {meant} = {shape}")
         check_weight(w, recipe=recipe, device=x.device, main_grad=main_grad, name=name)
-    if gate_up_bias is not None and (gate_up_bias.shape != (e, 2 * hidden_dim) or gate_up_bias.device != x.device):
-        got = f"{tuple(gate_up_bias.shape)} on {gate_up_bias.device}"
-        raise ValueError(f"gate_up_bias: got {got}, want (experts here, 2 F) = {(e, 2 * hidden_dim)} on {x.device}")
+    _check_bias(gate_up_bias, (e, 2 * hidden_dim), x)
+
+
+def _check_bias(bias: Tensor | None, expected: tuple[int, int], x: Tensor) -> None:
+    if bias is not None and (bias.shape != expected or bias.device != x.device):
+        got = f"{tuple(bias.shape)} on {bias.device}"
+        raise ValueError(f"gate_up_bias: got {got}, want (experts here, 2 F) = {expected} on {x.device}")
+
+
+def check_frozen(
+    x: Tensor,
+    gate_up_proj: FrozenWeight,
+    down_proj: FrozenWeight,
+    gate_up_bias: Tensor | None,
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+) -> None:
+    """The same for frozen weights."""
+    e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1]
+    alignment = config.recipe.group_alignment
+    expected = ("gate_up_proj", gate_up_proj, (e, 2 * hidden_dim, dim)), ("down_proj", down_proj, (e, dim, hidden_dim))
+    for name, w, shape in expected:
+        if tuple(w.shape) != shape:
+            raise ValueError(f"{name}: expected a frozen weight {shape} for these experts and x, got {tuple(w.shape)}")
+        if w.device != x.device:
+            raise ValueError(f"{name}: got device {w.device}, want {x.device}, where a is")
+        if any(size % alignment for size in shape[1:]):
+            raise ValueError(f"{name}: expected sizes in multiples of {alignment} for the recipe, got {shape[1:]}")
+    _check_bias(gate_up_bias, (e, 2 * hidden_dim), x)

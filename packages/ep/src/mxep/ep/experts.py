@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs
 from mxep.gemm.several import Weight, joined, tensors_of
 from mxep.quant import SwiGLU
@@ -21,7 +22,7 @@ from mxep.runtime.op import check_no_tangent
 
 from .autograd import Layer, MainGrads, compiled_layer, needs_of, unsupported_reason
 from .bias import add_down_bias
-from .checks import check_weights
+from .checks import check_frozen, check_weights
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import Weighted, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
 from .layer import ForwardInput, layer_forward
@@ -84,8 +85,8 @@ def run_experts(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
-    gate_up_proj: Weight,
-    down_proj: Tensor,
+    gate_up_proj: Weight | FrozenWeight,
+    down_proj: Tensor | FrozenWeight,
     *,
     dispatcher: TokenDispatcher,
     recipe: Recipe,
@@ -104,7 +105,8 @@ def run_experts(
         gate_up_proj: (e, 2F, D), gate rows first. Or a pair of gate and up, (e, F, D) each: they are quantized into one
             weight and have gradients of their own. down_proj: (e, D, F). All may be DTensors with this rank's share, as
             in `Experts`; their gradients are then DTensors, too. If a whole weight has an attribute ``main_grad``, fp32
-            of its shape or of this rank's share, its gradient is added there and not to `.grad`.
+            of its shape or of this rank's share, its gradient is added there and not to `.grad`. Or both frozen
+            (`mxep.gemm.freeze`): they have no gradients, and each is expanded for one GEMM at a time.
         wgrad_scale: factor of the gradients of weights and biases.
         activation: of gate and up, see `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by
             the routing weight; ranks gather it. Biases may be DTensors. Their gradients are ordinary.
@@ -113,13 +115,14 @@ def run_experts(
         layer: from ``dispatcher.number_layer()``. Ranks that call numbered layers in different orders raise
             PeersDisagree. 0: unknown, as always under torch.compile.
 
-    Under torch.compile it is one op of the graph, with `fullgraph=True` too, and the routing is None. Four cases break
+    Under torch.compile it is one op of the graph, with `fullgraph=True` too, and the routing is None. Five cases break
     the graph, and fail a full one with the reason:
 
     - a `main_grad`;
     - a dispatcher that learns its sizes at run time, as with `Capacity.exact()` or without ``max_tokens``;
     - a recipe or a backend without a name;
-    - wgrad "bf16", which composes the functions of `functional.py`.
+    - wgrad "bf16", which composes the functions of `functional.py`;
+    - frozen weights.
 
     torch.export allows no breaks and raises RuntimeError there.
 
@@ -127,7 +130,11 @@ def run_experts(
     """
     main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
     config = LayerConfig(recipe, select(backend, x.device), activation)
-    reason = unsupported_reason(dispatcher, config, main_grads) if torch.compiler.is_compiling() else None
+    frozen = frozen_pair(gate_up_proj, down_proj)
+    dense: Any = gate_up_proj, down_proj  # if they are not frozen
+    reason: str | None = None
+    if torch.compiler.is_compiling():
+        reason = unsupported_reason(dispatcher, config, main_grads) if frozen is None else "its weights are frozen"
     if reason is not None:
         if not torch.compiler.is_dynamo_compiling():  # torch.export, which allows no breaks
             raise RuntimeError(f"run_experts is in no exported graph: {reason}")
@@ -154,24 +161,27 @@ def run_experts(
     ids, drops = expert_ids, bias is not None and dispatcher.capacity.overflow == "drop"
     routing: Routing | None = None
     kept: Tensor | None = None
-    if recipe.wgrad == "bf16":
+    if recipe.wgrad == "bf16" and frozen is None:
         how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
         how |= {"gate_up_bias": gate_up_bias, "drops": drops}
         with dispatcher.watched():
-            out, kept, routing = _compose(x, ids, weights, gate_up_proj, down_proj, **how)
+            out, kept, routing = _compose(x, ids, weights, *dense, **how)
     elif torch.compiler.is_compiling():
-        experts = gate_up_proj, down_proj, gate_up_bias
-        out, kept = compiled_layer(x, ids, weights, *experts, dispatcher, config, wgrad_scale, drops)
+        how_op = gate_up_bias, dispatcher, config, wgrad_scale, drops
+        out, kept = compiled_layer(x, ids, weights, dense[0], dense[1], *how_op)
     else:
         ids = checked_tokens(x, ids, weights, dispatcher)
-        gate, *halves = tensors_of(gate_up_proj)
-        up = halves[0] if halves else None
-        tensors = x, weights, gate, down_proj, up, gate_up_bias
+        parameters: list[Any] = [None, None, None]  # gate_up_proj or gate, down_proj, up
+        if frozen is None:
+            gate, *halves = tensors_of(dense[0])
+            parameters = [gate, dense[1], halves[0] if halves else None]
+        tensors: Any = x, weights, *parameters, gate_up_bias
         here, down, other, here_bias = (None if each is None else local_tensor(each) for each in tensors[2:])
-        assert here is not None
-        assert down is not None
-        whole = here if other is None else (here, other)
-        check_weights(x, whole, down, here_bias, dispatcher, config, main_grads)
+        whole: Any = frozen or (here if other is None else (here, other), down)
+        if frozen is not None:
+            check_frozen(x, *frozen, here_bias, dispatcher, config)
+        else:
+            check_weights(x, whole[0], whole[1], here_bias, dispatcher, config, main_grads)
         grads = [each is not None and each.requires_grad for each in tensors]
         backward = torch.is_grad_enabled() and any(grads)
         check_no_tangent(x, weights, here, down, other, here_bias)
@@ -179,13 +189,14 @@ def run_experts(
             # The router's weights may have any layout. With room, tokens are read in place, so they must be dense.
             room = dispatcher.room_for(x, per_token)
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
-            given, needs = ForwardInput(*of_tokens, ids, whole, down, here_bias), needs_of(grads) if backward else None
+            given = ForwardInput(*of_tokens, ids, whole[0], whole[1], here_bias)
+            needs = needs_of(grads) if backward else None
             made = layer_forward(given, dispatcher, config, needs=needs, drops=drops, room=room)
             made = dataclasses.replace(made, out=first_rows(made.out, len(x)))
         routing, out = made.routing, made.out
         kept = None if made.kept is None else first_rows(made.kept, len(x))
         if backward:
-            how_node = dispatcher, config, main_grads, wgrad_scale, made
+            how_node = dispatcher, config, main_grads, wgrad_scale, made, frozen
             out = Layer.apply(*tensors, *how_node)  # type: ignore[no-untyped-call]
         del made
     if bias is not None:
@@ -234,6 +245,16 @@ def _compose(
     return combine(y, routing, **how), None, routing
 
 
-def _main_grad(weight: Weight) -> Tensor | None:
+def frozen_pair(gate_up_proj: object, down_proj: object) -> tuple[FrozenWeight, FrozenWeight] | None:
+    """Both weights if they are frozen, None if neither is. Raises ValueError if only one is."""
+    if isinstance(gate_up_proj, FrozenWeight) and isinstance(down_proj, FrozenWeight):
+        return gate_up_proj, down_proj
+    if isinstance(gate_up_proj, FrozenWeight) or isinstance(down_proj, FrozenWeight):
+        kinds = f"{type(gate_up_proj).__name__} and {type(down_proj).__name__}"
+        raise ValueError(f"run_experts: expected both weights frozen or neither, got {kinds}: freeze the other")
+    return None
+
+
+def _main_grad(weight: Any) -> Tensor | None:
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     return None if main_grad is None else local_tensor(main_grad)

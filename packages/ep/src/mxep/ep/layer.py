@@ -31,13 +31,13 @@ from torch import Tensor
 
 from mxep.comms import RoutingPlan
 from mxep.gemm.quantize_once import SavedWeight, is_held
-from mxep.gemm.several import Weight
 from mxep.quant.parts import MXParts
 from mxep.runtime.bundle import Bundle
 from mxep.runtime.replay import Replayed
 
 from .dispatchers.base import Routing, TokenDispatcher
 from .mlp import (
+    AnyWeight,
     ColwiseWeights,
     LayerConfig,
     MLPGradientInput,
@@ -74,14 +74,15 @@ class ForwardInput(Bundle):
 
     Attributes:
         x: (T, D). weights: (T, K) fp32. expert_ids: (T, K).
-        gate_up_proj: (e, 2F, D), or gate and up, (e, F, D) each. down_proj: (e, D, F). gate_up_bias: (e, 2F) or None.
+        gate_up_proj: (e, 2F, D), or gate and up, (e, F, D) each. down_proj: (e, D, F). Or both frozen.
+        gate_up_bias: (e, 2F) or None.
     """
 
     x: Tensor
     weights: Tensor
     expert_ids: Tensor
-    gate_up_proj: Weight
-    down_proj: Tensor
+    gate_up_proj: AnyWeight
+    down_proj: AnyWeight
     gate_up_bias: Tensor | None = None
 
 
@@ -104,8 +105,8 @@ class BackwardInput(Bundle):
     d_out: Tensor
     routing: Routing
     saved: Saved
-    gate_up_proj: Weight
-    down_proj: Tensor
+    gate_up_proj: AnyWeight
+    down_proj: AnyWeight
     gate_up_main_grad: Tensor | None = None
     down_main_grad: Tensor | None = None
 
@@ -240,7 +241,7 @@ def backward_pass(
         colwise = quantize_colwise(*_saved_weights(given), config=config)
     index = None if keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=borrows) else plan.row_slot
     rows, gate_up, main_grad = _under(index, given.saved.rows), given.saved.gate_up, given.gate_up_main_grad
-    halves, dtypes = type(given.gate_up_proj) is tuple, (_dtype(given.gate_up_proj), given.down_proj.dtype)
+    halves, dtypes = type(given.gate_up_proj) is tuple, (_dtype(given.gate_up_proj), _dtype(given.down_proj))
     later = deferred is not None and needs.down_proj and not wanted.down_proj
     weights = colwise.down, colwise.gate_up, given.down_main_grad
     into_mlp = [MLPGradientInput(arriving.wait(), plan.row_slot, plan.row_weight, plan.offs, gate_up, *weights)]
@@ -306,7 +307,7 @@ def _under(index: Tensor | None, rows: Any) -> Any:
     return rows._replace(row_index=index) if type(rows) is MXParts else rows
 
 
-def _weights(given: ForwardInput) -> tuple[Weight, Tensor]:
+def _weights(given: ForwardInput) -> tuple[AnyWeight, AnyWeight]:
     return given.gate_up_proj, given.down_proj
 
 
@@ -315,5 +316,5 @@ def _saved_weights(given: BackwardInput) -> tuple[SavedWeight, SavedWeight]:
     return saved_with(given.gate_up_proj, columns[0]), saved_with(given.down_proj, columns[1])
 
 
-def _dtype(w: Weight) -> torch.dtype:
-    return (w if isinstance(w, Tensor) else w[0]).dtype
+def _dtype(w: AnyWeight) -> torch.dtype:
+    return (w[0] if isinstance(w, tuple) else w).dtype

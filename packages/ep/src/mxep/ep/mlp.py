@@ -14,6 +14,7 @@ what they have used, so that its memory serves what comes next.
 R_max rows, S slots, D model dim, F hidden dim, e local experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from mxep import quant
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.gemm.several import Weight
 from mxep.quant import MXTensor, SwiGLU, group_sums
@@ -34,6 +36,7 @@ from .dispatchers.base import Payload
 from .wire import Wire
 
 PLAIN = SwiGLU()
+AnyWeight = Weight | FrozenWeight
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,14 @@ def mlp_forward(
     """Both GEMMs and SwiGLU. copy: as in `Wire.rows`."""
     backend, offs = config.backend, given.offs
     rows = wire.rows(given.slots, given.row_slot, offs, copy=copy)
-    gate_up = backend.forward(rows, given.gate_up_proj, offs, bias=given.gate_up_bias, out_dtype=wire.dtype)
+    w = expanded(given.gate_up_proj, backend.expand_rowwise)
+    gate_up = backend.forward(rows, w, offs, bias=given.gate_up_bias, out_dtype=wire.dtype)
+    del w
     h = swiglu_forward(gate_up, given.row_weight, offs, config.recipe, config.activation, folded=backend.wants_rowwise)
     kept = saved_gate_up(gate_up, config.recipe) if keep_gate_up else None
     del gate_up
-    y = backend.forward(h, given.down_proj, offs, bias=None, out_dtype=wire.dtype)
+    w = expanded(given.down_proj, backend.expand_rowwise)
+    y = backend.forward(h, w, offs, bias=None, out_dtype=wire.dtype)
     return MLPOutput(y, rows if keep_rows else None, kept)
 
 
@@ -125,7 +131,9 @@ def mlp_backward(
     """
     backend, offs, row_weight = config.backend, given.offs, given.row_weight
     d_y = wire.rows(given.slots, given.row_slot, offs, copy=copy)
-    d_h = backend.dgrad(d_y, given.down_proj, offs, out_dtype=wire.dtype)
+    w = expanded(given.down_proj, backend.expand_colwise)
+    d_h = backend.dgrad(d_y, w, offs, out_dtype=wire.dtype)
+    del w
     gate_up = given.gate_up
     given.release("slots", "down_proj", "gate_up")
     options: dict[str, Any] = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h}
@@ -139,7 +147,8 @@ def mlp_backward(
         d_down_proj = wgrad.function(of_wgrad, config=config, scale=scale, dtype=dtype)
     else:
         del d_y, h
-    d_rows = backend.dgrad(d_gate_up, given.gate_up_proj, offs, out_dtype=wire.dtype)
+    w = expanded(given.gate_up_proj, backend.expand_colwise)
+    d_rows = backend.dgrad(d_gate_up, w, offs, out_dtype=wire.dtype)
     return MLPGradients(d_rows, d_row_weight, d_gate_up, d_down_proj, *operands)
 
 
@@ -218,7 +227,9 @@ class ColwiseWeights(Bundle):
 
 
 @replayed
-def quantize_rowwise(gate_up_proj: Weight, down_proj: Tensor, *, config: LayerConfig, dgrad: bool) -> RowwiseWeights:
+def quantize_rowwise(
+    gate_up_proj: AnyWeight, down_proj: AnyWeight, *, config: LayerConfig, dgrad: bool
+) -> RowwiseWeights:
     """The weights for forward. dgrad: `quantize_colwise` will follow."""
     gate_up, gate_up_saved = rowwise_and_saved(gate_up_proj, config.recipe, config.backend, dgrad=dgrad)
     down, down_saved = rowwise_and_saved(down_proj, config.recipe, config.backend, dgrad=dgrad)
@@ -232,6 +243,11 @@ def quantize_colwise(gate_up_proj: SavedWeight, down_proj: SavedWeight, *, confi
     return ColwiseWeights(gate_up_proj.colwise(config.recipe, config.backend), down)
 
 
+def expanded(w: Any, expand: Callable[[FrozenWeight], Tensor]) -> Tensor:
+    """A weight as a GEMM multiplies it. A frozen one is expanded for this GEMM alone."""
+    return expand(w) if isinstance(w, FrozenWeight) else w
+
+
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
     """What `Saved` has of both weights: 2-D blocks, or the amax of columns."""
     pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
@@ -239,7 +255,7 @@ def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
     return gate_up, down
 
 
-def saved_with(w: Weight, columns: Any) -> SavedWeight:
+def saved_with(w: AnyWeight, columns: Any) -> SavedWeight:
     """A weight as backward finds it: itself with the amax of its columns, or 2-D blocks."""
     return SavedWeight(columns, None) if isinstance(columns, MXParts | MXTensor) else SavedWeight(w, columns)
 

@@ -19,6 +19,7 @@ from mxep.gemm.convert_join import join_linears
 from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
 from mxep.gemm.fp32_linear import fp32_linear
+from mxep.gemm.frozen import FrozenWeight, freeze
 from mxep.gemm.functional import grouped_mm
 from mxep.gemm.linear import Linear, linear, quantize_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
@@ -37,6 +38,7 @@ __all__ = [
     "Backend",
     "Converted",
     "FoldReport",
+    "FrozenWeight",
     "Linear",
     "QuantizedOnce",
     "Recipe",
@@ -45,6 +47,7 @@ __all__ = [
     "converted",
     "fold_report",
     "fp32_linear",
+    "freeze",
     "grouped_mm",
     "join_linears",
     "linear",

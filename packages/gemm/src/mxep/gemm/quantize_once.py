@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.backends.base import Backend
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import Weight, quantize_colwise, quantize_rowwise, tensors_of
 from mxep.quant import MXTensor
@@ -38,14 +39,20 @@ class SavedWeight(NamedTuple):
 
     def colwise(self, recipe: Recipe, backend: Backend) -> Tensor:
         """The weight quantized for dgrad."""
-        if isinstance(self.weight, MXTensor):
-            return self.weight
+        if isinstance(self.weight, MXTensor | FrozenWeight):
+            return self.weight  # type: ignore[return-value]  # of a frozen one each GEMM expands its own
         colwise: Tensor = _once(_colwise, self.weight, recipe, backend, amax=self.amax)
         return colwise
 
 
-def rowwise_and_saved(w: Weight, recipe: Recipe, backend: Backend, *, dgrad: bool) -> tuple[Tensor, SavedWeight]:
-    """The weight quantized for forward, and its state to save for backward. dgrad: True if that state will be used."""
+def rowwise_and_saved(
+    w: Weight | FrozenWeight, recipe: Recipe, backend: Backend, *, dgrad: bool
+) -> tuple[Any, SavedWeight]:
+    """The weight quantized for forward, and its state to save for backward. A frozen one stays as it is.
+
+    dgrad: True if that state will be used."""
+    if isinstance(w, FrozenWeight):
+        return w, SavedWeight(w, None)
     # A held weight serves other calls, too, which may have a dgrad.
     rowwise, amax = _once(_rowwise, w, recipe, backend, with_amax=dgrad or weights_are_held())
     return rowwise, saved_weight(rowwise, w, amax)
@@ -234,10 +241,12 @@ def _captures(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def is_held(w: Weight, recipe: Recipe) -> bool:
+def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
     """True if an open `quantize_weights_once` holds quantized forms of w. They are then arguments of replayed
     functions: a form looked up inside one would be as old as its graph."""
     if not weights_are_held() or torch.compiler.is_compiling() or recipe.scaling == "none":
+        return False
+    if isinstance(w, FrozenWeight):
         return False
     return all(type(x) in (Tensor, nn.Parameter) for x in tensors_of(w)) and not in_graph_tree(tensors_of(w)[0].device)
 

@@ -6,7 +6,7 @@ from mxep.quant.activation import SwiGLU
 from mxep.quant.block_fp8 import BlockFP8, quantize_blocks, rescale_blocks
 from mxep.quant.checks import Axis
 from mxep.quant.fold import FoldStats, fold, fold_with_stats
-from mxep.quant.fold_for_dgrad import fold_for_dgrad, fold_for_dgrad_with_stats
+from mxep.quant.fold_for_dgrad import column_scales, fold_for_dgrad, fold_for_dgrad_with_stats
 from mxep.quant.fold_for_wgrad import WgradOperands, fold_for_wgrad
 from mxep.quant.formats import BLOCK, E2M1, E4M3, E5M2, MXFormat, ScaleMode, format_of
 from mxep.quant.group_sums import group_sums
@@ -37,6 +37,7 @@ __all__ = [
     "ScaleMode",
     "SwiGLU",
     "WgradOperands",
+    "column_scales",
     "fold",
     "fold_for_dgrad",
     "fold_for_dgrad_with_stats",

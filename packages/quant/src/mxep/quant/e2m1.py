@@ -45,8 +45,10 @@ def encode(x: Tensor) -> Tensor:
 
 def decode(codes: Tensor) -> Tensor:
     """Values (fp32) of codes (uint8, 0 to 15, any shape)."""
-    table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float32, device=codes.device)
-    return table[codes.int()]
+    magnitude = codes.int() & 7
+    bits = (126 + (magnitude >> 1)) << 23 | (magnitude & 1) << 22
+    values = torch.where(magnitude > 1, bits, magnitude * 0x3F000000).view(torch.float32)  # 0 and 0.5 are subnormal
+    return torch.where(codes > 7, -values, values)
 
 
 def pack(codes: Tensor) -> Tensor:

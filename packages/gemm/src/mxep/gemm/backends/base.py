@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.recipe import Recipe
 from mxep.quant import (
     Axis,
@@ -14,6 +15,7 @@ from mxep.quant import (
     quantize_columns_of_amax,
     quantize_joined,
     quantize_with_amax,
+    to_mxfp8,
 )
 
 
@@ -94,6 +96,14 @@ class Backend(Protocol):
         if amax is not None:
             return quantize_columns_of_amax(w, amax, fmt=fmt, mode=mode)
         return quantize(w, fmt=fmt, mode=mode, axis=-2, block_size=None)
+
+    def expand_rowwise(self, w: FrozenWeight) -> Tensor:
+        """A frozen weight as `forward` multiplies it."""
+        return to_mxfp8(w.along_k())
+
+    def expand_colwise(self, w: FrozenWeight) -> Tensor:
+        """A frozen weight as `dgrad` multiplies it: the same values as forward, if the backend's fold is exact."""
+        return to_mxfp8(w.along_k())
 
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype

@@ -20,9 +20,10 @@ from torch import Tensor
 from mxep.gemm.backends.base import AlongTokens, Backend, ends
 from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.backends.reference import grouped_mm_reference
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, WgradOperands, fold, fold_for_wgrad
+from mxep.quant import MXTensor, WgradOperands, fold, fold_for_dgrad, fold_for_wgrad
 from mxep.runtime.op import op
 
 
@@ -55,6 +56,13 @@ class Hopper(Backend):
         if not isinstance(dy, MXTensor):
             return Dequant().dgrad(dy, w, offs, out_dtype=out_dtype)
         return self.forward(dy, _transposed(w), offs, bias=None, out_dtype=out_dtype)
+
+    def expand_rowwise(self, w: FrozenWeight) -> Tensor:
+        mx = w.along_k()
+        return mx if w.row_scale is not None else fold(mx)
+
+    def expand_colwise(self, w: FrozenWeight) -> Tensor:
+        return fold_for_dgrad(w.along_k(), w.column_scale.view(torch.float8_e8m0fnu))
 
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> WgradOperands | AlongTokens:
         if isinstance(dy, MXTensor) and isinstance(a, MXTensor):

@@ -10,6 +10,8 @@ makes its vectors contiguous. Its result equals the op's plain-torch reference b
     per_row     one scale per row and one per column, from two reads
     requantize  qdata blocked anew
     fold        rows by an index, folded
+    fold_columns    a frozen weight's scales shifted into its qdata for dgrad, transposed
+    fold_e2m1       rows of MXFP4, expanded to E4M3 with one scale each
     fold_for_wgrad  both operands of a wgrad, folded and transposed
     activation  device functions: SwiGLU of an element, plain or clamped
     swiglu      SwiGLU with quantization, forward and backward

@@ -1,0 +1,133 @@
+"""Frozen quantized experts on one GPU: forward + gradient of x, and what their expansions cost.
+
+    python integration/benchmarks/frozen.py [FILE.json]
+
+A layer with all its experts on one GPU and fixed, balanced routing, as a LoRA fine-tune runs it: no weight gradients.
+"grouped_mm": `baseline.py`, torch's grouped GEMM in bf16 with compiled gathers and SwiGLU, the weights in bf16.
+"bf16": `run_experts` with these weights. "mxfp8", "mxfp4": `run_experts` with them frozen, recipe mxfp8. In turn, five
+stretches of ten steps each; medians.
+
+"expand": microseconds for one expansion of gate_up_proj, and the share of the speed of a copy that moves as many bytes.
+"""
+
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.baseline import BaselineLayer
+from mxep.ep import run_experts
+from mxep.ep.dispatchers import LocalDispatcher
+from mxep.gemm import Recipe, freeze
+from mxep.gemm.backends import BACKENDS
+
+SHAPES = {  # D, F, experts, top-k, tokens
+    "qwen3-30b, 2048 rows": (2048, 768, 128, 8, 32768),
+    "qwen3-30b, 512 rows": (2048, 768, 128, 8, 8192),
+    "qwen3-235b/8, 2048 rows": (4096, 1536, 16, 8, 4096),
+    "qwen3-235b/8, 512 rows": (4096, 1536, 16, 8, 1024),
+    "gpt-oss-20b, 512 rows": (2880, 2880, 32, 4, 4096),
+}
+
+
+def milliseconds(step: Callable[[], object], steps: int = 10) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def layer(kind: str, gate_up: Any, down: Any) -> Callable[..., Tensor]:
+    """A function of x, ids and weights."""
+    if kind == "grouped_mm":
+        return BaselineLayer(gate_up, down)
+    recipe = Recipe.bf16() if kind == "bf16" else Recipe.mxfp8()
+    how: dict[str, Any] = {
+        "dispatcher": LocalDispatcher(len(gate_up.qdata if kind[:2] == "mx" else gate_up)),
+        "recipe": recipe,
+    }
+    return lambda x, ids, weights: run_experts(x, ids, weights, gate_up, down, **how)[0]
+
+
+def gradient(layer: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor, d_out: Tensor) -> Tensor:
+    (dx,) = torch.autograd.grad(layer(x, ids, weights), x, d_out)
+    return dx
+
+
+def measure(name: str) -> dict[str, Any]:
+    dim, hidden, experts, top_k, tokens = SHAPES[name]
+    torch.manual_seed(0)
+    gate_up = normal(experts, 2 * hidden, dim) * dim**-0.5
+    down = normal(experts, dim, hidden) * hidden**-0.5
+    ids = torch.arange(tokens * top_k, device="cuda", dtype=torch.int32).remainder_(experts).view(tokens, top_k)
+    weights = torch.rand(tokens, top_k, device="cuda", dtype=torch.float32)
+    x = normal(tokens, dim).requires_grad_()
+    d_out = torch.randn_like(x)
+    pairs: dict[str, Any] = {"grouped_mm": (gate_up, down), "bf16": (gate_up, down)}
+    pairs |= {fmt: (freeze(gate_up, fmt), freeze(down, fmt)) for fmt in ("mxfp8", "mxfp4")}
+    steps = {
+        kind: functools.partial(gradient, layer(kind, *pair), x, ids, weights, d_out) for kind, pair in pairs.items()
+    }
+    found: dict[str, Any] = {}
+    wanted = steps["grouped_mm"]().double()
+    for kind, step in steps.items():
+        noise = (step().double() - wanted).norm() / wanted.norm()
+        found[f"{kind} dx dB"] = None if kind == "grouped_mm" else round(-20 * float(noise.log10()), 1)
+        for _ in range(4):
+            step()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        found[f"{kind} peak MiB"] = (torch.cuda.max_memory_allocated() - before) >> 20
+    times = {kind: [milliseconds(step) for _ in range(5)] for kind, step in steps.items()}
+    found |= {f"{kind} ms": round(statistics.median(each), 3) for kind, each in times.items()}
+    for kind in ("bf16", "mxfp8", "mxfp4"):
+        found[f"{kind} x grouped_mm"] = round(found["grouped_mm ms"] / found[f"{kind} ms"], 2)
+    for fmt in ("mxfp8", "mxfp4"):
+        w, hopper = pairs[fmt][0], BACKENDS["hopper"]
+        found[f"{fmt} bytes an element"] = round(w.nbytes / gate_up.numel(), 3)
+        for way, expand in (("rowwise", hopper.expand_rowwise), ("colwise", hopper.expand_colwise)):
+            if fmt == "mxfp8" and way == "rowwise":
+                continue  # stored so
+            read = w.qdata.numel() + (w.scale.numel() if w.row_scale is None else 0)
+            moved = read + gate_up.numel()
+            source, target = (torch.empty(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+            with torch.no_grad():
+                for call in (lambda: expand(w), lambda: target.copy_(source)):  # noqa: B023
+                    milliseconds(call, 5)
+                us = 1e3 * statistics.median(milliseconds(lambda: expand(w)) for _ in range(5))  # noqa: B023
+                copy = 1e3 * statistics.median(milliseconds(lambda: target.copy_(source)) for _ in range(5))  # noqa: B023
+            found[f"{fmt} expand {way} us"], found[f"{fmt} expand {way} of copy"] = round(us, 1), round(copy / us, 2)
+    return found
+
+
+def main() -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result |= {"triton": triton.__version__, "commit": commit.stdout.strip(), "command": " ".join(sys.argv)}
+    result["shapes"] = {}
+    for name in SHAPES:
+        found = result["shapes"][name] = measure(name)
+        print(name, json.dumps(found), flush=True)
+        torch.cuda.empty_cache()
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Experts that stay quantized and are never trained: the base of a LoRA fine-tune, or of a decode.
+
+    freeze_experts(model, "mxfp8")      every `Experts` of a model, one after another: bf16 goes as it is replaced
+    FrozenExperts(gate_up, down)        from quantized bytes (`mxep.gemm.freeze`), no bf16 at any time
+
+The forward pass and the gradient of x are those of `Experts` with the quantized weights. There are no weight gradients.
+
+e local experts of E, D model dim, F hidden dim.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mxep.gemm.frozen import FrozenFormat, FrozenWeight, freeze
+
+from .dispatchers.base import Routing
+from .experts import Experts, run_experts
+from .shares import local_tensor
+
+
+class FrozenExperts(nn.Module):
+    """All experts of a layer, or with a mesh this rank's share, in MXFP8 or MXFP4.
+
+    Parameters without gradients, uint8 as in `mxep.gemm.frozen.FrozenWeight`: ``gate_up_proj_qdata``, ``_scale``,
+    ``_column_scale`` and, if qdata are folded, ``_row_scale``, ``_lost_index`` and ``_lost_qdata``; the same of
+    ``down_proj``. With a mesh they are
+    DTensors sharded on the first dimension. ``gate_up_bias`` and ``down_bias`` are frozen, too, or None.
+    Casts leave them as they are: `.to(torch.bfloat16)` casts floating-point tensors only.
+    """
+
+    def __init__(
+        self,
+        gate_up_proj: FrozenWeight,
+        down_proj: FrozenWeight,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """gate_up_proj: (e, 2F, D) of this rank. down_proj: (e, D, F). mesh: 1-D, of ranks that share the experts."""
+        super().__init__()
+        (experts, wide, dim), expected = gate_up_proj.shape, tuple(down_proj.shape)
+        if expected != (experts, dim, wide // 2):
+            raise ValueError(
+                f"FrozenExperts: expected gate_up_proj (e, 2F, D) and down_proj (e, D, F), got "
+                f"{tuple(gate_up_proj.shape)} and {expected}"
+            )
+        self.num_experts = experts * (1 if mesh is None else mesh.size())
+        for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+            for part in FrozenWeight.field_names:
+                self.register_parameter(f"{name}_{part}", _frozen(getattr(weight, part), mesh))
+        self.gate_up_bias, self.down_bias = _frozen(gate_up_bias, mesh), _frozen(down_bias, mesh)
+
+    @staticmethod
+    def of(experts: Experts, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> "FrozenExperts":
+        """`experts`, quantized to `fmt` by `mxep.gemm.freeze`. Its bf16 weights are not touched."""
+        mesh = experts.down_proj.device_mesh if isinstance(experts.down_proj, DTensor) else None
+        weights = (freeze(local_tensor(w.data), fmt, folded=folded) for w in (experts.gate_up_proj, experts.down_proj))
+        biases = (None if b is None else local_tensor(b.data) for b in (experts.gate_up_bias, experts.down_bias))
+        gate_up_bias, down_bias = biases
+        return FrozenExperts(*weights, gate_up_bias=gate_up_bias, down_bias=down_bias, mesh=mesh)
+
+    @property
+    def gate_up_proj(self) -> FrozenWeight:
+        """This rank's gate and up weights (e, 2F, D)."""
+        return self._weight("gate_up_proj")
+
+    @property
+    def down_proj(self) -> FrozenWeight:
+        """This rank's down weights (e, D, F)."""
+        return self._weight("down_proj")
+
+    def _weight(self, name: str) -> FrozenWeight:
+        parts = (getattr(self, f"{name}_{part}") for part in FrozenWeight.field_names)
+        return FrozenWeight(*(None if part is None else local_tensor(part) for part in parts))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Routing | None]:
+        """:func:`mxep.ep.run_experts` with these weights."""
+        how |= {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, **how)
+
+    def extra_repr(self) -> str:
+        weight = self.down_proj
+        local, dim, hidden_dim = weight.shape
+        here = "" if local == self.num_experts else f", local_experts={local}"
+        return f"num_experts={self.num_experts}{here}, dim={dim}, hidden_dim={hidden_dim}, format={weight.format}"
+
+
+def _frozen(x: Tensor | None, mesh: DeviceMesh | None) -> nn.Parameter | None:
+    if x is None:
+        return None
+    x = x if mesh is None else DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    return nn.Parameter(x, requires_grad=False)
+
+
+def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> int:
+    """Replace every `Experts` in `model` by `FrozenExperts` in `fmt`. Returns the number of layers.
+
+    One layer after another, on the device where it is: the bf16 weights of a layer are freed before the next one. Make
+    the optimizer afterwards. Raises ValueError if there is none, before anything changed, and as `freeze` does.
+    """
+    found = [(m, name) for m in model.modules() for name, child in m.named_children() if isinstance(child, Experts)]
+    if not found:
+        raise ValueError("freeze_experts: expected a model with mxep.ep.Experts, got none")
+    for parent, name in found:
+        frozen = FrozenExperts.of(getattr(parent, name), fmt, folded=folded)
+        setattr(parent, name, frozen.train(parent.training))
+    return len(found)

@@ -1,0 +1,153 @@
+"""FrozenWeight: a weight that stays quantized and is never trained, as checkpoints ship it or frozen from bf16.
+
+    freeze(w, "mxfp8")   E4M3, 1.04 bytes an element      blocks of 32 along K, scales in e8m0
+    freeze(w, "mxfp4")   E2M1, 0.53 bytes an element
+
+    forward   its qdata, one scale per row                   dgrad   the same qdata, one scale per column
+              mxfp8: stored so, multiplied where they lie            (`mxep.quant.fold_for_dgrad`), a byte an element
+              mxfp4: expanded, a byte an element
+
+No bf16 copy of it is made on Hopper. The weight is expanded for one GEMM at a time, and the expansion is dropped after
+it. Folding MXFP8 to one scale per row rounds its smallest elements (`mxep.quant.fold`): about 1 in 10^4 of Gaussian
+weights, by at most 2^-18 of their row's amax. They are kept beside, so `shipped` gives back every byte as it came. With
+folded=False qdata are stored as shipped, and forward folds them at each call.
+
+qdata and scales are uint8: `.to(torch.bfloat16)`, mixed precision and FSDP2 cast floating-point tensors only.
+G groups (experts), N out features, K in features.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXFormat, MXTensor, column_scales, fold, quantize, to_mxfp8
+from mxep.runtime.bundle import Bundle, tensors_in
+
+FrozenFormat = Literal["mxfp8", "mxfp4"]
+FORMATS: dict[str, MXFormat] = {"mxfp8": E4M3, "mxfp4": E2M1}
+LOST = 1024
+"""Elements of a group per element that may be kept beside."""
+_SCALE = torch.float8_e8m0fnu
+
+
+@dataclass(frozen=True)
+class FrozenWeight(Bundle):
+    """A frozen weight (G, N, K).
+
+    Attributes:
+        qdata: uint8, (G, N, K) of E4M3 or (G, N, K/2) of E2M1, two per byte.
+        scale: uint8 (G, N, K/32), e8m0 as shipped. column_scale: uint8 (G, K/32), scales for dgrad.
+        row_scale: uint8 (G, N, 1) if qdata are folded to one scale per row, else None: they are as shipped.
+        lost_index, lost_qdata: int32 and uint8 (G, N K / 1024), if folded: places within a group, -1 at the end, of
+            elements that do not come back by unfolding, and their bytes as shipped.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    column_scale: Tensor
+    row_scale: Tensor | None = None
+    lost_index: Tensor | None = None
+    lost_qdata: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.qdata.shape[:-1], BLOCK * self.scale.shape[-1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Outer dtype of the values."""
+        return torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        return self.qdata.device
+
+    @property
+    def format(self) -> FrozenFormat:
+        return "mxfp8" if self.qdata.shape[-1] == self.shape[-1] else "mxfp4"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in tensors_in(self))
+
+    def along_k(self) -> MXTensor:
+        """The values that GEMMs multiply: qdata with one scale per row if they are stored so, else per 32 elements."""
+        scale, block = (self.scale, BLOCK) if self.row_scale is None else (self.row_scale, self.shape[-1])
+        qdata = self.qdata.view(FORMATS[self.format].dtype)
+        return MXTensor(qdata, scale.view(_SCALE), None, -1, block, self.dtype, trusted=True)
+
+    def shipped(self) -> MXTensor:
+        """The bytes as they came: blocks of 32 along K."""
+        if self.row_scale is None or self.lost_index is None or self.lost_qdata is None:
+            return self.along_k()
+        qdata = _unfolded(self.along_k().qdata, self.row_scale, self.scale)
+        places, bytes_ = self.lost_index, qdata.flatten(1)
+        groups = torch.arange(len(places), dtype=torch.int64, device=places.device)[:, None].expand_as(places)[
+            places >= 0
+        ]
+        bytes_[groups, places[places >= 0].long()] = self.lost_qdata[places >= 0]
+        return MXTensor(qdata.view(E4M3.dtype), self.scale.view(_SCALE), None, -1, BLOCK, self.dtype, trusted=True)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values (G, N, K) in `dtype`, default bf16, which holds them exactly."""
+        return self.along_k().dequantize(dtype or self.dtype)
+
+    def __getitem__(self, groups: slice) -> "FrozenWeight":
+        """Some of its groups."""
+        fields = (getattr(self, name) for name in self.field_names)
+        return FrozenWeight(*(None if x is None else x[groups] for x in fields))  # type: ignore[arg-type]
+
+
+def _unfolded(qdata: Tensor, row_scale: Tensor, scale: Tensor) -> Tensor:
+    """uint8: the folded qdata in blocks of 32 with their scales again."""
+    shift = (row_scale.int() - scale.int()).clamp(min=0).unsqueeze(-1)
+    return torch.ldexp(qdata.float().unflatten(-1, (-1, BLOCK)), shift).flatten(-2).to(E4M3.dtype).view(torch.uint8)
+
+
+def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> FrozenWeight:
+    """A frozen copy of w (G, N, K).
+
+    w: bf16 or fp32, which is quantized along K to `fmt`. Or already quantized, then `fmt` must be its format: an
+        MXTensor of E4M3 or E2M1 with blocks of 32 along K; BlockFP8 with power-of-two scales ("mxfp8").
+    folded: store MXFP8 with one scale per row, as Hopper multiplies it. MXFP4 never is.
+
+    Waits for the device. Raises ValueError for other formats and shapes, and if more than one in 1024 elements of a
+    group do not fold exactly, as where norms within a row differ by 2^10 and more: pass folded=False.
+    """
+    if fmt not in FORMATS:
+        raise ValueError(f"freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
+    if isinstance(w, BlockFP8):
+        w = to_mxfp8(w)
+    if len(w.shape) != 3 or w.shape[-1] % BLOCK:
+        raise ValueError(f"freeze: expected w (G, N, K) with K a multiple of {BLOCK}, got {tuple(w.shape)}")
+    mx = w if isinstance(w, MXTensor) else quantize(w.detach(), fmt=FORMATS[fmt])
+    if mx.qdata.dtype != FORMATS[fmt].dtype or mx.axis != -1 or mx.block_size != BLOCK or mx.row_index is not None:
+        raise ValueError(f"freeze: expected {fmt}, blocks of {BLOCK} along K, got {mx}")
+    qdata, scale = mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)
+    columns = column_scales(mx).view(torch.uint8)
+    if fmt != "mxfp8" or not folded:
+        return FrozenWeight(qdata, scale, columns)
+    rowwise = fold(mx)
+    row_scale = rowwise.scale.view(torch.uint8)
+    lost = _lost(_unfolded(rowwise.qdata, row_scale, scale), qdata)
+    return FrozenWeight(rowwise.qdata.view(torch.uint8), scale, columns, row_scale, *lost)
+
+
+def _lost(unfolded: Tensor, shipped: Tensor) -> tuple[Tensor, Tensor]:
+    """`lost_index` and `lost_qdata` of bytes (G, N, K)."""
+    groups, elements = len(shipped), shipped[0].numel()
+    room = -(-elements // LOST)
+    index = torch.full((groups, room), -1, dtype=torch.int32, device=shipped.device)
+    bytes_ = torch.zeros((groups, room), dtype=torch.uint8, device=shipped.device)
+    for g in range(groups):
+        (places,) = torch.where((unfolded[g] != shipped[g]).flatten())
+        if len(places) > room:
+            raise ValueError(
+                f"freeze: expected at most {room} of {elements} elements of group {g} that do not fold exactly, got "
+                f"{len(places)}: pass folded=False"
+            )
+        index[g, : len(places)] = places.int()
+        bytes_[g, : len(places)] = shipped[g].flatten()[places]
+    return index, bytes_

@@ -1,0 +1,141 @@
+"""FrozenWeight: what it stores, that nothing casts it, and that its bytes come back."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.gemm import FrozenWeight, Recipe, freeze
+from mxep.gemm.backends import BACKENDS
+from mxep.quant import BLOCK, MXTensor, fold, fold_for_dgrad, quantize, quantize_blocks
+from mxep.quant.fold_for_dgrad import column_scales
+from mxep.runtime.bundle import tensors_in
+
+GROUPS, N, K = 3, 64, 96
+
+
+def weight(seed: int = 0, *, spread: int = 0) -> Tensor:
+    """Rows of norms up to 2^spread apart, and columns: blocks of a row then do not fold exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(GROUPS, N, K, generator=generator)
+    blocks = 2.0 ** torch.randint(0, spread + 1, (GROUPS, N, K // BLOCK, 1), generator=generator)
+    return (w.view(GROUPS, N, -1, BLOCK) * blocks).view(GROUPS, N, K).bfloat16()
+
+
+@pytest.mark.parametrize(("fmt", "bytes_an_element"), [("mxfp8", 1 + 1 / 32 + 5 / 1024), ("mxfp4", 0.5 + 1 / 32)])
+def test_it_has_the_values_of_quantize_and_few_bytes(fmt: str, bytes_an_element: float) -> None:
+    w = weight()
+    frozen, quantized = freeze(w, fmt), quantize(w, fmt={"mxfp8": "E4M3", "mxfp4": "E2M1"}[fmt])
+    assert (frozen.format, tuple(frozen.shape)) == (fmt, (GROUPS, N, K))
+    exact = freeze(w, fmt, folded=False)
+    assert torch.equal(exact.dequantize(), quantized.dequantize())
+    error = (frozen.dequantize().float() - exact.dequantize().float()).abs().amax(-1) / w.abs().amax(-1)
+    assert float(error.max()) < 2.0**-17
+    assert frozen.nbytes <= w.numel() * bytes_an_element + GROUPS * (N + K // 32 + 5)
+    assert torch.equal(frozen[1:2].dequantize(), frozen.dequantize()[1:2])
+
+
+@pytest.mark.parametrize(("fmt", "folded"), [("mxfp8", True), ("mxfp8", False), ("mxfp4", True)])
+@pytest.mark.parametrize("lossy", [False, True])
+def test_shipped_bytes_come_back(fmt: str, folded: bool, lossy: bool) -> None:
+    shipped = quantize(weight(), fmt={"mxfp8": "E4M3", "mxfp4": "E2M1"}[fmt])
+    if lossy:  # odd multiples of the smallest number, in blocks three binades below their row's largest
+        qdata, scale = (part.clone().view(torch.uint8) for part in (shipped.qdata, shipped.scale))
+        scale[1:, 7, 1] = int(scale[1:, 7].amax()) - 3
+        if fmt == "mxfp8":
+            qdata[1, 7, 40:42], qdata[2, 7, 50] = 0x85, 0x01
+        shipped = MXTensor.from_qdata_and_scales(qdata.view(shipped.qdata.dtype), scale)
+    frozen = freeze(shipped, fmt, folded=folded)
+    back = frozen.shipped()
+    assert torch.equal(back.qdata.view(torch.uint8), shipped.qdata.view(torch.uint8))
+    assert torch.equal(back.scale.view(torch.uint8), shipped.scale.view(torch.uint8))
+    assert (frozen.row_scale is not None) == (frozen.lost_index is not None) == (fmt == "mxfp8" and folded)
+    if frozen.lost_index is not None and lossy:
+        assert (frozen.lost_index >= 0).sum(1).tolist() == [0, 2, 1]
+
+
+def test_rows_that_lose_much_are_refused_or_stored_as_shipped() -> None:
+    shipped = quantize(weight(spread=20), fmt="E4M3")
+    with pytest.raises(ValueError, match=r"at most 6 of 6144 elements of group 0.* got \d+: pass folded=False"):
+        freeze(shipped)
+    frozen = freeze(shipped, folded=False)
+    assert frozen.row_scale is None
+    assert torch.equal(frozen.dequantize(), shipped.dequantize())
+
+
+def test_signs_of_zeros_and_nan_blocks_come_back() -> None:
+    qdata = quantize(weight()).qdata.clone().view(torch.uint8)
+    scale = quantize(weight()).scale.clone().view(torch.uint8)
+    qdata[0, 0, :32] = 0x80
+    shipped = MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale)
+    assert torch.equal(freeze(shipped).shipped().qdata.view(torch.uint8), qdata)
+    scale[1, 2, 1] = 255
+    shipped = MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale)
+    with pytest.raises(ValueError, match="pass folded=False"):  # a NaN block makes NaN of its row
+        freeze(shipped)
+    frozen = freeze(shipped, folded=False)
+    assert torch.equal(frozen.shipped().qdata.view(torch.uint8), qdata)
+    assert frozen.dequantize()[1, 2, 32:64].isnan().all()
+
+
+def test_block_fp8_freezes_with_its_values() -> None:
+    blocks = quantize_blocks(weight(), block_size=(32, 32), scale_dtype=torch.float8_e8m0fnu)
+    assert torch.equal(freeze(blocks, folded=False).dequantize(), blocks.dequantize(torch.bfloat16))
+    assert torch.equal(freeze(blocks).shipped().dequantize(), blocks.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["reference", "dequant"])
+def test_forward_and_dgrad_are_those_of_the_values(fmt: str, name: str) -> None:
+    frozen, backend = freeze(weight(), fmt), BACKENDS[name]
+    offs, recipe = torch.tensor([32, 32, 96], dtype=torch.int32), Recipe.mxfp8()
+    values = frozen.dequantize().float()
+    generator = torch.Generator().manual_seed(1)
+    for width, expand, product, transposed in (
+        (K, backend.expand_rowwise, backend.forward, values.mT),
+        (N, backend.expand_colwise, backend.dgrad, values),
+    ):
+        rows = recipe.quantize_rows(torch.randn(96, width, generator=generator).bfloat16())
+        bias = {"bias": None} if product == backend.forward else {}
+        got = product(rows, expand(frozen), offs, out_dtype=torch.float32, **bias)
+        want = torch.cat(
+            [rows.dequantize().float()[a:b] @ transposed[g] for g, (a, b) in enumerate([(0, 32), (32, 32), (32, 96)])]
+        )
+        tolerance = 1e-5 if name == "reference" else 1e-2  # dequant rounds results to bf16
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * 30)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("spread", [0, 20])
+def test_on_hopper_both_orientations_are_folds_of_the_same_bytes(fmt: str, spread: int) -> None:
+    shipped = quantize(weight(spread=spread), fmt={"mxfp8": "E4M3", "mxfp4": "E2M1"}[fmt])
+    frozen, hopper = freeze(shipped, fmt, folded=spread == 0), BACKENDS["hopper"]
+    rowwise, colwise = hopper.expand_rowwise(frozen), hopper.expand_colwise(frozen)
+    assert (rowwise.block_size, colwise.axis, colwise.block_size) == (K, -2, N)
+    want = fold_for_dgrad(shipped)
+    assert torch.equal(colwise.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+    assert torch.equal(frozen.column_scale, column_scales(shipped).view(torch.uint8))
+    assert torch.equal(rowwise.qdata.view(torch.uint8), fold(shipped).qdata.view(torch.uint8))
+
+
+def test_no_cast_changes_a_byte() -> None:
+    frozen = freeze(weight())
+    for part in tensors_in(frozen):
+        assert not part.is_floating_point()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: freeze(weight(), "fp8"), "expected fmt mxfp8 or mxfp4, got 'fp8'"),
+        (lambda: freeze(weight()[0]), r"expected w \(G, N, K\) with K a multiple of 32, got \(64, 96\)"),
+        (lambda: freeze(quantize(weight()), "mxfp4"), "expected mxfp4, blocks of 32 along K, got MXTensor"),
+        (lambda: freeze(quantize(weight(), axis=-2)), "expected mxfp8, blocks of 32 along K, got MXTensor"),
+    ],
+)
+def test_what_it_does_not_take(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_types() -> None:
+    assert isinstance(freeze(weight()), FrozenWeight)
