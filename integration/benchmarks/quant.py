@@ -154,6 +154,8 @@ def _swiglu_backward(folded: bool, with_h: bool = False) -> Callable[..., Any]:
 CASES = {
     "rows": Case("rows", 0.95, lambda r, k: 2 * r * k + mx(r * k), _values,
                  lambda x: ops.quantize_rows(x, *HOW, BLOCK)),
+    "rows_e2m1": Case("rows", 0.85, lambda r, k: 2 * r * k + mx(r * k) - r * k // 2, _values,
+                      lambda x: ops.quantize_e2m1(x, HOW[1], BLOCK)),
     "rows_per_row": Case("rows", 0.95, lambda r, k: 3 * r * k + r, _values,  # row-scaled FP8
                        lambda x: ops.quantize_rows(x, *HOW, x.shape[1])),
     "columns": Case("rows", 0.90, lambda r, k: 2 * r * k + mx(r * k), _values,

@@ -19,6 +19,8 @@ TESTED = (
     "quantize_joined_rows",
     "quantize_joined_rows 14336",
     "quantize_2d",
+    "quantize_e2m1",
+    "quantize_e2m1 14336",
     "quantize_columns",
     "quantize_columns fp32",
     "quantize_per_row 7168",

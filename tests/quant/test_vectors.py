@@ -69,6 +69,7 @@ WITHOUT_VECTORS = {
     "quantize_into_room",
     "quantize_joined_rows",
     "quantize_2d",
+    "quantize_e2m1",
     "quantize_columns",
     "quantize_per_row",
 }

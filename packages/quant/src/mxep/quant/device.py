@@ -63,11 +63,12 @@ def abs_bits(x):
 
 @triton.jit
 def scale_of_amax(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
-    """Scale (int32) of a block with largest `abs_bits` `bits`, for qdata of DTYPE."""
+    """Scale (int32) of a block with largest `abs_bits` `bits`, for qdata of DTYPE; tl.uint8 is E2M1."""
     E4M3: tl.constexpr = DTYPE == tl.float8e4nv
-    MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 15
+    E2M1: tl.constexpr = DTYPE == tl.uint8
+    MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 2 if E2M1 else 15
     if MODE == "rceil":
-        reciprocal_of_max: tl.constexpr = 1.0 / 448.0 if E4M3 else 1.0 / 57344.0
+        reciprocal_of_max: tl.constexpr = 1.0 / 448.0 if E4M3 else 1.0 / 6.0 if E2M1 else 1.0 / 57344.0
         ratio = (bits.to(tl.float32, bitcast=True) * reciprocal_of_max).to(tl.int32, bitcast=True)
         scale = tl.where(ratio <= _TWO_TO_MINUS_127, 0, (ratio + _MANTISSA) >> 23)
     elif MODE == "floor":
@@ -76,7 +77,8 @@ def scale_of_amax(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
         scale = ((bits + _MANTISSA) >> 23) - MAX_EXPONENT
     else:
         tl.static_assert(MODE == "even")
-        scale = ((bits + (0x80000 if E4M3 else 0x100000)) >> 23) - MAX_EXPONENT
+        half_an_ulp: tl.constexpr = 0x80000 if E4M3 else 0x200000 if E2M1 else 0x100000
+        scale = ((bits + half_an_ulp) >> 23) - MAX_EXPONENT
     if MODE != "rceil":
         scale = tl.maximum(scale, 0)
     return tl.where(bits >= _INF, NAN_SCALE, scale)

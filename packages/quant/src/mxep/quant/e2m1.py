@@ -10,7 +10,8 @@ Source: OCP Microscaling Formats v1.0, section 5.3.3. gpt-oss, DeepSeek-V4 and c
 Elements saturate at 6 and are rounded to nearest, ties to the even code. The format has no NaN: a block with scale 255
 has only codes 7, and its values are NaN.
 
-Plain torch on any device. x (..., K), codes uint8 (..., K), qdata float4_e2m1fn_x2 (..., K/2), scale (..., K/block).
+`quantize` has a Triton kernel, the rest is plain torch on any device. x (..., K), codes uint8 (..., K), qdata
+float4_e2m1fn_x2 (..., K/2), scale (..., K/block).
 """
 
 import itertools
@@ -85,6 +86,7 @@ def widen(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=E2M1.dtype),
         x.new_empty((*x.shape[:-1], x.shape[-1] // block_size), dtype=SCALE_DTYPE),
     ),
+    launcher="mxep.quant.kernels.quantize_e2m1:quantize_e2m1",
 )
 def quantize(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K/2) float4_e2m1fn_x2, scale (..., K/block_size) e8m0."""

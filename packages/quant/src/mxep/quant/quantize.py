@@ -43,7 +43,7 @@ def quantize(
 ) -> MXTensor:
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to qdata with power-of-two scales; shape and outer dtype stay x's.
 
-    fmt: E4M3 or E5M2 (MXFP8), or E2M1 (MXFP4, in plain torch on any device; no 2-D blocks and no `room`), or a name.
+    fmt: E4M3 or E5M2 (MXFP8), or E2M1 (MXFP4; no 2-D blocks and no `room`), or a name.
     axis: direction of the blocks: -1 (rows: one scale per `block_size` elements of a row), -2 (columns), their positive
         twins, or (-2, -1): square 2-D blocks, one scale per block_size x block_size elements, good for W and W^T alike.
     block_size: elements per scale; None for one scale over the whole axis ("row-scaled FP8").
