@@ -47,7 +47,7 @@ from mxep.comms import (
 )
 from mxep.integration.collective import FailedOnRanks, all_gather_tensor, on_all_ranks
 from mxep.integration.config import ConfigError
-from mxep.integration.rank import Rank
+from mxep.integration.launch import Rank
 from mxep.integration.results import Row
 
 from .runner import Bench, table

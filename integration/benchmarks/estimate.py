@@ -32,12 +32,10 @@ from typing import Any
 
 from mxep.comms import Capacity
 from mxep.ep.auto import rows_per_expert
+from mxep.integration.choices import make_capacity
 from mxep.integration.config import ConfigError
-from mxep.integration.named import make_capacity
-from mxep.integration.names import CASES, ESTIMATES, KEPT_IN_FP8
 from mxep.integration.results import Report, Row, Section
-from mxep.integration.schema import Config
-from mxep.integration.sizes import NAMES, moe_layers, sizes_of
+from mxep.integration.schema import CASES, ESTIMATES, KEPT_IN_FP8, SIZE_NAMES, Config, moe_layers, sizes_of
 
 from .estimate_costs import MOST_RANKS, Layout, Rates, fit, memory, read
 from .layer_cases import BASELINE, WIRE, Shape
@@ -139,7 +137,7 @@ def model_of(config: Config) -> tuple[Shape, int]:
     found = found.get("text_config") or found
     sizes = sizes_of(found)
     if missing := [key for key in ("dim", "layers", "experts", "top_k", "hidden_dim") if key not in sizes]:
-        names = " or ".join(NAMES[missing[0]])
+        names = " or ".join(SIZE_NAMES[missing[0]])
         raise ConfigError(f"estimate.model: {file} has no {names}: wanted one of an MoE model")
 
     shape = Shape(tokens, sizes["dim"], sizes["hidden_dim"], sizes["experts"], sizes["top_k"])

@@ -59,8 +59,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from mxep.integration.collective import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
 from mxep.integration.reference import Results as Tensors
+from mxep.integration.reference import snr
 from mxep.integration.results import Row
-from mxep.integration.snr import snr
 
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape, floor_ms, flop, rate, sent_mb, work

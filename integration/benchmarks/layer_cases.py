@@ -48,10 +48,10 @@ from mxep.ep import HierarchicalDispatcher, MoE
 from mxep.gemm import grouped_mm, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.integration.collective import all_gather_tensor
+from mxep.integration.launch import Rank
 from mxep.integration.mesh import local, share
-from mxep.integration.names import KEPT_IN_FP8
-from mxep.integration.rank import Rank
 from mxep.integration.reference import Results
+from mxep.integration.schema import KEPT_IN_FP8
 from mxep.quant import BLOCK
 
 from .baseline import PAD, BaselineLayer, Product, bf16_product

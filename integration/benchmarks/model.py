@@ -53,10 +53,10 @@ from mxep.ep import parameter_groups
 from mxep.ep.shares import local_tensor, local_weight
 from mxep.gemm import Recipe
 from mxep.integration.collective import FailedOnRanks, from_all_ranks, on_all_ranks
-from mxep.integration.names import RECIPES
-from mxep.integration.rank import Rank
+from mxep.integration.launch import Rank
+from mxep.integration.reference import snr
 from mxep.integration.results import Row
-from mxep.integration.snr import snr
+from mxep.integration.schema import RECIPES
 from mxep.integration.transformers import Implementation, check, expert_parallel, register
 from mxep.integration.transformers.layer import layers
 from mxep.integration.transformers.model import CAUSAL, multiply_by

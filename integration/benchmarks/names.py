@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mxep.integration.config import unknown
-from mxep.integration.names import BACKENDS, CASES, KEPT_IN_FP8, RECIPES
-from mxep.integration.schema import BenchConfig
+from mxep.integration.schema import BACKENDS, CASES, KEPT_IN_FP8, RECIPES, BenchConfig
 
 ANY = "*"
 
@@ -35,8 +34,8 @@ class Known:
 
 
 KERNELS = (
-    *("rows", "rows_per_row", "columns", "weights_per_row", "weights_2d", "requantize"),
-    *("requantize_gathered", "fold", "fold_for_wgrad", "swiglu", "swiglu_folded", "swiglu_backward"),
+    *("rows", "rows_e2m1", "rows_per_row", "columns", "weights_per_row", "weights_2d", "requantize"),
+    *("requantize_gathered", "fold", "fold_e2m1", "fold_for_wgrad", "swiglu", "swiglu_folded", "swiglu_backward"),
     *("swiglu_backward_folded", "swiglu_backward_and_h", "pad", "unpad", "gather_swizzled", "cast"),
 )
 LAYERS = (

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from mxep.integration.config import ConfigError
-from mxep.integration.rank import Rank
+from mxep.integration.launch import Rank
 from mxep.integration.results import Report, Row, Section, write
 from mxep.integration.schema import BenchConfig
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mxep.ep import layer
-from mxep.integration.rank import NO_MULTICAST
+from mxep.integration.launch import NO_MULTICAST
 from mxep.runtime.bundle import build, take_apart, tensors_in
 
 MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 16), "deepseek-16b": ("deepseek_v3", "16B", 16)}

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from docs.test_links import PAGES, ROOT
-from mxep.integration import arguments, config, names, prepare
+from mxep.integration import app, config, schema
 from mxep.integration.schema import configs_dir, register
 
 GPUS = 8
@@ -70,7 +70,7 @@ def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch)
     if wrong := [word for word in overrides if word.startswith("-") and word not in FLAGS]:
         return f"no such flag: {wrong}"
     overrides = [word for word in overrides if not word.startswith("-")]
-    if said := arguments.complaint(overrides, names.TASKS):
+    if said := config.command_line_complaint(overrides, schema.TASKS):
         return said
     for name in ("WORLD_SIZE", "RANK"):
         if ranks is None:
@@ -84,7 +84,7 @@ def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch)
         for job in jobs:
             raw = composed(job)
             if raw.resume is None:
-                prepare.prepare(raw, job)
+                app.prepare(raw, job)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -93,7 +93,7 @@ def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model as save_pretrained writes it, with a tokenizer and a text; GPUs, and the packages that models want."""
-    for module in (config, prepare):
+    for module in (config, app):
         monkeypatch.setattr(module, "count_gpus", lambda: GPUS)
     installed = config.importlib.metadata.version
     monkeypatch.setattr(

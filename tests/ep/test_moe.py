@@ -17,9 +17,8 @@ from ep.problem import FixedRouting, Ranks, make_ranks, share
 from mxep.comms import Capacity, CapacityExceeded
 from mxep.ep import ExpertParallel, MoE, Router, SymmetricDispatcher, load_balancing_loss
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.integration.names import CASES
-from mxep.integration.reference import Results, quantizers
-from mxep.integration.snr import snr
+from mxep.integration.reference import Results, quantizers, snr
+from mxep.integration.schema import CASES
 from mxep.integration.verify import BF16, MARGIN
 from ranks import Context, distributed
 

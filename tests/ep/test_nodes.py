@@ -19,8 +19,7 @@ import torch.distributed as dist
 from ep.problem import make_ranks
 from mxep.ep import MoE, make_dispatcher
 from mxep.gemm import Recipe
-from mxep.integration.reference import quantizers
-from mxep.integration.snr import snr
+from mxep.integration.reference import quantizers, snr
 from mxep.integration.verify import BF16, MARGIN
 from nodes import make_nodes, run_nodes, sent_bytes
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from mxep.integration import job, state
+from mxep.integration import job, run_folder
 from mxep.integration.train import Outcome, Run
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
@@ -83,9 +83,9 @@ def test_a_run_leaves_curves_numbers_config_and_checkpoints_and_the_loss_falls(m
         assert tokens * 2 <= run_summary["rows_sent"] <= run_summary["rows_routed"]
     assert bf16["rows_padding"] == 0 < mxfp8["rows_padding"]
     assert summary["valid_loss_difference"] == mxfp8["valid_loss"] - bf16["valid_loss"]
-    for name, folder in state.find(run).items():
+    for name, folder in run_folder.find(run).items():
         assert folder.name == "step-000030"
-        assert state.read_state(folder).run == name
+        assert run_folder.read_state(folder).run == name
         assert load_file(folder / "model.safetensors").keys() < {
             name.removeprefix("first.") for name in load_file(folder / "optimizer.safetensors")
         } | {f"blocks.{i}.moe.router.expert_bias" for i in range(2)}
@@ -118,8 +118,8 @@ def test_ctrl_c_leaves_a_checkpoint_says_how_to_go_on_and_leaves_no_process(text
     assert f"mxep: stopped (bf16, step {steps} of 100000); go on with: mxep resume={folder} {' '.join(here)}\n" in err
     assert "Traceback" not in err
     assert wait_until(lambda: not processes("ctrl-c"), within=1)
-    (step,) = state.find(folder).values()
-    assert state.read_state(step).step == steps
+    (step,) = run_folder.find(folder).values()
+    assert run_folder.read_state(step).step == steps
     assert json.loads((folder / "summary.json").read_text())["runs"][0]["stopped"]
 
 
@@ -207,7 +207,7 @@ def test_a_sigterm_to_the_whole_process_group_leaves_a_checkpoint_too(mxep, text
     threading.Thread(target=end_all).start()
     finished = mxep(*TINY, f"data.path={text}", "train.steps=100000", "train.checkpoint_every=0")
     assert finished.code == 130, finished.err
-    assert state.find(tmp_path / "run").keys() == {"bf16"}
+    assert run_folder.find(tmp_path / "run").keys() == {"bf16"}
 
 
 def test_a_capacity_that_overflows_ends_with_the_numbers(mxep, text: Path):

@@ -84,7 +84,7 @@ def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["bench.cases=[rows,diagonals]"], "bench.cases: got 'diagonals', wanted some of rows; rows_per_row"),
+        (["bench.cases=[rows,diagonals]"], "bench.cases: got 'diagonals', wanted some of rows; rows_e2m1"),
         (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of rows; weights; small"),
         (["bench.shapes.rows=[[64]]"], "bench.shapes.rows: got [64], wanted 2 sizes, multiples of [32, 64]"),
         (["bench.shapes.rows=[[64,96]]"], "bench.shapes.rows: got [64, 96], wanted 2 sizes, multiples of [32, 64]"),

@@ -18,7 +18,7 @@ from benchmarks import runner
 from benchmarks.model import BASELINE, LEAST_SNR, PLAIN, Shape, Subject, measure
 from benchmarks.names import MODELS
 from mxep.integration.config import ConfigError
-from mxep.integration.rank import Rank
+from mxep.integration.launch import Rank
 from mxep.integration.results import Report
 from mxep.integration.transformers.versions import own_expert_parallel
 

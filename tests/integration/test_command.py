@@ -14,11 +14,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
+from benchmarks import runner
 from benchmarks.names import BENCH
 from mxep import ep, gemm
-from mxep.integration import files, job, names, verify
+from mxep.integration import job, schema, text_files, verify
+from mxep.integration.app import prepare
 from mxep.integration.config import ConfigError
-from mxep.integration.prepare import prepare
 from mxep.integration.report import show_sweep
 from mxep.integration.schema import Config, DataConfig, configs_dir, register
 from mxep.integration.verify import Check
@@ -98,32 +99,34 @@ def test_version_is_that_of_the_distribution(tmp_path: Path):
 
 
 def test_names_known_without_torch_are_those_of_the_tables():
-    assert tuple(gemm.BACKENDS) == names.BACKENDS
-    assert ep.DISPATCHERS == names.DISPATCHERS
-    assert tuple(job.TASKS) == names.TASKS
-    wanted = {recipe: gemm.Recipe.named(recipe).group_alignment for recipe in names.RECIPES}
-    assert wanted == names.ALIGNMENT
-    assert tuple(BENCH) == names.BENCHES
-    with pytest.raises(ValueError, match=re.escape(", ".join(f"_{change}" for change in names.CHANGES))):
+    assert tuple(gemm.BACKENDS) == schema.BACKENDS
+    assert ep.DISPATCHERS == schema.DISPATCHERS
+    assert tuple(job.TASKS) == schema.TASKS
+    wanted = {recipe: gemm.Recipe.named(recipe).group_alignment for recipe in schema.RECIPES}
+    assert wanted == schema.ALIGNMENT
+    assert tuple(BENCH) == schema.BENCHES
+    with pytest.raises(ValueError, match=re.escape(", ".join(f"_{change}" for change in schema.CHANGES))):
         gemm.Recipe.named("bf16_e5m2")
 
 
 def test_a_recipe_is_known_without_torch_as_it_is_with():
-    assert names.is_recipe("auto")
+    assert schema.is_recipe("auto")
     few = ("bf16", "fp8", "mxfp8", "mx", "", "fp8_", "mxfp8e5m2", "mxfp8_rceil", "mxfp8_E5M2")
-    suffixes = ["_".join(("", *some)) for count in (1, 2, 3) for some in itertools.product(names.CHANGES, repeat=count)]
-    for name in (*few, *(f"{base}{suffix}" for base in names.RECIPES for suffix in suffixes)):
+    suffixes = [
+        "_".join(("", *some)) for count in (1, 2, 3) for some in itertools.product(schema.CHANGES, repeat=count)
+    ]
+    for name in (*few, *(f"{base}{suffix}" for base in schema.RECIPES for suffix in suffixes)):
         try:
             gemm.Recipe.named(name)
         except ValueError:
-            assert not names.is_recipe(name), name
+            assert not schema.is_recipe(name), name
         else:
-            assert names.is_recipe(name), name
+            assert schema.is_recipe(name), name
 
 
 @pytest.mark.parametrize("name", BENCH)
 def test_what_is_known_of_a_bench_without_torch_is_what_it_has(name: str):
-    known, module = BENCH[name], job.run.load(name)
+    known, module = BENCH[name], runner.load(name)
     assert known.sections == tuple(module.SECTIONS)
     assert known.cases == tuple(getattr(module, "CASES", known.cases))
     of_sections = getattr(module, "CASES_OF", {})
@@ -166,13 +169,13 @@ def test_models_whose_shapes_the_command_line_names_are_measured():
 def test_a_table_of_verification_fits_80_columns_and_names_what_failed(make_config: Callable[..., Config], capsys):
     checks = ("out", "dx", "d_weights", "d_gate_up_proj", "d_down_proj")
     good = [Check(name, 55.25, 45.0, 1) for name in checks]
-    results = dict.fromkeys(names.CASES, good)
+    results = dict.fromkeys(schema.CASES, good)
     results["mxfp8/symmetric"] = [*good[:-1], Check("d_down_proj", float("nan"), 45.0, 3)]
     verify.report(make_config(), results).show(Console(width=80))
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
     assert "…" not in out
-    assert len(re.findall(r"\+10\.2 +pass *$", out, re.MULTILINE)) == len(names.CASES) - 1
+    assert len(re.findall(r"\+10\.2 +pass *$", out, re.MULTILINE)) == len(schema.CASES) - 1
     assert "mxfp8/symmetric: d_down_proj: nan dB on rank 3, wanted 45.00" in out
 
 
@@ -197,29 +200,29 @@ def test_what_is_read_of_a_folder_and_what_is_not_text_is_said(tmp_path: Path):
     (tmp_path / "a.txt").write_text("words " * 100)
     (tmp_path / "b.md").write_bytes(b"\x00\xff" * 100)
     (tmp_path / "c.bin").write_bytes(b"\x00" * 100)
-    assert list(files.notes(data(tmp_path, max_bytes=500))) == [
+    assert list(text_files.notes(data(tmp_path, max_bytes=500))) == [
         f"reads 2 files of {tmp_path}, 800 bytes, the first 500 of them (data.max_bytes)",
         "left out 1 files with other endings: .bin (1); data.path=FILE reads any one",
         f"1 of 2 files are not UTF-8 text, such as {tmp_path / 'b.md'}: the model learns bytes, whatever they mean",
     ]
-    assert list(files.notes(data(tmp_path / "a.txt"))) == []
-    (one,) = files.notes(data(tmp_path / "c.bin"))
+    assert list(text_files.notes(data(tmp_path / "a.txt"))) == []
+    (one,) = text_files.notes(data(tmp_path / "c.bin"))
     assert one == f"{tmp_path / 'c.bin'} is not UTF-8 text: the model learns bytes, whatever they mean"
-    (tmp_path / "long.txt").write_text("é" * files.HEAD)  # the head that is looked at ends within a character
-    (tmp_path / "odd.txt").write_text("a" + "é" * files.HEAD)
-    assert [list(files.notes(data(tmp_path / name))) for name in ("long.txt", "odd.txt")] == [[], []]
+    (tmp_path / "long.txt").write_text("é" * text_files.HEAD)  # the head that is looked at ends within a character
+    (tmp_path / "odd.txt").write_text("a" + "é" * text_files.HEAD)
+    assert [list(text_files.notes(data(tmp_path / name))) for name in ("long.txt", "odd.txt")] == [[], []]
 
 
 def test_a_text_that_is_too_short_is_told_with_its_size(tmp_path: Path):
     (tmp_path / "a.txt").write_text("words")
-    assert files.complaint(data(tmp_path / "a.txt")) == (
+    assert text_files.complaint(data(tmp_path / "a.txt")) == (
         f"data.path: got 5 bytes in {tmp_path / 'a.txt'}, wanted at least 288 for data.length=8"
     )
-    assert "got 5 bytes in 1 files of" in str(files.complaint(data(tmp_path)))
-    assert files.complaint(data(tmp_path, max_bytes=10)) == (
+    assert "got 5 bytes in 1 files of" in str(text_files.complaint(data(tmp_path)))
+    assert text_files.complaint(data(tmp_path, max_bytes=10)) == (
         "data.max_bytes: got 10, wanted at least 288 for data.length=8"
     )
-    assert "data.length: got 40000, wanted at most 32767" in str(files.complaint(data(tmp_path, length=40000)))
+    assert "data.length: got 40000, wanted at most 32767" in str(text_files.complaint(data(tmp_path, length=40000)))
 
 
 def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so(mxep, text: Path, tmp_path: Path):

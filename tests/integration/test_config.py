@@ -18,12 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
 from mxep.integration import job
-from mxep.integration.arguments import complaint
-from mxep.integration.bounds import Range, out_of_bounds
-from mxep.integration.config import ConfigError, resolve, restore, to_json
-from mxep.integration.named import auto, make_recipe, recipes
-from mxep.integration.names import TASKS
-from mxep.integration.schema import Config, configs_dir, register
+from mxep.integration.choices import auto, make_recipe, recipes
+from mxep.integration.config import ConfigError, command_line_complaint, resolve, restore, to_json
+from mxep.integration.schema import TASKS, Config, Range, configs_dir, out_of_bounds, register
 from mxep.quant import E5M2, ScaleMode
 
 
@@ -223,7 +220,7 @@ def test_a_value_that_fits_passes(make_config: Callable[..., Config], overrides:
     [["recipe=mxfp8,fp8", "-m"], ["recipe=[a]"], ["recipe=mine", "--config-dir=d"], ["model=null"], ["task=verify"]],
 )
 def test_what_hydra_reads_is_left_to_it(arguments: list[str]):
-    assert complaint(arguments, TASKS) is None
+    assert command_line_complaint(arguments, TASKS) is None
 
 
 @pytest.mark.parametrize(

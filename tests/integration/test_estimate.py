@@ -23,8 +23,8 @@ from mxep.comms.layout import PE_SHIFT
 from mxep.comms.layout import Layout as Buffer
 from mxep.comms.puts import PutExchange
 from mxep.comms.transport import StagedBuffer
+from mxep.integration.app import prepare
 from mxep.integration.config import ConfigError
-from mxep.integration.prepare import prepare
 from mxep.integration.schema import Config, configs_dir, register
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from integration.test_train import losses_and_norms, make_trainer, needs_gpu
 from mxep.comms import CapacityExceeded
 from mxep.gemm import quantize_weights_once
-from mxep.integration import step
+from mxep.integration import train
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.schema import Config
@@ -39,11 +39,11 @@ def gradients(rank: Rank, config: Config, folder: Path) -> tuple[dict[str, torch
             yield
             opened.append(once.quantizations)
 
-    with mock.patch.object(step, "quantize_weights_once", watched):
+    with mock.patch.object(train, "quantize_weights_once", watched):
         loss, rows = trainer._backward(*trainer._batch(trainer.text.train, config.seed, 0))
     trainer.gradients.reduce()
     dist.all_reduce(loss)
-    found = {"loss": loss / rank.world_size, "routed": rows[step.COUNTS.index("routed")]}
+    found = {"loss": loss / rank.world_size, "routed": rows[train.COUNTS.index("routed")]}
     found |= {f"load {i}": router.load for i, router in enumerate(trainer.model.routers)}
     found |= {name: whole(p.grad) for name, p in trainer.model.named_parameters()}
     return found, sum(opened)

@@ -10,11 +10,10 @@ import torch
 from mxep.comms import Capacity
 from mxep.ep import Dispatch, TokenDispatcher, make_dispatcher
 from mxep.gemm import Linear, Recipe
+from mxep.integration.choices import linear_recipe, make_recipe
 from mxep.integration.model import Transformer, rotate
 from mxep.integration.model import make_model as of_config
-from mxep.integration.named import linear_recipe, make_recipe
-from mxep.integration.names import VOCABULARY
-from mxep.integration.schema import Config
+from mxep.integration.schema import VOCABULARY, Config
 
 
 def make_model(config: Config, **changes: int) -> Transformer:

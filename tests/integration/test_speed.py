@@ -20,12 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from integration.conftest import TINY, Finished
 from integration.test_train import make_trainer, needs_gpu
-from mxep.integration import progress
+from mxep.integration import metrics
 from mxep.integration.config import ConfigError, to_json
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.log import scalars
+from mxep.integration.metrics import PEAKS, Speed, flops_per_token, peak_of, scalars, weights_met
 from mxep.integration.schema import Config
-from mxep.integration.speed import PEAKS, Speed, flops_per_token, peak_of, weights_met
 
 
 def flops(rank: Rank, config: Config, folder: Path) -> tuple[float, int]:
@@ -209,11 +208,11 @@ def test_the_progress_line_has_speed_and_memory_in_100_columns(name: str, kind: 
     rate = "MFU 41.7%" if kind == "gpu" else "412 TFLOP/s"
     memory = "" if kind == "cpu" else " 115.3 GiB"
     said = f"loss 10.901 1174.3k tokens/s {rate}{memory} load 31.25x"
-    assert progress.describe(row) == said
+    assert metrics.describe(row) == said
     for width in (100, 80):
         console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None)
-        monkeypatch.setattr(progress, "Console", lambda console=console, **_: console)
-        with progress.progress(name, 3000, 3.26, shown=True) as advance:
+        monkeypatch.setattr(metrics, "Console", lambda console=console, **_: console)
+        with metrics.progress(name, 3000, 3.26, shown=True) as advance:
             bar = inspect.getclosurevars(advance).nonlocals["bar"]
             advance(1234, row)
             bar.refresh()

@@ -13,7 +13,7 @@ pytest.importorskip("titan_on_cpu", reason="wants torchtitan", exc_type=ImportEr
 pytest.importorskip("torchtitan.config.override", reason="wants torchtitan 0.3", exc_type=ImportError)
 
 from mxep.gemm.auto import LEAST
-from mxep.integration.snr import snr
+from mxep.integration.reference import snr
 from ranks import Context, distributed
 
 E, K, D, F, T = 8, 3, 64, 96, 40

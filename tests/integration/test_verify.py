@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from mxep.gemm import BACKENDS, Recipe
 from mxep.integration import job, verify
-from mxep.integration.names import CASES, LINEAR_CASES
 from mxep.integration.reference import (
     EXACT,
     LinearProblem,
@@ -22,9 +21,9 @@ from mxep.integration.reference import (
     moe_layer,
     plain_linear,
     quantizers,
+    snr,
 )
-from mxep.integration.schema import Config
-from mxep.integration.snr import snr
+from mxep.integration.schema import CASES, LINEAR_CASES, Config
 from mxep.integration.verify import WIDE, Check, compare, levelled, make_problem, report, wide_of, widened
 
 TAMPERED = 3  # a token whose experts are all routed; an expert

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from mxep.integration.snr import snr
+from mxep.integration.reference import snr
 
 TOKENS = 24
 _BASE: dict[str, Any] = {

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from . import shards
 from .collective import all_gather, from_all_ranks
 from .mesh import Mesh, local, part
-from .state import DIGESTS, FORMAT, TOKENIZER, State, changed, digests_of, read_state, seal, step_folder, steps
+from .run_folder import DIGESTS, FORMAT, TOKENIZER, State, changed, digests_of, read_state, seal, step_folder, steps
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 

@@ -5,13 +5,14 @@
         -> `resolve` -> Config, plain data, goes to the ranks
 
 Names (recipe, dispatcher, data source, task) pick from tables in code, so no config can make anything that mxep does
-not name. Imports nothing heavy: a mistake is answered before torch is there. What names mean is in `named.py`.
+not name; `choices` has what they stand for. Imports nothing heavy: a mistake is answered before torch is there.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -22,15 +23,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from . import files, tokenizer
-from .arguments import did_you_mean, override_key, recipes_like
-from .bounds import out_of_bounds
-from .names import (
+from . import text_files
+from .process import count_gpus
+from .schema import (
     ALIGNMENT,
     CASES,
     CHANGES,
@@ -39,11 +39,12 @@ from .names import (
     LINEAR_CASES,
     RECIPES,
     VOCABULARY,
+    Config,
+    configs_dir,
     is_recipe,
+    out_of_bounds,
+    sizes_of,
 )
-from .process import count_gpus
-from .schema import Config
-from .sizes import sizes_of
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
 """What `resume` takes from a checkpoint: names, numbers, and one path that is read, `data.path`. The command line says
@@ -226,9 +227,9 @@ def _complaints(config: Config) -> Iterator[str]:
         yield "train.wandb=true wants wandb: pip install wandb"
     if path is not None and not Path(path).exists():
         yield f"data.path: no such file or folder: {path}"
-    elif config.task.name in ("train", "compare") and (complaint := files.complaint(config.data)):
+    elif config.task.name in ("train", "compare") and (complaint := text_files.complaint(config.data)):
         yield complaint
-    if config.task.name in ("train", "compare") and (complaint := tokenizer.complaint(config.data)):
+    if config.task.name in ("train", "compare") and (complaint := text_files.tokenizer_complaint(config.data)):
         yield complaint
     yield from unknown("verify.cases", config.verify.cases or (), (*CASES, *LINEAR_CASES))
     if config.task.name == "verify":
@@ -288,8 +289,8 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
     if "shared_experts" not in sizes and config.model.shared_experts:
         kind = of_model.get("model_type")
         yield f"model.shared_experts: got {config.model.shared_experts}, but models of {kind} have none here: want 0"
-    wrong = tokenizer.complaint(config.data)
-    least = VOCABULARY if wrong else tokenizer.vocabulary_of(config.data)
+    wrong = text_files.tokenizer_complaint(config.data)
+    least = VOCABULARY if wrong else text_files.vocabulary_of(config.data)
     if (size := of_model.get("vocab_size", least)) < least:
         yield f"model.transformers.vocab_size must be at least {least}, one for each token of the data, got {size}"
     for key in of_model:
@@ -353,3 +354,66 @@ def _multiplied(config: Config) -> list[str]:
         return []
     compared = config.task.name == "compare" or config.train.compare
     return [*(["bf16"] if compared else []), config.recipe.name, *filter(None, [config.recipe.linear])]
+
+
+def override_key(override: str) -> str:
+    """The key or group that an argument of the command line sets."""
+    return override.lstrip("+~").split("=")[0].split("@")[0]
+
+
+def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
+    """A task without its key, a key that there is not, for which Hydra would advise a `+`, or a choice that is none."""
+    own = any(argument.startswith(("-cd", "--config-", "hydra.searchpath")) for argument in arguments)
+    for argument in arguments:
+        if argument in tasks:
+            return f"{argument}: wanted KEY=VALUE, as task={argument}"
+        if argument.startswith("-") or "=" not in argument or (key := override_key(argument)).startswith("hydra"):
+            continue
+        section: Any = Config
+        for name in key.split("."):
+            if dataclasses.is_dataclass(section):
+                if name not in (types := get_type_hints(section)):
+                    return f"no such key: {key}{_alike(key)}"
+                section = types[name]
+        if not own and (said := _unknown_choice(key, argument.partition("=")[2])):
+            return said
+    return None
+
+
+def _unknown_choice(group: str, choice: str) -> str | None:
+    """Of a group of configs, such as recipe=mxpf8. Lists are Hydra's to read."""
+    known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
+    if not known or choice in (*known, "null") or not re.fullmatch(r"\w+", choice):
+        return None
+    if group == "recipe" and is_recipe(choice):
+        return f"no such choice: recipe={choice}; did you mean recipe.name={choice}?"
+    near = did_you_mean(choice, known)
+    return f"no such choice: {group}={choice}{near or '; wanted ' + ', '.join(known)}"
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The end of a message: the name that is meant, if one is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def recipes_like(name: str) -> list[str]:
+    """Names of recipes with the changes that `name` has, as far as they are known."""
+    changes = [f"_{change}" for change in CHANGES if change in name]
+    known = [*RECIPES, "auto", *(base + "".join(changes) for base in RECIPES if changes)]
+    return [each for each in known if is_recipe(each)]
+
+
+def _alike(key: str) -> str:
+    """The keys that may be meant."""
+    known, last = list(_keys()), key.rpartition(".")[2]
+    same = [one for one in known if one.rpartition(".")[2] == last]
+    near = same or difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {' or '.join(near)}?" if near else "; mxep --cfg job prints all keys"
+
+
+def _keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
+    for name, kind in get_type_hints(section).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{name}.")

@@ -20,10 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collective import from_all_ranks
-from .files import CHUNK, HELD_OUT, least_bytes, read
-from .names import VOCABULARY
-from .schema import DataConfig
-from .tokenizer import encode, make
+from .schema import VOCABULARY, DataConfig
+from .text_files import CHUNK, HELD_OUT, encode, least_bytes, make_tokenizer, read
 
 T = TypeVar("T", Tensor, str)
 
@@ -60,7 +58,7 @@ def read_text(config: DataConfig) -> Text:
         return Text(name, torch.cat(train), torch.cat(valid), digest, _entropy(torch.cat((*train, *valid))))
     texts = _split(raw.decode(errors="replace"))
     first = not dist.is_initialized() or dist.get_rank() == 0
-    tokenizer = from_all_ranks(lambda: make(config, texts[0]) if first else "")[0]
+    tokenizer = from_all_ranks(lambda: make_tokenizer(config, texts[0]) if first else "")[0]
     train, valid = ([torch.tensor(ids, dtype=torch.int32) for ids in encode(tokenizer, each)] for each in texts)
     tokens = torch.cat((*train, *valid))
     if (got := min(sum(map(len, train)), sum(map(len, valid)))) < (wanted := 2 * (config.length + 1)):

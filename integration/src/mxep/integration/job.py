@@ -16,16 +16,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from . import files, report, verify
-from .arguments import override_key
-from .config import RESTORED, ConfigError, load_benchmark, to_json
-from .folder import take
+from . import report, text_files, verify
+from .choices import auto, recipes
+from .config import RESTORED, ConfigError, load_benchmark, override_key, to_json
 from .launch import OUT_OF_MEMORY, RanksFailed, run_in_place, run_ranks
-from .named import auto, recipes
 from .process import STOPPED, raise_on_signals, reports, under_torchrun
 from .results import Report, write
+from .run_folder import TOKENIZER, changed, find, read_state, same_text, take
 from .schema import BenchConfig, CompareConfig, Config, EstimateConfig, VerifyConfig
-from .state import TOKENIZER, changed, find, read_state, same_text
 from .train import Outcome, train
 
 Reported = BenchConfig | CompareConfig | EstimateConfig | VerifyConfig
@@ -103,7 +101,7 @@ def _say_what_changed(name: str, folder: Path, config: Config) -> None:
         print(f"{begin}: weights and moments of {state.run}, step {state.step}", file=sys.stderr)
     if same_text(to_json(config)["data"], state.config.get("data") or {}):
         return  # where a text that has changed under its name is refused
-    source, text = files.read(config.data)
+    source, text = text_files.read(config.data)
     if hashlib.sha256(text).hexdigest() != state.digest:
         print(f"{begin} with another text: {source}", file=sys.stderr)
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from .config import load_benchmark
 from .process import Gpu, gpus, under_torchrun
-from .schema import Config
-from .sizes import moe_layers
-from .tokenizer import vocabulary_of
+from .schema import Config, moe_layers
+from .text_files import vocabulary_of
 
 GIB = 1 << 30
 PROCESS = 64 << 20  # bytes of a rank besides its model, at least

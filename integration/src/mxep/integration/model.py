@@ -22,11 +22,10 @@ from torch.nn import functional as F
 from mxep.ep import Experts, MoE, Router, SharedExpert, TokenDispatcher, make_dispatcher
 from mxep.gemm import Linear, Recipe
 
+from .choices import linear_recipe, make_dispatch
 from .mesh import Mesh
-from .named import linear_recipe, make_dispatch
-from .names import VOCABULARY
-from .schema import Config, ModelConfig
-from .tokenizer import vocabulary_of
+from .schema import VOCABULARY, Config, ModelConfig
+from .text_files import vocabulary_of
 
 if TYPE_CHECKING:
     from .transformers.model import CausalLM

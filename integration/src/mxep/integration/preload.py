@@ -7,22 +7,27 @@ own traceback. An error in the fork server would only show as a broken pipe.
 import contextlib
 import gc
 import importlib
+import os
 import signal
+
+from .process import PRELOAD, SIGNALS
 
 # A scheduler's SIGTERM and a terminal's Ctrl-C reach the whole process group. The caller asks the ranks to stop after
 # their step; they need the fork server until then, and it ends with the caller in any case.
-for _number in (signal.SIGINT, signal.SIGTERM):
+for _number in SIGNALS:
     signal.signal(_number, signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 # What is imported stays: collections would only look at it, again and again, for a fifth of the time.
-gc.disable()  # until `preloaded`, which is imported last
-
+gc.disable()
 for _name in (
     "torch._dynamo",  # every custom op imports it at its first call, for seconds
     "mxep.integration.launch",
     "mxep.integration.train",
     "mxep.integration.verify",
+    *os.environ.get(PRELOAD, "").split(),
 ):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
+gc.freeze()
+gc.enable()

@@ -1,5 +1,7 @@
 """What kind of process this is, and the one that ranks are forked from. Imports nothing heavy: `app` starts with it."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os
@@ -11,6 +13,8 @@ from typing import Any, NamedTuple
 COMPUTE_CAPABILITY = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 SIGNALS = signal.SIGINT, signal.SIGTERM
+PRELOAD = "MXEP_PRELOAD"
+"""In the environment of the fork server: modules that it imports, too."""
 STOPPED = 130
 """Exit code of a job that a signal stopped."""
 
@@ -89,13 +93,15 @@ def start_fork_server(*preload: str) -> Any:
     Returns what `multiprocessing` has of it. It ends by itself when this process is gone.
     """
     server: Any = forkserver
-    server.set_forkserver_preload(["mxep.integration.preload", *preload, "mxep.integration.preloaded"])
+    server.set_forkserver_preload(["mxep.integration.preload"])
     resource_tracker.ensure_running()  # which unblocks both signals
     # A terminal's Ctrl-C reaches the server, too. It starts with signals blocked, until `preload` ignores them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.environ[PRELOAD] = " ".join(preload)
     try:
         server.ensure_running()
     finally:
+        del os.environ[PRELOAD]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return server._forkserver
 

@@ -22,8 +22,7 @@ from . import __version__
 from .config import to_json
 from .results import Section, provenance
 from .schema import Config
-from .step import COUNTS
-from .train import Outcome, Run
+from .train import COUNTS, Outcome, Run
 
 LAST = 20  # steps that the training loss at the end is averaged over
 TABLES = {

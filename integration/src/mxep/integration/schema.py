@@ -1,21 +1,120 @@
-"""What a run is made of, as typed sections: data only. Values, and what keys mean, are in configs/config.yaml and its
-groups; beside each type is what a value may be (`bounds`), and what must fit together is checked in config.py.
+"""A run's configuration as typed sections, data only. Values and meanings are in configs/config.yaml and its groups.
 
-Imported before anything heavy, so that a command line with a mistake is answered at once.
+    lr: Annotated[float, Range(0, 1, above=True)]      name: Annotated[str, OneOf(TASKS)]
+
+Beside each type is the range of its values, or the names it may have. No range has NaN or an infinity. What must fit
+together is checked in config.py. Names of what needs torch are known here without it; a test compares them with the
+tables that import torch. Imports nothing heavy, so that a command line with a mistake is answered at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from .bounds import INT64, Count, NotNegative, OneOf, Positive, Range, Seconds, Seed, Share
-from .folder import new_folder
-from .names import BACKENDS, BENCHES, DISPATCHERS, TASKS, VOCABULARY
+from .run_folder import new_folder
+
+BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
+DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
+RECIPES = ("bf16", "fp8", "mxfp8")
+ALIGNMENT = {"bf16": 1, "fp8": 16, "mxfp8": 32}  # of sizes that a recipe multiplies
+CHANGES = ("e5m2", "32x32", "wgrad_bf16", "gate_up_fp8", "floor", "ceil", "even")
+"""Of the last two recipes, in this order, as in mxfp8_e5m2."""
+MODES = CHANGES[-3:]
+"""Of which a recipe has one at most."""
+KEPT_IN_FP8 = "gate_up_fp8"
+"""A change that bench=layer and task=estimate know, too."""
+CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:4] for recipe in RECIPES)
+LINEAR_CASES = tuple(f"{recipe}/linear" for recipe in RECIPES)
+BENCHES = ("quant", "gemm", "linear", "comms", "layer", "model")
+VOCABULARY = 256
+"""Tokens of a text without a tokenizer: bytes."""
+TASKS = ("train", "compare", "verify", "bench", "estimate")
+ESTIMATES = ("layouts", "stages", "memory", "time_errors", "memory_errors")
+
+
+def is_recipe(name: str) -> bool:
+    """Whether `mxep.gemm.Recipe.named` knows ``name``, or it is "auto"."""
+    if name in ("auto", "bf16"):
+        return True
+    changes = "".join(f"(?:_{change})?" for change in CHANGES if change not in MODES)
+    found = re.fullmatch(rf"(fp8|mxfp8){changes}(?:_(?:{'|'.join(MODES)}))?", name)
+    return found is not None and not (found[1] == "fp8" and "32x32" in name)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from ``least`` to ``most``. above, below: without these two."""
+
+    least: float
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        lower = value > self.least if self.above else value >= self.least
+        return lower and (value < self.most if self.below else value <= self.most)
+
+    def __str__(self) -> str:
+        words = f"{'a number above' if self.above else 'at least'} {self.least}"
+        return words if self.most == math.inf else f"{words} and {'below' if self.below else 'at most'} {self.most}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of ``names``."""
+
+    names: tuple[str, ...]
+
+    def __contains__(self, value: str) -> bool:
+        return value in self.names
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+
+INT64 = 2**63 - 1  # the largest integer of torch's sizes
+Count = Annotated[int, Range(1, INT64)]
+NotNegative = Annotated[int, Range(0, INT64)]
+Positive = Annotated[float, Range(0, above=True)]
+Share = Annotated[float, Range(0, 1)]
+Seconds = Annotated[float, Range(0, 2_000_000, above=True)]  # poll() takes 2^31 ms
+Seed = Annotated[int, Range(0, 2**32 - 1)]  # torch's generator on CPUs drops higher bits
+
+
+def out_of_bounds(section: Any, prefix: str = "") -> Iterator[str]:
+    """A line for each value in ``section``, a dataclass, that its key may not have: the key, the value, the bounds."""
+    for name, hint in get_type_hints(type(section), include_extras=True).items():
+        yield from _out_of_bounds(f"{prefix}{name}", getattr(section, name), hint)
+
+
+def _out_of_bounds(key: str, value: Any, hint: Any) -> Iterator[str]:
+    if type(None) in get_args(hint):
+        hint = get_args(hint)[0]
+    of_items = get_args(hint)[-1] if get_args(hint) else hint  # of Any: Any
+    if dataclasses.is_dataclass(value):
+        yield from out_of_bounds(value, f"{key}.")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _out_of_bounds(f"{key}[{index}]", inner, of_items)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _out_of_bounds(f"{key}.{name}", inner, of_items)
+    elif bounds := next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Range | OneOf)), None):
+        if value is not None and value not in bounds:
+            yield f"{key}: got {value!r}, wanted {bounds}"
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{key}: got {value}, wanted a finite number"
 
 
 @dataclass
@@ -235,3 +334,31 @@ def register() -> None:
     run folders: once in each config, as that of ``now``."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("new_folder", new_folder, replace=True, use_cache=True)
+
+
+SIZE_NAMES = {
+    "dim": ("hidden_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "experts": ("n_routed_experts", "num_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "hidden_dim": ("moe_intermediate_size", "intermediate_size"),
+    "shared_experts": ("n_shared_experts",),
+}
+"""Key of the section `model` -> its names there, of which the first that is there counts."""
+
+
+def sizes_of(found: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that there are, by key of the section `model`."""
+    known: dict[str, list[int]] = {}
+    for key, names in SIZE_NAMES.items():
+        known[key] = [found[name] for name in names if isinstance(found.get(name), int)]
+    return {key: values[0] for key, values in known.items() if values}
+
+
+def moe_layers(found: Mapping[str, Any], layers: int) -> int:
+    """How many of ``layers`` layers have experts."""
+    every = found.get("decoder_sparse_step") or found.get("interleave_moe_layer_step") or 1
+    dense = {*range(found.get("first_k_dense_replace") or 0), *(found.get("mlp_only_layers") or ())}
+    sparse = [i for i in range(layers) if i not in dense and not (i + 1) % every]
+    return len(found.get("moe_layers") or sparse)

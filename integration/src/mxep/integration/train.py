@@ -10,44 +10,45 @@ A step is taken only if loss and gradient norm are finite and no row was lost, o
 ends the run, on all ranks alike (train.skip_bad_steps): no weight and no checkpoint ever sees it.
 
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
+
+N micro-batches have the loss and the gradients of one batch: means of means over equally many tokens. They share one
+quantization of each weight. Only what a model adds to the gradient of a batch as a whole, such as the auxiliary loss of
+some routers, is each micro-batch's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mxep.comms import CapacityExceeded
-from mxep.ep import clip_grad_norm_
-from mxep.gemm import Recipe
+from mxep.ep import clip_grad_norm_, parameter_groups
+from mxep.gemm import Recipe, quantize_weights_once
 
 from . import checkpoint
+from .choices import recipes
 from .collective import all_gather
 from .config import ConfigError, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed, deterministic, in_graph
-from .log import log
+from .launch import Rank
 from .mesh import Gradients, Mesh, ReducedGradients
+from .metrics import Speed, log, log_backend, progress
 from .model import make_model
-from .named import recipes
-from .optimizer import learning_rate, make_optimizer
-from .progress import log_backend, progress
-from .rank import Rank
-from .schema import Config
-from .speed import Speed
-from .state import TOKENIZER, State, read_state, same_text, step_folder
-from .step import backward, cut, measure
+from .run_folder import TOKENIZER, State, read_state, same_text, step_folder
+from .schema import Config, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -302,3 +303,87 @@ class Trainer:
 def _of_all_ranks(error: Exception | None) -> str:
     """The messages of all ranks that have one. Collective."""
     return "; ".join(dict.fromkeys(each for each in all_gather(error and str(error)) if each))
+
+
+COUNTS = ("routed", "sent", "valid", "padding", "dropped", "invalid")
+"""Of `Routing.stats`, in the order of a vector of rows."""
+KNOWN_TO_ALL = ("dropped", "invalid")
+"""Of these: already sums over the ranks that share experts."""
+
+
+def backward(model: Any, inputs: Tensor, targets: Tensor, micro_batches: int) -> tuple[Tensor, Tensor]:
+    """The mean loss, 0-d, of ``micro_batches`` that this rank's batch is cut in, and its rows (len(COUNTS),) int64.
+
+    Gradients are added to what there is. No host sync.
+    """
+    device = inputs.device
+    loss = torch.zeros((), device=device, dtype=torch.float32)
+    rows = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+    with quantize_weights_once() if micro_batches > 1 else contextlib.nullcontext():
+        for micro_batch in cut(inputs, targets, micro_batches):
+            share = model.loss(*micro_batch) / micro_batches
+            rows += _rows(model)
+            with torch.autograd.set_multithreading_enabled(False):  # a thread of its own costs the host more
+                share.backward()
+            loss += share.detach()
+    return loss, rows
+
+
+def cut(inputs: Tensor, targets: Tensor, micro_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(b, S) each -> so many pairs of (b / micro_batches, S)."""
+    return zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
+
+
+def _rows(model: Any) -> Tensor:
+    """Where the rows of the last forward went, over all layers."""
+    stats = [moe.last_routing.stats() for moe in model.moes]
+    return torch.stack([torch.stack([one[key] for one in stats]).sum() for key in COUNTS])
+
+
+def measure(
+    model: Any, mesh: Mesh, loss: Tensor, norm: Tensor, rows: Tensor, *, overflowed: bool, memory: int
+) -> tuple[dict[str, Any], bool, int]:
+    """A step's metrics over all ranks and layers, whether rows overflowed on any, and the most `memory` that any has.
+
+    The same on all ranks: one reduction, one copy.
+    """
+    counts = rows.double()
+    for key in KNOWN_TO_ALL:
+        counts[COUNTS.index(key)] /= dist.get_world_size(mesh.ep)
+    loads = torch.stack([router.load for router in model.routers])
+    means = torch.stack((loss, norm, torch.full_like(norm, overflowed))).double() / mesh.ranks
+    memories = torch.zeros(mesh.ranks, dtype=torch.float64, device=loss.device)
+    memories[mesh.rank] = memory
+    numbers = torch.cat((means, counts, memories))
+    vector = torch.cat((numbers, loads.double().flatten()))
+    dist.all_reduce(vector)
+    mean_loss, mean_norm, lost, *values = vector[: len(numbers)].tolist()
+    load = vector[len(numbers) :].view(loads.shape)
+    busiest = (load.max(1).values / load.mean(1)).tolist()  # over the mean, of each layer
+    row = {
+        "loss": mean_loss,
+        **{f"rows_{key}": round(value) for key, value in zip(COUNTS, values)},
+        "expert_load": max(busiest),
+        "expert_loads": busiest,
+        "grad_norm": mean_norm,
+    }
+    return row, bool(lost), round(max(values[len(counts) :]))
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW; matrices decay, norms and the embedding do not."""
+    constant = {p for name, p in model.named_parameters() if p.dim() <= 1 or "embed" in name}
+    groups = []
+    for group in parameter_groups(model):
+        decaying = [p for p in group["params"] if p not in constant]
+        rest = [p for p in group["params"] if p in constant]
+        groups += [{"params": decaying, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Linear warm-up, then half a cosine from ``lr`` to ``lr * final``."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    share = (step - config.warmup) / max(1, steps - config.warmup)
+    return config.lr * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * share)))

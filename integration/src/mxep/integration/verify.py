@@ -30,15 +30,12 @@ from mxep.quant import BLOCK
 
 from .collective import all_gather
 from .config import to_json
-from .launch import resolve_device
+from .launch import Rank, resolve_device
 from .mesh import Mesh, local
-from .names import CASES, LINEAR_CASES
-from .progress import log_backend
-from .rank import Rank
-from .reference import EXACT, LinearProblem, LinearResults, Problem, Results, moe_layer, plain_linear, quantizers
+from .metrics import log_backend
+from .reference import EXACT, LinearProblem, LinearResults, Problem, Results, moe_layer, plain_linear, quantizers, snr
 from .results import Report, Row, Section
-from .schema import Config
-from .snr import snr
+from .schema import CASES, LINEAR_CASES, Config
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above

@@ -35,10 +35,10 @@ from mxep.ep.recomputation import recomputing
 from mxep.ep.shares import init_normal_
 from mxep.gemm import Recipe, convert, join_linears
 
+from ..choices import linear_recipe, make_dispatch
 from ..config import ConfigError
 from ..graph import is_causal_alone
 from ..mesh import Mesh
-from ..named import linear_recipe, make_dispatch
 from ..schema import Config
 from .implementation import Implementation
 from .layer import KEY, Layer

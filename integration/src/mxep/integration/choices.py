@@ -1,4 +1,4 @@
-"""What the names of a checked Config mean: its recipes, its dispatch and its capacity."""
+"""What the names of a checked Config stand for: its recipes, its dispatch and its capacity."""
 
 from __future__ import annotations
 

@@ -1,0 +1,210 @@
+"""A run's metrics: its progress line, metrics.jsonl, TensorBoard and W&B, and how fast a step was.
+
+    tokens_per_s   of all ranks
+    tflops         of a rank, 10^12 FLOPs of the model a second: what a step must compute, so that neither padding nor
+                   what checkpointed blocks compute again counts
+    mfu            tflops over the peak of this GPU in bf16, whatever the recipe; none where no peak is known
+    peak_gib       the most memory that torch's tensors took on any rank since the run began; none on CPUs
+
+A token costs 6 FLOPs, 2 forward and 4 backward, for each weight of a matrix that it meets (of E experts K, of the
+embedding none), and 6 S (query-key width + value width) for the attention of a layer, S the length of its sequence:
+causality gives no discount, as is usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from torch import nn
+
+from mxep.gemm.backends import select
+
+from .config import to_json
+from .launch import Rank
+from .schema import Config
+
+if TYPE_CHECKING:
+    from .model import Transformer
+    from .transformers.model import CausalLM
+
+
+@contextlib.contextmanager
+def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[Callable[[int, dict[str, Any]], None]]:
+    """Shows run ``name`` over ``steps`` steps on stderr; nothing unless ``shown``.
+
+    Yields advance(step, row): ``step`` steps are done, and ``row`` has the metrics of the last one.
+    """
+    console = Console(stderr=True, quiet=not shown)
+    bar = Progress(
+        TextColumn(f"[bold]{name:>6}"),
+        TextColumn("{task.completed}/{task.total}", table_column=Column(min_width=2 * len(str(steps)) + 1)),
+        TimeRemainingColumn(compact=True, table_column=Column(min_width=5)),
+        TextColumn("{task.fields[values]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(name, total=steps, values="")
+
+    def advance(step: int, row: dict[str, Any]) -> None:
+        if console.is_terminal:
+            bar.update(task, completed=step, values=describe(row))
+        elif step % max(1, steps // 10) == 0:
+            console.print(f"{name:>6}  step {step}/{steps}  {describe(row)}", soft_wrap=True, highlight=False)
+
+    if console.is_terminal:
+        console.print(f"{name:>6}  unigram entropy {entropy:.2f}", highlight=False)
+    with bar:
+        yield advance
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A step's metrics in a few words, in 80 columns with the steps; load is the busiest expert over the mean.
+
+    MFU where the GPU's peak is known, else TFLOP/s of a rank; the peak of memory where it is counted, on GPUs.
+    """
+    if row.get("skipped"):
+        return f"skipped {row['skipped']}"
+    rate = f"{row['tflops']:.3g} TFLOP/s" if row.get("mfu") is None else f"MFU {row['mfu']:.1%}"
+    memory = "" if row.get("peak_gib") is None else f" {row['peak_gib']:.1f} GiB"
+    speed = f"{row['tokens_per_s'] / 1e3:.1f}k tokens/s {rate}{memory}"
+    return f"loss {row['loss']:.3f} {speed} load {row['expert_load']:.2f}x"
+
+
+def log_backend(name: str, rank: Rank) -> None:
+    """Log on rank 0's stderr which backend "auto" is on its device. RuntimeError if ``name`` cannot run there."""
+    logger = logging.getLogger("mxep.gemm")
+    if rank.rank == 0 and not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("mxep: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    select(name, rank.device)
+
+
+NOT_METRICS = ("run", "step", "skipped")
+
+
+@contextlib.contextmanager
+def log(
+    folder: Path, name: str, before: Iterable[dict[str, Any]], config: Config, *, shown: bool
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields write(row) of run ``name``: a line of ``folder/metrics.jsonl``, and its numbers in ``folder/tensorboard``.
+
+    before: rows of a resumed run, which are written first. They replace what ``folder`` has of this run, which may
+    go on in its own folder. shown: on rank 0; others write nothing. With W&B the run is in the project WANDB_PROJECT or
+    "mxep", in a group named after ``folder``.
+    """
+    if not shown:
+        yield lambda row: None
+        return
+    with contextlib.ExitStack() as stack:
+        metrics = folder / "metrics.jsonl"
+        written = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        mine = json.dumps({"run": name})[:-1] + ","
+        metrics.write_text("".join(line for line in written if not line.startswith(mine)))
+        file = stack.enter_context(metrics.open("a", buffering=1))
+        writer: Any = None
+        if config.train.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            shutil.rmtree(folder / "tensorboard" / name, ignore_errors=True)
+            writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard" / name)))
+
+        run: Any = None
+        if config.train.wandb:
+            where = {"project": os.environ.get("WANDB_PROJECT", "mxep"), "group": folder.resolve().name}
+            made = importlib.import_module("wandb").init(**where, name=name, dir=str(folder), config=to_json(config))
+            run = stack.enter_context(made)
+
+        def write(row: dict[str, Any]) -> None:
+            file.write(json.dumps(row) + "\n")
+            for key, value in scalars(row) if writer is not None else ():
+                writer.add_scalar(key, value, row["step"])
+            if run is not None:
+                run.log(dict(scalars(row)), step=row["step"])
+
+        for row in before:
+            write(row)
+        yield write
+
+
+def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a row by name; of a list each, by its index. What is None has none."""
+    for key, value in row.items():
+        if key in NOT_METRICS or value is None:
+            continue
+        if isinstance(value, list):
+            yield from ((f"{key}/{i}", each) for i, each in enumerate(value))
+        else:
+            yield key, value
+
+
+PEAKS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200 NVL": 835.5,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.5,
+    "H100": 989.4,
+    "A100": 312.0,
+}
+"""Dense bf16 TFLOP/s of vendors' data sheets, by part of the device's name: the first that is in it."""
+
+
+def weights_met(model: nn.Module, experts: Iterable[nn.Module], share: float) -> float:
+    """Elements of matrices that a token is multiplied by. share: K / E, of the weights in ``experts``."""
+    routed = {p for module in experts for p in module.parameters()}
+    looked_up = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    matrices = (p for p in model.parameters() if p.dim() >= 2 and p not in looked_up)
+    return sum(p.numel() * (share if p in routed else 1.0) for p in matrices)
+
+
+def flops_per_token(model: Transformer | CausalLM, config: Config) -> float:
+    """Of loss and gradients."""
+    met = weights_met(model, model.experts, config.model.top_k / config.model.experts)
+    return 6 * met + 6 * config.model.layers * config.data.length * model.attention_width
+
+
+def peak_of(name: str) -> float | None:
+    """TFLOP/s of the device of this name."""
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+class Speed:
+    """Of the steps of one run on this rank. Making it begins to count memory."""
+
+    def __init__(self, model: Transformer | CausalLM, config: Config, device: torch.device) -> None:
+        self.tokens = config.data.batch * config.data.length
+        self.tflop = self.tokens / config.ranks * flops_per_token(model, config) / 1e12
+        self.device = device
+        self.peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def memory(self) -> int:
+        """The most bytes so far; 0 on CPUs."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def of(self, seconds: float, peak_bytes: int) -> dict[str, float | None]:
+        """The metrics of a step. peak_bytes: the most of any rank."""
+        tflops = self.tflop / seconds
+        return {
+            "seconds": seconds,
+            "tokens_per_s": self.tokens / seconds,
+            "tflops": tflops,
+            "mfu": None if self.peak is None else tflops / self.peak,
+            "peak_gib": peak_bytes / 2**30 if peak_bytes else None,
+        }
