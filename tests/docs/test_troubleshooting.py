@@ -28,8 +28,17 @@ TELLERS = ("refuse", "report", "tell")
 MAKERS = (
     *("_complaints", "_of_own_model", "_of_ranks", "_of_transformers", "_out_of_bounds", "_unknown_recipes"),
     *("complaint", "command_line_complaint", "tokenizer_complaint", "_unknown_choice"),
-    *("unknown", "_difference", "bench_complaints", "_of_verify", "_of_estimate", "_what_did_not_fit", "silence"),
-    *("unsupported_reason", "changed", "_taken", "complaints", "_of_backend", "_of_memory"),
+    *(
+        "unknown",
+        "_difference",
+        "_unlike",
+        "bench_complaints",
+        "_of_verify",
+        "_of_estimate",
+        "_what_did_not_fit",
+        "silence",
+    ),
+    *("_what_did_not_fit", "unsupported_reason", "changed", "_taken", "complaints", "_of_backend", "_of_memory"),
 )
 """Functions that return, or yield, what others raise."""
 VALUE = "…"

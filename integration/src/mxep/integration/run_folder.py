@@ -62,7 +62,7 @@ def _taken(folder: Path) -> str:
     return f"hydra.run.dir: got {folder}, which has a run, wanted a folder of its own: leave it out, or name another"
 
 
-FORMAT = 1
+FORMAT = 2
 DIGESTS = "sha256"
 """Key of state.json: name of each file of the checkpoint -> its SHA-256, whatever its format."""
 TOKENIZER = "tokenizer.json"

@@ -291,7 +291,6 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             mesh=self.mesh,
-            sharded=self.config.parallel.fsdp,
             tokenizer=self.text.tokenizer,
         )
         self.saved = self._checkpoint()
