@@ -4,8 +4,8 @@
 
 A layer with all its experts on one GPU and fixed, balanced routing, as a LoRA fine-tune runs it: no weight gradients.
 "grouped_mm": `baseline.py`, torch's grouped GEMM in bf16 with compiled gathers and SwiGLU, the weights in bf16.
-"bf16": `run_experts` with these weights. "mxfp8", "mxfp4": `run_experts` with them frozen, recipe mxfp8. In turn, five
-stretches of ten steps each; medians.
+"bf16": `run_experts` with these weights. "mxfp8", "mxfp4": `run_experts` with them frozen, recipe mxfp8. "+ lora": with
+LoRA of rank 16 on both weights, and its gradients. In turn, five stretches of ten steps each; medians.
 
 "expand": microseconds for one expansion of gate_up_proj, and the share of the speed of a copy that moves as many bytes.
 """
@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from torch import Tensor
 from benchmarks.baseline import BaselineLayer
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
+from mxep.ep.lora import LoRAWeights
 from mxep.gemm import Recipe, freeze
 from mxep.gemm.backends import BACKENDS
 
+RANK = 16
 SHAPES = {  # D, F, experts, top-k, tokens
     "qwen3-30b, 2048 rows": (2048, 768, 128, 8, 32768),
     "qwen3-30b, 512 rows": (2048, 768, 128, 8, 8192),
@@ -52,7 +54,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def layer(kind: str, gate_up: Any, down: Any) -> Callable[..., Tensor]:
+def layer(kind: str, gate_up: Any, down: Any, lora: LoRAWeights | None = None) -> Callable[..., Tensor]:
     """A function of x, ids and weights."""
     if kind == "grouped_mm":
         return BaselineLayer(gate_up, down)
@@ -64,9 +66,18 @@ def layer(kind: str, gate_up: Any, down: Any) -> Callable[..., Tensor]:
     return lambda x, ids, weights: run_experts(x, ids, weights, gate_up, down, **how)[0]
 
 
-def gradient(layer: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor, d_out: Tensor) -> Tensor:
-    (dx,) = torch.autograd.grad(layer(x, ids, weights), x, d_out)
-    return dx
+def lora_of(gate_up: Tensor, down: Tensor) -> LoRAWeights:
+    """Of rank 16."""
+    (experts, wide, dim), hidden = gate_up.shape, down.shape[2]
+    shapes = (experts, RANK, dim), (experts, wide, RANK), (experts, RANK, hidden), (experts, dim, RANK)
+    made = [(normal(*shape) * 0.02).requires_grad_() for shape in shapes]
+    return LoRAWeights(made[0], made[1], made[2], made[3], 1.0)
+
+
+def gradient(
+    layer: Callable[..., Tensor], lora: Sequence[Tensor], x: Tensor, ids: Tensor, weights: Tensor, d_out: Tensor
+) -> Tensor:
+    return torch.autograd.grad(layer(x, ids, weights), [x, *lora], d_out)[0]
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -80,14 +91,18 @@ def measure(name: str) -> dict[str, Any]:
     d_out = torch.randn_like(x)
     pairs: dict[str, Any] = {"grouped_mm": (gate_up, down), "bf16": (gate_up, down)}
     pairs |= {fmt: (freeze(gate_up, fmt), freeze(down, fmt)) for fmt in ("mxfp8", "mxfp4")}
-    steps = {
-        kind: functools.partial(gradient, layer(kind, *pair), x, ids, weights, d_out) for kind, pair in pairs.items()
-    }
+    given, lora = (x, ids, weights, d_out), lora_of(gate_up, down)
+    steps = {kind: functools.partial(gradient, layer(kind, *pair), (), *given) for kind, pair in pairs.items()}
+    for kind in ("bf16", "mxfp8", "mxfp4"):
+        steps[f"{kind} + lora"] = functools.partial(
+            gradient, layer(kind, pairs[kind][0], pairs[kind][1], lora), lora[:4], *given
+        )
     found: dict[str, Any] = {}
     wanted = steps["grouped_mm"]().double()
     for kind, step in steps.items():
         noise = (step().double() - wanted).norm() / wanted.norm()
-        found[f"{kind} dx dB"] = None if kind == "grouped_mm" else round(-20 * float(noise.log10()), 1)
+        if kind in ("bf16", "mxfp8", "mxfp4"):
+            found[f"{kind} dx dB"] = round(-20 * float(noise.log10()), 1)
         for _ in range(4):
             step()
         torch.cuda.reset_peak_memory_stats()

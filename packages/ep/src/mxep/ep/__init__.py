@@ -19,6 +19,7 @@ from .dispatchers import (
 from .experts import Experts, run_experts
 from .frozen import FrozenExperts, freeze_experts
 from .functional import combine, dispatch, expert_mlp, swiglu
+from .lora import LoRAExperts
 from .losses import load_balancing_loss, router_z_loss
 from .moe import MoE
 from .parallel import ExpertParallel, data_parallel, parameter_groups
@@ -37,6 +38,7 @@ __all__ = [
     "Experts",
     "FrozenExperts",
     "HierarchicalDispatcher",
+    "LoRAExperts",
     "LocalDispatcher",
     "MoE",
     "Router",

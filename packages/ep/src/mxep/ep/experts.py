@@ -26,6 +26,7 @@ from .checks import check_frozen, check_weights
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import Weighted, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
 from .layer import ForwardInput, layer_forward
+from .lora import LoRAWeights
 from .mlp import PLAIN, LayerConfig
 from .shares import empty_share, init_normal_, local_tensor, local_weight
 
@@ -96,6 +97,7 @@ def run_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     score_before_experts: bool = False,
+    lora: LoRAWeights | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Routing | None]:
     """``x`` (T, D) -> (T, D), summed over each token's experts, and the routing.
@@ -112,6 +114,7 @@ def run_experts(
             the routing weight; ranks gather it. Biases may be DTensors. Their gradients are ordinary.
         score_before_experts: apply the routing weight to an expert's input, not to its output (Llama 4). The dispatcher
             and the routing then see T K tokens, and ``max_tokens`` counts these.
+        lora: this rank's, or DTensors, as `LoRAExperts` has them.
         layer: from ``dispatcher.number_layer()``. Ranks that call numbered layers in different orders raise
             PeersDisagree. 0: unknown, as always under torch.compile.
 
@@ -122,7 +125,7 @@ def run_experts(
     - a dispatcher that learns its sizes at run time, as with `Capacity.exact()` or without ``max_tokens``;
     - a recipe or a backend without a name;
     - wgrad "bf16", which composes the functions of `functional.py`;
-    - frozen weights.
+    - frozen weights, and LoRA.
 
     torch.export allows no breaks and raises RuntimeError there.
 
@@ -135,13 +138,14 @@ def run_experts(
     reason: str | None = None
     if torch.compiler.is_compiling():
         reason = unsupported_reason(dispatcher, config, main_grads) if frozen is None else "its weights are frozen"
+        reason = reason if lora is None else "it has LoRA"
     if reason is not None:
         if not torch.compiler.is_dynamo_compiling():  # torch.export, which allows no breaks
             raise RuntimeError(f"run_experts is in no exported graph: {reason}")
         torch._dynamo.graph_break(msg=f"run_experts is in no graph: {reason}")
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "activation": activation}
         how |= {"wgrad_scale": wgrad_scale, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-        how |= {"score_before_experts": score_before_experts}
+        how |= {"score_before_experts": score_before_experts, "lora": lora}
         return between_graphs(run_experts, x, expert_ids, weights, gate_up_proj, down_proj, **how)
     if not torch.compiler.is_compiling():
         dispatcher.begin(layer)
@@ -161,9 +165,11 @@ def run_experts(
     ids, drops = expert_ids, bias is not None and dispatcher.capacity.overflow == "drop"
     routing: Routing | None = None
     kept: Tensor | None = None
-    if recipe.wgrad == "bf16" and frozen is None:
+    if lora is not None or (recipe.wgrad == "bf16" and frozen is None):
+        if frozen is not None:
+            check_frozen(x, *frozen, None if gate_up_bias is None else local_tensor(gate_up_bias), dispatcher, config)
         how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
-        how |= {"gate_up_bias": gate_up_bias, "drops": drops}
+        how |= {"gate_up_bias": gate_up_bias, "drops": drops, "lora": lora}
         with dispatcher.watched():
             out, kept, routing = _compose(x, ids, weights, *dense, **how)
     elif torch.compiler.is_compiling():
@@ -213,8 +219,8 @@ def _compose(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
-    proj: Weight,
-    down: Tensor,
+    proj: Weight | FrozenWeight,
+    down: Tensor | FrozenWeight,
     *,
     dispatcher: TokenDispatcher,
     config: LayerConfig,
@@ -222,14 +228,15 @@ def _compose(
     wgrad_scale: float,
     gate_up_bias: Tensor | None,
     drops: bool,
+    lora: LoRAWeights | None = None,
 ) -> tuple[Tensor, Tensor | None, Routing]:
     """A layer with unquantized weight gradients. Returns out, the pairs with a row if `drops`, and the routing."""
     how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": config.recipe}
     rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
     y = expert_mlp(
         rows,
-        local_weight(joined(proj)),
-        local_weight(down),
+        proj if isinstance(proj, FrozenWeight) else local_weight(joined(proj)),
+        down if isinstance(down, FrozenWeight) else local_weight(down),
         routing.plan.offs,
         row_weight=row_weight,
         recipe=config.recipe,
@@ -238,6 +245,7 @@ def _compose(
         wgrad_scale=wgrad_scale,
         activation=config.activation,
         gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
+        lora=None if lora is None else LoRAWeights._make([*map(local_weight, lora[:4]), lora.scale]),
         dispatcher=dispatcher,
     )
     if drops:

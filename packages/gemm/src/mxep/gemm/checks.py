@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
 
@@ -27,7 +28,7 @@ def check_plain(**operands: object) -> None:
 
 def check_operands(
     a: Tensor,
-    w: Tensor,
+    w: Tensor | FrozenWeight,
     offs: Tensor,
     *,
     recipe: Recipe,
@@ -36,8 +37,8 @@ def check_operands(
     main_grad: Tensor | None,
 ) -> None:
     """Check shapes, dtypes, devices and alignment; on CPU also the values of offs."""
-    check_plain(a=a, w=w, offs=offs)
-    if a.dim() != 2 or w.dim() != 3 or a.shape[1] != w.shape[2]:
+    check_plain(a=a, offs=offs, **({} if isinstance(w, FrozenWeight) else {"w": w}))
+    if a.dim() != 2 or len(w.shape) != 3 or a.shape[1] != w.shape[2]:
         raise ValueError(f"shapes: got a {tuple(a.shape)}, w {tuple(w.shape)}, want a (M, K) and w (G, N, K)")
     _check_values("a", a, recipe, out_dtype)
     _check_parameters(a, w, bias, recipe, main_grad)
@@ -76,12 +77,17 @@ def check_linear(
     _check_parameters(x, w, bias, recipe, main_grad)
 
 
-def _check_parameters(a: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, main_grad: Tensor | None) -> None:
-    check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
+def _check_parameters(
+    a: Tensor, w: Tensor | FrozenWeight, bias: Tensor | None, recipe: Recipe, main_grad: Tensor | None
+) -> None:
+    if isinstance(w, FrozenWeight):
+        _check_frozen(w, recipe=recipe, device=a.device, main_grad=main_grad)
+    else:
+        check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
     if bias is None:
         return
     if bias.shape != w.shape[:-1] or not bias.is_floating_point():
-        wanted = f"{'(G, N)' if w.dim() == 3 else '(N,)'} = {tuple(w.shape[:-1])}"
+        wanted = f"{'(G, N)' if len(w.shape) == 3 else '(N,)'} = {tuple(w.shape[:-1])}"
         raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point {wanted}")
     if bias.device != a.device:
         raise ValueError(f"bias: got device {bias.device}, want {a.device}, where the rows are")
@@ -109,6 +115,19 @@ def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: 
                 f"{axis}: got {size}, want a multiple of {recipe.group_alignment} for recipe {recipe.name}: pad it or "
                 "use recipe bf16"
             )
+
+
+def _check_frozen(
+    w: FrozenWeight, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w"
+) -> None:
+    if main_grad is not None:
+        raise ValueError(f"main_grad: expected none for a frozen weight, got {tuple(main_grad.shape)}: leave it out")
+    if w.device != device:
+        raise ValueError(f"{name}: got device {w.device}, want {device}, where a is")
+    if any(size % recipe.group_alignment for size in w.shape[1:]):
+        raise ValueError(
+            f"{name}: expected sizes in multiples of {recipe.group_alignment} for the recipe, got {tuple(w.shape[1:])}"
+        )
 
 
 def _floats(recipe: Recipe) -> list[torch.dtype]:

@@ -26,6 +26,7 @@ import mxep.gemm.steps as steps
 from mxep.gemm.anomaly import for_anomaly_mode
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands, check_tensors
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
@@ -37,7 +38,7 @@ Watched = Callable[[], AbstractContextManager[None]]
 
 def grouped_mm(
     a: Tensor,
-    w: Tensor,
+    w: Tensor | FrozenWeight,
     offs: Tensor,
     *,
     recipe: Recipe | str,
@@ -53,7 +54,8 @@ def grouped_mm(
     a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K. Its rows may be strided or have a
         row_index. Recipe "bf16" also takes fp64, on backend "reference".
     w: (G, N, K) bf16 or fp32. Its gradient has its dtype and is zero for empty groups. It is quantized at each call,
-        along K in forward and along N in backward, or once within `quantize_weights_once`.
+        along K in forward and along N in backward, or once within `quantize_weights_once`. Or a FrozenWeight, which has
+        no gradient and is expanded at each call.
     offs: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_alignment. Rows from offs[-1] on
         are not read. In the result, and in the gradient of a, they are unspecified.
     recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
@@ -74,8 +76,9 @@ def grouped_mm(
     made inside the graph, which raises. Pass the plain tensor instead: its qdata are the same.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
-    check_tensors(a=a, w=w)
-    if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
+    frozen = isinstance(w, FrozenWeight)
+    check_tensors(a=a, **({} if frozen else {"w": w}))
+    if torch.compiler.is_compiling() and (frozen or (isinstance(a, MXTensor) and a.requires_grad)):
         options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype}
         options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale, "watched": watched}
         return between_graphs(grouped_mm, a, w, offs, recipe=recipe, backend=backend, **options)
@@ -89,7 +92,7 @@ def grouped_mm(
 
 def multiply(
     a: Tensor,
-    w: Tensor,
+    w: Tensor | FrozenWeight,
     bias: Tensor | None,
     offs: Tensor | None,
     recipe: Recipe,
@@ -112,7 +115,7 @@ def multiply(
         ws: Any = w, *more[: len(more) // 2]
         return compiled.product(a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale)
     if offs is None:
-        w, main_grad, *more = (x if x is None else x.unsqueeze(0) for x in (w, main_grad, *more))  # type: ignore[assignment]
+        w, main_grad, *more = (x if x is None else x.unsqueeze(0) for x in (w, main_grad, *more))  # type: ignore[assignment, union-attr]
     how = recipe, backend, out_dtype, main_grad, wgrad_scale, watched
     return _GroupedMM.apply(a, w, bias, offs, *how, *more)  # type: ignore[no-untyped-call]
 
@@ -136,7 +139,8 @@ class _GroupedMM(torch.autograd.Function):
         how = recipe, backend, out_dtype, needs
         out, a_saved, (first, *others), amax = steps.run_forward(a, ws, bias, offs, *how)
         a_parts, ctx.a_rest = taken_apart(a_saved)
-        w_parts, ctx.w_rest = taken_apart(first if needs[0] else None)
+        ctx.frozen = first if isinstance(first, FrozenWeight) else None
+        w_parts, ctx.w_rest = taken_apart(first if needs[0] and ctx.frozen is None else None)
         ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *(others if needs[0] else ()))
         ctx.recipe, ctx.backend, ctx.wgrad_scale, ctx.watched = recipe, backend, wgrad_scale, watched
         ctx.main_grads = main_grad, *more[len(more) // 2 :]
@@ -157,7 +161,10 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         recipe, backend, kept, widths = ctx.recipe, ctx.backend, ctx.saved_operands, ctx.widths
-        need_a, need_w, need_bias = (need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
+        before = 0, 1, 2 if ctx.frozen is None else 1  # tensors before a, w and bias
+        need_a, need_w, need_bias = (
+            need and is_wanted(ctx, i) for i, need in zip(before, ctx.needs_input_grad, strict=False)
+        )
         needs = [need_w] + [
             ctx.needs_input_grad[i] and is_wanted(ctx, ctx.before_others + j)
             for j, i in enumerate(_places(len(widths))[1:])
@@ -172,7 +179,7 @@ class _GroupedMM(torch.autograd.Function):
         else:
             offs, *parts = ctx.saved_tensors
             amax, *others = parts[6:]
-            a, ws = _joined(parts[:3], ctx.a_rest), [_joined(parts[3:6], ctx.w_rest), *others]
+            a, ws = _joined(parts[:3], ctx.a_rest), [ctx.frozen or _joined(parts[3:6], ctx.w_rest), *others]
         if need_a:
             w, amax = steps.colwise_if_held(ws, amax, recipe, backend)
         main_grads = tuple(main_grad if need else None for main_grad, need in zip(ctx.main_grads, needs))

@@ -1,0 +1,193 @@
+"""LoRAExperts: gradients of A and B against those of the merged weights, over plain and frozen experts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.comms import Capacity
+from mxep.ep import Experts, FrozenExperts, LoRAExperts, MoE, freeze_experts
+from mxep.ep.shares import local_tensor
+from mxep.gemm import FrozenWeight
+from mxep.quant import SwiGLU
+from ranks import distributed
+
+T, DIM, HIDDEN_DIM, EXPERTS, TOP_K, RANK = 24, 64, 96, 4, 2, 8
+ALPHA = 16.0
+LETTERS = [f"{name}_lora_{letter}" for name in ("gate_up_proj", "down_proj") for letter in "AB"]
+
+
+def make_layer(fmt: str | None, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> MoE:
+    """With A and B that are not zero."""
+    torch.manual_seed(0)
+    how = {"recipe": "mxfp8", "dispatcher": "local", "dtype": dtype, **options}
+    moe = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, **how)
+    if fmt is not None:
+        freeze_experts(moe, fmt)
+    moe.experts = LoRAExperts(moe.experts, RANK, alpha=ALPHA, dtype=dtype)
+    for name in LETTERS:
+        if name.endswith("B"):
+            parameter = local_tensor(getattr(moe.experts, name).data)
+            seeds = torch.arange(len(parameter)) + 100 * parameter.shape[1]
+            first = 0 if moe.dispatcher.world_size == 1 else moe.dispatcher.rank * len(parameter)
+            for expert, seed in zip(parameter, seeds.tolist(), strict=True):
+                expert.copy_(torch.randn(expert.shape, generator=torch.Generator().manual_seed(seed + first)) / 20)
+    return moe
+
+
+def merged(moe: MoE, **options: Any) -> MoE:
+    """A layer in fp32 with W + scale B A."""
+    how = {"recipe": "bf16", "dispatcher": "local", "dtype": torch.float32, **options}
+    other = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, **how)
+    other.router.load_state_dict(moe.router.state_dict())
+    for name in ("gate_up_proj", "down_proj"):
+        base = getattr(moe.experts, name)
+        values = base.dequantize(torch.float32) if isinstance(base, FrozenWeight) else base.data.float()
+        A, B = (getattr(moe.experts, f"{name}_lora_{letter}").data.float() for letter in "AB")
+        getattr(other.experts, name).data.copy_(values + moe.experts.scale * (B @ A))
+    for name in ("gate_up_bias", "down_bias"):
+        if (bias := getattr(moe.experts.base, name)) is not None:
+            getattr(other.experts, name).data.copy_(bias.data)
+    return other
+
+
+def tokens(dtype: torch.dtype = torch.bfloat16, seed: int = 0, count: int = T) -> Tensor:
+    return torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gradients(moe: MoE, x: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    ids, weights = moe.router(x.detach())
+    weights = weights.detach().requires_grad_()
+    moe.zero_grad()
+    out = moe(x, expert_ids=ids, weights=weights)
+    out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))
+    assert x.grad is not None
+    assert weights.grad is not None
+    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+    return found | {name: p.grad for name, p in moe.experts.named_parameters() if p.grad is not None}
+
+
+def compare(moe: MoE, x: Tensor, tolerance: float, **options: Any) -> None:
+    """Relative errors of out and all gradients against the merged layer."""
+    got, want = gradients(moe, x), gradients(merged(moe, **options), x.float())
+    for name in ("gate_up_proj", "down_proj"):
+        A, B = (getattr(moe.experts, f"{name}_lora_{letter}").data.float() for letter in "AB")
+        d_w = want.pop(name)
+        want[f"{name}_lora_A"] = moe.experts.scale * (B.mT @ d_w)
+        want[f"{name}_lora_B"] = moe.experts.scale * (d_w @ A.mT)
+    assert set(LETTERS) <= set(got)
+    for name, value in want.items():
+        if name in got:
+            error = (got[name].double() - value.double()).norm() / value.double().norm()
+            assert error < tolerance, (name, float(error))
+
+
+def test_over_plain_experts_it_is_the_merged_layer() -> None:
+    compare(make_layer(None, dtype=torch.float32, recipe="bf16"), tokens(torch.float32), 1e-5)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True, "activation": SwiGLU(1.702, 7.0, 1.0, interleaved=True)},
+        {"score_before_experts": True},
+        {"capacity": Capacity.factor(4.0)},
+    ],
+    ids=str,
+)
+def test_over_frozen_experts_it_is_the_merged_layer_but_for_fp8_activations(fmt: str, options: dict[str, Any]) -> None:
+    compare(make_layer(fmt, **options), tokens(), 0.12, **options)
+    compare(make_layer(fmt, **options, recipe="bf16"), tokens(), 0.02, **options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True, "activation": SwiGLU(1.702, 7.0, 1.0, interleaved=True)}], ids=str
+)
+def test_on_a_gpu_it_is_the_merged_layer_but_for_fp8_activations(fmt: str, options: dict[str, Any]) -> None:
+    moe = make_layer(fmt, device="cuda", **options)
+    for count in (T, 61, 61, 64):
+        compare(moe, tokens(count=count).cuda(), 0.12, device="cuda", **options)
+
+
+def test_a_new_one_changes_nothing_and_trains_nothing_else() -> None:
+    moe = make_layer("mxfp8")
+    x, base = tokens(), moe.experts.base
+    moe.experts.reset_parameters()
+    ids, weights = moe.router(x)
+    out = moe(x, expert_ids=ids, weights=weights)
+    trained = {name for name, p in moe.experts.named_parameters() if p.requires_grad}
+    moe.experts = base
+    torch.testing.assert_close(out, moe(x, expert_ids=ids, weights=weights), rtol=1e-2, atol=1e-2)
+    assert trained == set(LETTERS)
+
+
+def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
+    moe = make_layer("mxfp4")
+    before = {name: value.clone() for name, value in moe.experts.base.state_dict().items()}
+    x, target = tokens(count=64), tokens(seed=1, count=64)
+    optimizer = torch.optim.AdamW([p for p in moe.experts.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = (moe(x).float() - target.float()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    for name, value in moe.experts.base.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@distributed(2, device="cpu", fmt=("mxfp8", "mxfp4"), dispatcher=("symmetric", "all_to_all"))
+def test_ranks_hold_their_experts_lora_and_have_mean_gradients(ctx, fmt: str, dispatcher: str) -> None:
+    here = make_layer(fmt, dispatcher=dispatcher, group=ctx.group)
+    alone = make_layer(fmt)
+    got = gradients(here, tokens(seed=ctx.rank))
+    each = [gradients(alone, tokens(seed=rank)) for rank in range(2)]
+    torch.testing.assert_close(got["out"], each[ctx.rank]["out"], rtol=2e-2, atol=2e-2)
+    for name in LETTERS:
+        local = slice(2 * ctx.rank, 2 * ctx.rank + 2)
+        want = ((each[0][name].float() + each[1][name].float()) / 2)[local]
+        error = (local_tensor(got[name]).float() - want).norm() / want.norm()
+        assert error < 0.02, (name, float(error))
+
+
+def test_pefts_tensors_mean_the_same_update() -> None:
+    lora = make_layer("mxfp8").experts
+    state = lora.peft_state_dict()
+    for prefix, name in (("", "down_proj"), ("base_layer.", "gate_up_proj")):
+        A, B = state[f"{prefix}lora_A.weight"], state[f"{prefix}lora_B.weight"]
+        out = getattr(lora, f"{name}_lora_B").shape[1]
+        assert A.shape[0] == B.shape[1] == RANK * EXPERTS
+        by_expert, columns = A.view(EXPERTS, RANK, -1), B.view(out, RANK, EXPERTS)
+        for e in range(EXPERTS):
+            want = getattr(lora, f"{name}_lora_B")[e] @ getattr(lora, f"{name}_lora_A")[e]
+            assert torch.equal(columns[:, :, e].contiguous() @ by_expert[e], want)
+    other = make_layer("mxfp8").experts
+    other.reset_parameters()
+    other.load_peft_state_dict(state)
+    for name in LETTERS:
+        assert torch.equal(getattr(other, name), getattr(lora, name))
+    with pytest.raises(ValueError, match=r"load_peft_state_dict: expected .*'lora_A.weight': \(32, 96\)"):
+        other.load_peft_state_dict({name: x[:8] for name, x in state.items()})
+
+
+def test_compiled_it_breaks_the_graph() -> None:
+    moe = make_layer("mxfp8")
+    want = moe(tokens())
+    assert torch.equal(torch.compile(moe, backend="eager")(tokens()), want)
+
+
+def test_bad_input_is_said() -> None:
+    experts = Experts(DIM, HIDDEN_DIM, EXPERTS)
+    with pytest.raises(ValueError, match="expected a rank that is a multiple of 8, got 12"):
+        LoRAExperts(experts, 12)
+    with pytest.raises(ValueError, match="expected Experts or FrozenExperts, got Linear"):
+        LoRAExperts(torch.nn.Linear(2, 2), 8)
+    assert isinstance(LoRAExperts(FrozenExperts.of(experts), 8).base, FrozenExperts)
