@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 
 from integration.tiny_models import tiny, token_ids
 from mxep.integration.transformers import MxepCallback, expert_parallel, load_report
-from mxep.integration.transformers.restore import restore
+from mxep.integration.transformers.callback import restore
 from mxep.integration.transformers.versions import own_expert_parallel
 from ranks import Context, distributed
 

@@ -7,8 +7,8 @@ Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and ot
 implementations of experts and, where transformers has expert parallelism of its own, of that.
 docs/guides/transformers.md is the page to paste from.
 
-`implementation` has what runs, `parallel` expert parallelism, `callback` what a Trainer calls, `checks` what it asks of
-a model, `undecorated` models whose experts transformers' registry does not reach.
+`implementation` has what runs, `layer` its forward, `parallel` expert parallelism, `callback` what a Trainer calls,
+`checks` what it asks of a model, `model` what the `mxep` command trains.
 """
 
 from mxep.gemm import Recipe
@@ -16,9 +16,8 @@ from mxep.gemm.auto import AUTO
 
 from .callback import MxepCallback
 from .checks import check, load_report
-from .implementation import Implementation
+from .implementation import Implementation, route_experts, route_llama4
 from .parallel import check_tensor_parallelism, expert_parallel, register
-from .undecorated import route_experts, route_llama4
 from .versions import own_tensor_parallel
 
 __all__ = [

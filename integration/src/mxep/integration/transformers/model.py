@@ -9,6 +9,15 @@ dtype (train.precision).
 
 b sequences of S tokens on this rank, V tokens in the model's vocabulary, of which the data's are the first, E experts,
 T tokens of this rank, K experts a token.
+
+With FSDP2:
+
+    what is not expert    sharded over all ranks, gathered block by block, gradients averaged over all ranks
+    experts, dp > 1       of an ep rank's experts each of its dp copies keeps a part; gradients averaged over the copies
+    experts, dp = 1       left alone: each rank holds its own, whose gradients are done
+
+With `bf16-mixed` the parameters stay fp32, and what is not expert is gathered in bf16, in which blocks compute: this
+takes the place of autocast. Gradients are reduced in fp32.
 """
 
 from __future__ import annotations
@@ -16,11 +25,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,7 +55,6 @@ from ..schema import Config
 from .implementation import Implementation
 from .layer import KEY, Layer
 from .parallel import expert_parallel, register
-from .sharding import shard
 
 _numbers = itertools.count()
 """Of the names that models register: one each, as two of one recipe may differ in all else."""
@@ -255,3 +266,20 @@ def _draw(model: Any) -> None:
             continue
         for weight in module.parameters(recurse=False):
             init_normal_(weight, std if weight.dim() == 3 else 0.0, per_expert=True)
+
+
+def shard(model: nn.Module, blocks: Iterable[nn.Module], experts: Iterable[nn.Module], mesh: Mesh, mixed: bool) -> None:
+    """Shard ``model``, whose ``experts`` are spread over ``mesh.grid["ep"]`` already. mixed: compute in bf16.
+
+    Call it before the optimizer is made.
+    """
+    copies, world = mesh.grid["dp"], init_device_mesh(mesh.grid.device_type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32)
+    alone: set[nn.Parameter] = set()
+    for module in experts:
+        if copies.size() > 1:
+            fully_shard(module, mesh=copies)
+        else:
+            alone |= set(module.parameters())
+    for module in (*blocks, model):
+        fully_shard(module, mesh=world, mp_policy=policy, ignored_params=alone)
