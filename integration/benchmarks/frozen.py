@@ -59,10 +59,7 @@ def layer(kind: str, gate_up: Any, down: Any, lora: LoRAWeights | None = None) -
     if kind == "grouped_mm":
         return BaselineLayer(gate_up, down)
     recipe = Recipe.bf16() if kind == "bf16" else Recipe.mxfp8()
-    how: dict[str, Any] = {
-        "dispatcher": LocalDispatcher(len(gate_up.qdata if kind[:2] == "mx" else gate_up)),
-        "recipe": recipe,
-    }
+    how: dict[str, Any] = {"dispatcher": LocalDispatcher(gate_up.shape[0]), "recipe": recipe, "lora": lora}
     return lambda x, ids, weights: run_experts(x, ids, weights, gate_up, down, **how)[0]
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from mxep.comms import Capacity
 from mxep.ep import Experts, FrozenExperts, LoRAExperts, MoE, freeze_experts
 from mxep.ep.shares import local_tensor
-from mxep.gemm import FrozenWeight
+from mxep.gemm import FrozenWeight, steps
 from mxep.quant import SwiGLU
 from ranks import distributed
+from records_on_cpu import assert_replays_are_alike, replays_on_the_cpu
 
 T, DIM, HIDDEN_DIM, EXPERTS, TOP_K, RANK = 24, 64, 96, 4, 2, 8
 ALPHA = 16.0
@@ -62,7 +63,7 @@ def gradients(moe: MoE, x: Tensor) -> dict[str, Tensor]:
     weights = weights.detach().requires_grad_()
     moe.zero_grad()
     out = moe(x, expert_ids=ids, weights=weights)
-    out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))
+    out.backward(torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype))
     assert x.grad is not None
     assert weights.grad is not None
     found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
@@ -156,6 +157,17 @@ def test_ranks_hold_their_experts_lora_and_have_mean_gradients(ctx, fmt: str, di
         want = ((each[0][name].float() + each[1][name].float()) / 2)[local]
         error = (local_tensor(got[name]).float() - want).norm() / want.norm()
         assert error < 0.02, (name, float(error))
+
+
+def test_its_gemms_are_replayed_and_leave_the_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = make_layer("mxfp8")
+    with replays_on_the_cpu(monkeypatch):
+        before = steps.forward.replays, steps.backward.replays
+        assert_replays_are_alike(
+            lambda x: list(gradients(moe, x).values()), [tokens(seed=seed) for seed in range(5)], held=False
+        )
+        assert steps.forward.replays > before[0]
+        assert steps.backward.replays > before[1]
 
 
 def test_pefts_tensors_mean_the_same_update() -> None:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mxep.quant import MXTensor, quantize
 from mxep.quant.parts import MXParts
 from mxep.runtime import graph, record, replay
-from mxep.runtime.bundle import Bundle, build, count, take_apart
+from mxep.runtime.bundle import Bundle, Operands, build, count, take_apart
 from mxep.runtime.replay import Replayed, replayed
 from records_on_cpu import replays_on_the_cpu
 
@@ -377,7 +377,7 @@ def test_a_backend_of_a_users_own_says_itself_that_it_is_recordable(replays_on_c
 
 
 @dataclass(frozen=True)
-class Pair(Bundle):
+class Pair(Operands):
     x: Tensor
     y: Any
     name: str = "pair"
@@ -438,3 +438,17 @@ def test_forms_and_tensors_make_an_object_again() -> None:
         assert hash(form) == hash(take_apart(again)[1])
     for one, other in ((0.0, -0.0), (1, True), ((1,), [1])):
         assert take_apart(one)[1] != take_apart(other)[1]
+
+
+@dataclass(frozen=True)
+class Kept(Bundle):
+    x: Tensor
+
+
+def test_a_bundle_that_is_no_operands_is_not_emptied(replays_on_cpu: None) -> None:
+    """A caller may keep it, as a module its frozen weight."""
+    function, kept = replayed(lambda kept, pair: kept.x + pair.x), Kept(torch.ones(3))
+    for _ in range(4):
+        assert function(kept, Pair(torch.ones(3), kept)).tolist() == [2.0] * 3
+    assert function.replays == 2
+    assert kept.x.tolist() == [1.0] * 3

@@ -32,7 +32,7 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm.quantize_once import SavedWeight, is_held
 from mxep.quant.parts import MXParts
-from mxep.runtime.bundle import Bundle
+from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import Replayed
 
 from .dispatchers.base import Routing, TokenDispatcher
@@ -69,7 +69,7 @@ ALL = Needs(True, True, True)
 
 
 @dataclass(frozen=True)
-class ForwardInput(Bundle):
+class ForwardInput(Operands):
     """Tensors of forward.
 
     Attributes:
@@ -98,7 +98,7 @@ class ForwardOutput(Bundle):
 
 
 @dataclass(frozen=True)
-class BackwardInput(Bundle):
+class BackwardInput(Operands):
     """Tensors of backward: d_out (T, D), the weights as in `ForwardInput`, and fp32 main_grads of their shapes. Weight
     gradients are added to a main_grad and not returned."""
 

@@ -29,7 +29,7 @@ from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.gemm.several import Weight
 from mxep.quant import MXTensor, SwiGLU, group_sums
 from mxep.quant.parts import MXParts
-from mxep.runtime.bundle import Bundle
+from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import replayed
 
 from .dispatchers.base import Payload
@@ -49,7 +49,7 @@ class LayerConfig(Bundle):
 
 
 @dataclass(frozen=True)
-class MLPInput(Bundle):
+class MLPInput(Operands):
     """Slots (S, .), the plan's row_slot, row_weight and offs, and weights as forward multiplies them."""
 
     slots: Payload
@@ -88,7 +88,7 @@ def mlp_forward(
 
 
 @dataclass(frozen=True)
-class MLPGradientInput(Bundle):
+class MLPGradientInput(Operands):
     """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, weights as dgrad multiplies them."""
 
     slots: Payload
@@ -153,7 +153,7 @@ def mlp_backward(
 
 
 @dataclass(frozen=True)
-class WgradInput(Bundle):
+class WgradInput(Operands):
     """dy (R_max, N), a (R_max, K), offs, and an fp32 main_grad (e, N, K) or None."""
 
     dy: Any
@@ -189,7 +189,7 @@ def bias_gradient(d_gate_up: Tensor, offs: Tensor, *, scale: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Saved(Bundle):
+class Saved(Operands):
     """What forward leaves to backward besides the weights themselves.
 
     Attributes:

@@ -29,7 +29,7 @@ from mxep.gemm.functional import between_graphs
 from mxep.gemm.partial_backward import is_wanted
 from mxep.gemm.quantize_once import SavedWeight, is_held
 from mxep.quant import SwiGLU
-from mxep.runtime.bundle import Bundle, build, take_apart
+from mxep.runtime.bundle import Bundle, Operands, build, take_apart
 from mxep.runtime.replay import replayed
 
 from .functional import swiglu
@@ -162,7 +162,7 @@ class _ForwardOutput(Bundle):
 
 
 @dataclass(frozen=True)
-class _BackwardInput(Bundle):
+class _BackwardInput(Operands):
     """d_out (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), what forward saved, main_grads of the weights."""
 
     d_out: Tensor

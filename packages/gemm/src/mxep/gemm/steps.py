@@ -16,7 +16,7 @@ from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import tensors_of, weight_of
 from mxep.quant import MXTensor, group_sums
-from mxep.runtime.bundle import Bundle, as_parts
+from mxep.runtime.bundle import Operands, as_parts
 from mxep.runtime.replay import replayed
 
 
@@ -54,7 +54,7 @@ def forward(
 
 
 @dataclass(frozen=True)
-class BackwardInput(Bundle):
+class BackwardInput(Operands):
     """Operands of backward.
 
     Attributes:

@@ -28,8 +28,12 @@ class Bundle:
         super().__init_subclass__()
         cls.field_names = *cls.field_names, *cls.__annotations__
 
+
+class Operands(Bundle):
+    """A bundle that a replayed function may use up: it owns one that it is given, and a play empties it."""
+
     def release(self, *names: str) -> None:
-        """Set fields to None, so that their memory can serve what comes next. For the function that was given it."""
+        """Set fields to None, so that their memory can serve what comes next."""
         if not torch.compiler.is_compiling():  # a compiler frees memory by itself
             for name in names:
                 self.__dict__[name] = None  # past `frozen`

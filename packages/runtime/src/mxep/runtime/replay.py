@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .bundle import Bundle, Form, as_parts, as_whole, build, count, take, take_apart
+from .bundle import Form, Operands, as_parts, as_whole, build, count, take, take_apart
 from .graph import Player
 from .record import Record, Recorder
 
@@ -113,7 +113,7 @@ class Replayed:
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:
-        """The results of this call: recorded, played, or the function's. Bundles among `args` are emptied."""
+        """The results of this call: recorded, played, or the function's. Operands among `args` are emptied."""
         if torch.compiler.is_compiling() or _here.calls:
             return self.direct(*args, **static)
         moving = self.moving(**static)
@@ -136,7 +136,7 @@ class Replayed:
         tensors = given.tensors
         tokens = len(tensors[moving[0]]) if moving else 0
         for x in args:
-            if isinstance(x, Bundle):
+            if isinstance(x, Operands):
                 x.release(*x.__dict__)  # so that memory goes early
         try:
             if found.player is None:
@@ -211,8 +211,9 @@ def replayed(function: Callable[..., Any]) -> Replayed:
 
     args, results: objects of tensors (`bundle.py`), on one device. The function returns what it made, views of that, or
     what it got. static: hashable. With shapes, strides and dtypes it decides all that the function does. The function
-    owns bundles that it is given, and may `release` their fields, so that this memory serves what it makes next; a play
-    does the same. Objects with registered parts are used whole by the function, and given and got as parts by callers.
+    owns `Operands` that it is given, and may `release` their fields, so that this memory serves what it makes next; a
+    play does the same. Objects with registered parts are used whole by the function, and given and got as parts by
+    callers.
 
     A class of static objects with an attribute `recordable` says by it whether functions with its objects are recorded.
     The function must not read from the device, nor decide by anything but its arguments; other tensors that it uses are
@@ -283,7 +284,7 @@ def _released(args: tuple[Any, ...], form: Form) -> list[int]:
     found: list[int] = []
     at = 0
     for x, part in zip(args, form[1:]):
-        fields = zip(x.__dict__.values(), part[1:]) if isinstance(x, Bundle) else [(x, part)]
+        fields = zip(x.__dict__.values(), part[1:]) if isinstance(x, Operands) else [(x, part)]
         for value, field in fields:
             tensors = count(field)
             if value is None:
