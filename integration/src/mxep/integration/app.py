@@ -85,8 +85,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _hydra_raises() -> Iterator[None]:
-    """What Hydra would print as a traceback, or with hints that do not help here, is a ConfigError, unless
-    HYDRA_FULL_ERROR asks for all of it."""
+    """Turn Hydra's errors into a ConfigError in plain words. With HYDRA_FULL_ERROR set, Hydra prints its own."""
     if "HYDRA_FULL_ERROR" in os.environ:
         yield
         return
@@ -116,7 +115,7 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
             for note in text_files.notes(config.data):
                 print(f"mxep: data.path: {note}", file=sys.stderr)
         if not under_torchrun() and config.task.name != "estimate":  # which has no ranks
-            # What transformers imports, torchao for one, may start CUDA, which a rank forked then could not use.
+            # Imports of transformers, such as torchao, may start CUDA, and a forked rank could not use it then.
             early = config.model.transformers is not None and not count_gpus()
             server = start_fork_server(*["mxep.integration.transformers.model"] * early)
             atexit.register(end_fork_server, server)  # so that the command leaves nothing behind
@@ -180,7 +179,7 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
 
 
 def _fit_bench(raw: DictConfig, given: set[str]) -> None:
-    """Models whose shapes the command line names are those that are measured. On a CPU a bench has shapes and a backend
+    """A shape on the command line selects its model. On a CPU a bench has shapes and a backend
     of its own, but for those that the command line names."""
     named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
     if raw.bench.models is not None and "bench.models" not in given:

@@ -6,12 +6,12 @@
                                  metrics.jsonl               one line a step so far
                                  tokenizer.json              of a text that was read as tokens
 
-Every rank writes what it holds; what several hold alike one of them writes. Any number of ranks loads it, at any
+Every rank writes its part; one rank writes tensors that several hold alike. Any number of ranks loads it, at any
 expert-parallel degree, with or without parallel.fsdp.
 
 The ranks write into a hidden folder. Rank 0 waits until the disk has it, renames it, waits for that, too, and then
 deletes older checkpoints. So the newest folder is complete whenever the power fails. A save that fails leaves nothing
-behind. What is not finite is neither saved nor loaded, nor is a file loaded that is not what was saved.
+behind. Tensors that are not finite are neither saved nor loaded. Changed files are not loaded.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def save(
 def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill model and optimizer in place from ``folder/step-N``; each rank takes its part. Collective.
 
-    Raises ValueError naming the file that is not what was saved or is missing; or the tensor, got and wanted, where it
-    does not fit the model, or has a number that is not finite.
+    Raises ValueError for a changed or missing file, naming it, and for a tensor that does not fit the model or is not
+    finite, with got and wanted.
     """
     state, moments = read_state(folder), _moments(model, optimizer)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -152,8 +152,8 @@ def _write(folder: Path, tensors: Tensors) -> None:
 
 
 def _difference(folder: Path, tensors: Tensors, ranks: int) -> str:
-    """Which of ``tensors``, of which this rank may have parts, is not there as a whole; "" if all are. ranks: that
-    wrote."""
+    """Name a tensor that the folder does not hold completely, or "". tensors: this rank may have parts of them.
+    ranks: how many wrote the folder."""
     try:
         stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (OSError, SafetensorError) as error:

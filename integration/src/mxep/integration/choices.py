@@ -1,4 +1,4 @@
-"""What the names of a checked Config stand for: its recipes, its dispatch and its capacity."""
+"""Recipes, dispatch and capacity by their names in a checked Config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_recipe(config: Config) -> Recipe:
 
 
 def auto(config: Config) -> tuple[Recipe, str]:
-    """What recipe "auto" is for the experts of this run, the same on every rank, and why."""
+    """The recipe that "auto" picks for the experts of this run, the same on every rank, and why."""
     model = config.model
     rows = rows_per_expert(config.tokens_per_rank, model.top_k, config.ep, model.experts)
     return recipe_of_experts(rows, model.dim, model.hidden_dim)
@@ -34,7 +34,7 @@ def linear_recipe(config: Config, recipe: Recipe) -> Recipe | str | None:
 
 
 def recipes(config: Config) -> list[Recipe]:
-    """What task=train trains: bf16 first with train.compare, then the config's recipe."""
+    """Recipes that task=train trains: bf16 first with train.compare, then the config's recipe."""
     recipe = make_recipe(config)
     return [Recipe.bf16(), recipe] if config.train.compare and recipe.scaling != "none" else [recipe]
 

@@ -59,7 +59,7 @@ def from_all_ranks(fn: Callable[[], T]) -> list[T]:
 
 
 def on_all_ranks(fn: Callable[[], T]) -> T:
-    """`fn()` of this rank, under the same promise. What it returns stays here. Collective."""
+    """`fn()` of this rank; FailedOnRanks as of `from_all_ranks`. The result is not sent. Collective."""
     kept: list[T] = []
     from_all_ranks(lambda: kept.append(fn()))
     return kept[0]

@@ -1,11 +1,11 @@
-"""From what Hydra composed to a checked Config: what depends on the machine is filled in, what does not fit is named.
+"""Check the config that Hydra composed, and fill in the values that depend on the machine.
 
     configs/config.yaml + groups (model=..., recipe=..., ...) + command line
         -> hydra checks keys and types against schema.py
         -> `resolve` -> Config, plain data, goes to the ranks
 
 Names (recipe, dispatcher, data source, task) pick from tables in code, so no config can make anything that mxep does
-not name; `choices` has what they stand for. Imports nothing heavy: a mistake is answered before torch is there.
+not name; `choices` has these tables. Imports nothing heavy: a mistake is answered before torch is there.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from .schema import (
 )
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
-"""What `resume` takes from a checkpoint: names, numbers, and one path that is read, `data.path`. The command line says
-everything else, above all what is written and where: what is in NOT_RESTORED, too."""
+"""Sections that `resume` takes from a checkpoint: names, numbers, and one path to read, `data.path`. All other settings
+come from the command line, above all where to write; so do those of NOT_RESTORED."""
 
 NOT_RESTORED = ("model.pretrained", "train.wandb")
-"""The checkpoint has the weights; and where it came from does not say what is sent away."""
+"""The checkpoint has the weights already, and a checkpoint of others must not start an upload."""
 
 OF_TRANSFORMERS = {
     "parallel.fsdp": False,
@@ -86,7 +86,7 @@ def load_benchmark(module: str) -> Any:
 
 
 def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
-    """What Hydra composed -> a checked Config. `ranks`: how many there are already, under torchrun.
+    """Check a composed config. `ranks`: how many there are already, under torchrun.
 
     Raises ConfigError with one line for the user, which has all that does not fit.
     """
@@ -193,7 +193,7 @@ def _of_ranks(config: Config) -> Iterator[str]:
 
 
 def _complaints(config: Config) -> Iterator[str]:
-    """What does not fit; everything that a rank would trip over is caught here."""
+    """Yield a line for each setting that does not fit; ranks would fail on it later."""
     model, path = config.model, config.data.path
     if config.task.name != "estimate":  # which tries layouts of its own
         yield from _of_ranks(config)
@@ -255,7 +255,7 @@ def _complaints(config: Config) -> Iterator[str]:
 
 
 def _of_own_model(config: Config) -> Iterator[str]:
-    """What mxep's own decoder has not, and models of transformers have; and its sizes."""
+    """Yield a line for each setting that mxep's own decoder does not have, and for sizes that do not fit."""
     for key, default in OF_TRANSFORMERS.items():
         if (value := attrgetter(key)(config)) != default:
             got, wanted = str(value).lower(), str(default).lower()
@@ -265,7 +265,7 @@ def _of_own_model(config: Config) -> Iterator[str]:
 
 
 def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[str]:
-    """What such a model has not. Its package is looked for, not imported."""
+    """Yield a line for each setting that a model of transformers does not have. Nothing is imported."""
     try:
         found = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -342,12 +342,12 @@ def unknown(key: str, got: Iterable[str], known: Iterable[str]) -> Iterator[str]
 
 
 def _alignment(recipe: str) -> int:
-    """What sizes must be multiples of. Of "auto", which takes bf16 where MXFP8 does not fit: 1."""
+    """Sizes must be multiples of this. It is 1 for "auto", as that takes bf16 where MXFP8 does not fit."""
     return ALIGNMENT.get(recipe.partition("_")[0], 1)
 
 
 def _multiplied(config: Config) -> list[str]:
-    """Names of the recipes whose products `backend` computes in this task."""
+    """Names of the recipes that `backend` computes in this task."""
     if config.task.name == "verify":
         return [name.partition("/")[0] for name in config.verify.cases or (*CASES, *LINEAR_CASES)]
     if config.task.name in ("bench", "estimate"):
@@ -381,7 +381,7 @@ def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> st
 
 
 def _unknown_choice(group: str, choice: str) -> str | None:
-    """Of a group of configs, such as recipe=mxpf8. Lists are Hydra's to read."""
+    """Return the message for an unknown choice of a group, such as recipe=mxpf8. Lists are Hydra's to read."""
     known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
     if not known or choice in (*known, "null") or not re.fullmatch(r"\w+", choice):
         return None

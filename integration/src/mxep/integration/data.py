@@ -1,4 +1,4 @@
-"""Text as bytes or tokens: where it comes from, what is held out, and which of it makes a step's batch.
+"""Text as bytes or tokens: sources, held-out chunks, and the batch of a step.
 
     files, sorted -> one run of bytes -> every 16th chunk held out for validation -> (tokens) -> windows of S + 1
 
@@ -68,7 +68,7 @@ def read_text(config: DataConfig) -> Text:
 
 
 def _split(whole: T) -> tuple[list[T], list[T]]:
-    """Chunks of bytes, or of letters: what is trained on, and what is held out."""
+    """Split bytes or letters into chunks to train on and held-out chunks."""
     size = min(CHUNK, len(whole) // HELD_OUT)
     chunks = [whole[i : i + size] for i in range(0, len(whole), size)]
     kept = [chunk for i, chunk in enumerate(chunks) if i % HELD_OUT != HELD_OUT - 1]
@@ -76,7 +76,7 @@ def _split(whole: T) -> tuple[list[T], list[T]]:
 
 
 def _entropy(tokens: Tensor) -> float:
-    """Of single tokens, in nats a token."""
+    """Entropy of single tokens, in nats a token."""
     share = torch.bincount(tokens.int(), minlength=VOCABULARY).double() / len(tokens)
     return float(-torch.special.xlogy(share, share).sum())
 

@@ -14,8 +14,7 @@ from .config import sizes_on_host
 from .schema import Config
 
 CAPTURED = "deepseek_v3", "mixtral", "qwen3_moe"
-"""Models of transformers whose steps a GPU has captured, without windows of attention. The code of others may read from
-the device."""
+"""Models of transformers with steps captured on a GPU, without attention windows. Others may read from it."""
 
 WARM_UP = 2
 """Calls that the host launches: buffers are made, kernels loaded, communicators connected."""
@@ -41,10 +40,10 @@ def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
 
 
 class Graphed:
-    """fn(*inputs) -> results; from the call after WARM_UP others on a CUDA graph, whose replay costs one launch.
+    """Call fn(*inputs) directly WARM_UP times, then replay a CUDA graph of it in one launch.
 
-    Inputs have the same shapes at each call. Results, and all else that fn keeps on the device, are the graph's memory,
-    which the next call overwrites. RuntimeError if fn waits for the device. Collective if fn is.
+    Inputs have the same shapes at each call. Results are the graph's memory, and so is all that fn
+    keeps on the device: the next call overwrites both. RuntimeError if fn waits for the device. Collective if fn is.
     """
 
     def __init__(self, fn: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -116,7 +115,7 @@ def in_graph(config: Config, device: torch.device) -> bool:
 def deterministic(config: Config, device: torch.device) -> Iterator[None]:
     """Makes GPUs repeat a run to the last bit, as CPUs do; the backward of attention would add in any order.
 
-    Not of a model of transformers, whose code may have no other way.
+    Models of transformers are left as they are: their code may have no deterministic version.
     """
     if device.type != "cuda" or config.model.transformers is not None:
         yield

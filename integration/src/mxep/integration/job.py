@@ -30,7 +30,7 @@ Reported = BenchConfig | CompareConfig | EstimateConfig | VerifyConfig
 
 
 def run_job(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
-    """Run what `prepare` made and return the exit code; what goes wrong ends in one message on stderr.
+    """Run a prepared job and return its exit code; an error ends in one message on stderr.
 
     Raises ValueError before anything ran, and with nothing in ``folder``, for mistakes that only torch can tell, and if
     it is another run's.
@@ -177,7 +177,7 @@ TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {
 
 
 def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, device: str | None = None) -> Any:
-    """What ``fn(Rank, *args)`` returns on rank 0; under torchrun on this rank. device: None is parallel.device."""
+    """Result of ``fn(Rank, *args)`` on rank 0; under torchrun on this rank. device: None is parallel.device."""
     how: Any = {"device": device or config.parallel.device, "steps": config.task.name in ("train", "compare")}
     if under_torchrun():
         return run_in_place(fn, args, **how)

@@ -1,4 +1,4 @@
-"""Starts the ranks of one job on this machine and brings back what they return.
+"""Start the ranks of one job on this machine and collect their results.
 
     caller ── fork server (torch imported once) ──┬─ rank 0: init_process_group, fn(Rank, *args) ─┐
        ^                                          └─ rank 1: ...                                  │
@@ -156,7 +156,7 @@ class _Process:
 
     def receive(self) -> None:
         """Take one message, or see that there will be none."""
-        if not self.process.is_alive():  # what it sent before is still in the pipe, perhaps a part of a message
+        if not self.process.is_alive():  # earlier messages are still in the pipe, perhaps a part of one
             os.set_blocking(self.connection.fileno(), False)
         try:
             kind, content = pickle.loads(self.connection.recv_bytes())
@@ -195,7 +195,7 @@ def _collect(ranks: list[_Process], timeout: float | None, scratch: Path) -> Non
     failed: list[_Process] = []
     while running := [one for one in ranks if not one.finished]:
         left = limit - time.monotonic()
-        # A dead rank's pipe has no end while a child that it forked lives: the fork server reports who has ended.
+        # A dead rank's pipe stays open while its children live: the fork server reports ended ranks.
         sources: dict[Any, _Process] = {end: one for one in running for end in (one.connection, one.process.sentinel)}
         arrived = wait(list(sources), timeout=None if left == float("inf") else max(left, 0.0))
         for one in dict.fromkeys(sources[end] for end in arrived):
@@ -222,7 +222,7 @@ def _collect(ranks: list[_Process], timeout: float | None, scratch: Path) -> Non
 
 
 def _stacks(ranks: list[_Process], scratch: Path) -> str:
-    """Where each of these ranks was, of those that said it."""
+    """Stacks of these ranks, as far as they wrote one."""
     found = ((one.rank, stack_file(scratch, one.rank)) for one in ranks)
     stacks = ((rank, file.read_text()) for rank, file in found if file.exists())
     return "".join(f"\nrank {rank} was at:\n{stack}" for rank, stack in stacks if stack)
@@ -280,7 +280,7 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank's function gets: its number, how many there are, its device and the flag that asks it to stop."""
+    """First argument of a rank's function: its number, the number of ranks, its device and the stop flag."""
 
     rank: int
     world_size: int
@@ -347,7 +347,7 @@ def rank_main(
     os.environ.clear()  # the fork server's are those of the first call
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    # A rank whose function ends at once would take its connections down while others still make theirs.
+    # A function that ends at once would close its connections while other ranks still open theirs.
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     stop = StopFlag()
@@ -380,7 +380,7 @@ def _die_with_caller() -> None:
     caller: Any = multiprocessing.parent_process()
 
     def watch() -> None:
-        # The sentinel is a pipe whose other end the caller holds, and every child that it forks later.
+        # The caller holds the other end of the sentinel's pipe, and so does every child that it forks later.
         try:
             wait([caller.sentinel, os.pidfd_open(caller.pid)])
         except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What a config asks of this machine, and what it has: devices, backends, memory.
+"""Compare a config with this machine: devices, backends, memory.
 
 A job that cannot run is refused before torch is imported or a rank starts. Memory is that of weights, gradients and
 AdamW's moments, and on the host of what models are made from. It is the least: activations and buffers come on top.
@@ -24,7 +24,7 @@ CAPABILITIES = {"hopper": ((9, 0), (9, 0)), "blackwell": ((10, 0), (10, 99)), "t
 
 
 def complaints(config: Config) -> Iterator[str]:
-    """What this machine has not, a line each."""
+    """Yield a line for each thing that this machine lacks."""
     task, bench = config.task.name, config.bench
     if task == "estimate":
         return
@@ -49,7 +49,7 @@ def complaints(config: Config) -> Iterator[str]:
 
 
 def ranks_here(config: Config) -> int:
-    """How many ranks this machine has: all, unless torchrun says otherwise."""
+    """Number of ranks on this machine: all of them, or torchrun's LOCAL_WORLD_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks)) if under_torchrun() else config.ranks
 
 

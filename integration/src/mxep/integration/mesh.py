@@ -2,9 +2,9 @@
 
     rank = dp_index * ep + ep_index
 
-The loss is the mean over all ranks' tokens. What every rank holds (attention, norms, router, shared experts) has the
-gradient of this rank's loss, which is averaged over all ranks. An expert's gradient is already that of the mean over
-its ep group, whose tokens came to it, and is averaged over the dp group. The results are what one process with the
+The loss is the mean over all ranks' tokens. Parameters on every rank (attention, norms, router, shared experts) have
+the gradient of this rank's loss, averaged over all ranks. An expert's gradient is already the mean over its ep group,
+and is averaged over the dp group. The results are what one process with the
 whole batch has. Experts that several ranks share are DTensors, of which each rank holds its own.
 """
 
@@ -43,12 +43,12 @@ class Mesh:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``: no copy, no gradient."""
+    """This rank's part of ``tensor``: no copy, no gradient."""
     return local_tensor(tensor).detach()
 
 
 def part(tensor: Tensor) -> tuple[slice, ...]:
-    """Where that lies in the whole of ``tensor``."""
+    """Slices of this rank's part in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -141,7 +141,7 @@ def log(
 
 
 def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a row by name; of a list each, by its index. What is None has none."""
+    """Yield a row's numbers by name, a list's by its index. None is left out."""
     for key, value in row.items():
         if key in NOT_METRICS or value is None:
             continue
@@ -173,7 +173,7 @@ def weights_met(model: nn.Module, experts: Iterable[nn.Module], share: float) ->
 
 
 def flops_per_token(model: Transformer | CausalLM, config: Config) -> float:
-    """Of loss and gradients."""
+    """FLOPs of loss and gradients."""
     met = weights_met(model, model.experts, config.model.top_k / config.model.experts)
     return 6 * met + 6 * config.model.layers * config.data.length * model.attention_width
 
@@ -184,7 +184,7 @@ def peak_of(name: str) -> float | None:
 
 
 class Speed:
-    """Of the steps of one run on this rank. Making it begins to count memory."""
+    """Speed of a run's steps on this rank. Creating it starts the count of peak memory."""
 
     def __init__(self, model: Transformer | CausalLM, config: Config, device: torch.device) -> None:
         self.tokens = config.data.batch * config.data.length

@@ -1,4 +1,4 @@
-"""A language model, of bytes or tokens: a decoder whose feed-forward layers are mixtures of experts.
+"""A language model of bytes or tokens: a decoder with mixtures of experts as feed-forward layers.
 
     tokens (b, S) -> embedding -> [ x + attention(norm(x)) ; x + moe(norm(x)) ] x layers -> norm -> logits (b, S, V)
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> Transformer | CausalLM:
-    """What the section `model` names, on ``device``: experts of ``recipe``, spread over ``mesh.ep``."""
+    """Make the model of section `model` on ``device``, with experts of ``recipe`` spread over ``mesh.ep``."""
     if config.model.transformers is not None:
         from .transformers.model import CausalLM
 
@@ -156,7 +156,7 @@ class Transformer(nn.Module):
 
     @property
     def attention_width(self) -> int:
-        """Of queries and keys, and of values, over all heads."""
+        """Width of queries and keys plus width of values, over all heads."""
         return 2 * self.norm.normalized_shape[0]
 
     @property

@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that each rank starts with it in memory.
+"""Imports of the fork server, so that each rank starts with them in memory.
 
 A module that fails to import is skipped here: the rank that needs it imports it again and reports the error with its
 own traceback. An error in the fork server would only show as a broken pipe.
@@ -18,7 +18,7 @@ for _number in SIGNALS:
     signal.signal(_number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-# What is imported stays: collections would only look at it, again and again, for a fifth of the time.
+# Imported objects stay: garbage collections would only scan them again and again, for a fifth of the time.
 gc.disable()
 for _name in (
     "torch._dynamo",  # every custom op imports it at its first call, for seconds

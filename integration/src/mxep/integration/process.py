@@ -1,4 +1,4 @@
-"""What kind of process this is, and the one that ranks are forked from. Imports nothing heavy: `app` starts with it."""
+"""Signals of this process, GPUs of this machine, and the fork server of ranks. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def end_on_signals(clean_up: Callable[[], None] = lambda: None) -> None:
 
 
 def raise_on_signals() -> None:
-    """Have SIGINT and SIGTERM do what they do in Python."""
+    """Restore Python's own handling of SIGINT and SIGTERM."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -88,7 +88,7 @@ def count_gpus() -> int:
 
 
 def start_fork_server(*preload: str) -> Any:
-    """Start the process that ranks are forked from, unless it runs; it imports torch, mxep and `preload` meanwhile.
+    """Start the fork server of ranks if it does not run. It imports torch, mxep and `preload` in the background.
 
     Returns what `multiprocessing` has of it. It ends by itself when this process is gone.
     """

@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Results:
-    """What a forward and a backward give: out, dx (T, D), d_weights (T, K), and the gradients of both projections."""
+    """Results of a forward and a backward: out, dx (T, D), d_weights (T, K), and the gradients of both projections."""
 
     out: Tensor
     dx: Tensor
@@ -59,7 +59,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Quantizers:
-    """Where a recipe rounds, each fp32 -> fp32: rows of activations and gradients, weights along their last axis (rows)
+    """A recipe's roundings, each fp32 -> fp32: rows of activations and gradients, weights along their last axis (rows)
     or the one before it (cols), rows of either kind along tokens for the weight gradients."""
 
     activation: Quantizer

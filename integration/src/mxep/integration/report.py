@@ -1,4 +1,4 @@
-"""What a training job leaves behind: summary.json, report.html and the table at the end.
+"""The report of a training job: summary.json, report.html and the table at the end.
 
 report.html is one file without scripts that fetches nothing: losses, their curves as SVG, tables of routing, expert
 load and speed, where it ran, and the config. Curves of all other metrics are TensorBoard's and W&B's.

@@ -1,4 +1,4 @@
-"""Results of any task: where they were made, tables of rows, and JSON files. Knows nothing of what was measured.
+"""Results of any task: where they were made, tables of rows, and JSON files. It does not depend on the measurement.
 
 row       plain values by column; "note" says why it has no figures, "error" what went wrong
 Section   a table: some columns name a row, others are its figures
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Section:
-    """title: what the table shows. labels: columns that name a row. figures: the others, with their format."""
+    """title: the table's subject. labels: columns that name a row. figures: the others, with their format."""
 
     title: str
     labels: tuple[str, ...]
@@ -78,7 +78,7 @@ def _label(value: Any) -> str:
 
 @dataclass
 class Report:
-    """title: what was measured. ceilings: rates to compare with, by name. seconds: how long all of it took. about: of
+    """title: the subject. ceilings: rates to compare with, by name. seconds: how long all of it took. about: of
     what it was made. remarks: sentences below the tables."""
 
     title: str
@@ -128,13 +128,13 @@ def shortened(value: Any) -> Any:
 
 
 def write(report: Mapping[str, Any], files: Sequence[Path]) -> None:
-    """As JSON, the same in each file."""
+    """Write the report as JSON to each file."""
     for file in files:
         file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 PACKAGES = "torch", "triton", "torchao", "transformers", "tokenizers"
-"""Whose versions results name, where they are installed."""
+"""Packages with their versions in results, where installed."""
 
 
 def provenance(command: str, commit: str | None) -> dict[str, Any]:

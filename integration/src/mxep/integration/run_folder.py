@@ -32,7 +32,7 @@ def new_folder(wanted: str) -> str:
 
 
 def take(folder: Path, config: str, *, resumed: Path | None) -> TextIO:
-    """Write ``config`` to config.yaml of ``folder``, which is this run's as long as what is returned is open.
+    """Write ``config`` to config.yaml of ``folder`` and lock it. The run keeps it while the returned file is open.
 
     resumed: the checkpoint, or run folder, that the run goes on from. One in ``folder`` goes on in its own folder.
 
@@ -66,12 +66,12 @@ FORMAT = 2
 DIGESTS = "sha256"
 """Key of state.json: name of each file of the checkpoint -> its SHA-256, whatever its format."""
 TOKENIZER = "tokenizer.json"
-"""Of a checkpoint, and of a run folder, if the text was read as tokens."""
+"""File in a checkpoint and in a run folder, if the text was read as tokens."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint has besides its tensors.
+    """A checkpoint's content besides its tensors.
 
     run: the recipe's name. step: steps done. config: the whole config, plain JSON values. digest: of the text.
     metrics: one dict a step done.
@@ -108,7 +108,7 @@ def find(path: Path) -> dict[str, Path]:
 
 
 def read_state(folder: Path) -> State:
-    """What ``folder/step-N`` is. Raises ValueError where that cannot be read, or is not what was written."""
+    """Read the state of ``folder/step-N``. Raises ValueError if it cannot be read or has changed."""
     try:
         about = json.loads((folder / "state.json").read_text())
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -139,7 +139,7 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def changed(folder: Path, names: Iterable[str]) -> str:
-    """Which of these files of a checkpoint is not what was saved, in one line; "" if all are."""
+    """Return a line for the first of these files that has changed since the save, or ""."""
     saved = json.loads((folder / "state.json").read_text())[DIGESTS]
     for name, found in digests_of(folder, names).items():
         if found != (wanted := saved.get(name, "none")):

@@ -2,8 +2,8 @@
 
     lr: Annotated[float, Range(0, 1, above=True)]      name: Annotated[str, OneOf(TASKS)]
 
-Beside each type is the range of its values, or the names it may have. No range has NaN or an infinity. What must fit
-together is checked in config.py. Names of what needs torch are known here without it; a test compares them with the
+Each type has the range of its values, or the names it may have. No range has NaN or an infinity. config.py checks
+settings against each other. Names of what needs torch are known here without it; a test compares them with the
 tables that import torch. Imports nothing heavy, so that a command line with a mistake is answered at once.
 """
 
@@ -27,9 +27,9 @@ DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
 RECIPES = ("bf16", "fp8", "mxfp8")
 ALIGNMENT = {"bf16": 1, "fp8": 16, "mxfp8": 32}  # of sizes that a recipe multiplies
 CHANGES = ("e5m2", "32x32", "wgrad_bf16", "gate_up_fp8", "floor", "ceil", "even")
-"""Of the last two recipes, in this order, as in mxfp8_e5m2."""
+"""Changes of the last two recipes, in this order, as in mxfp8_e5m2."""
 MODES = CHANGES[-3:]
-"""Of which a recipe has one at most."""
+"""Scale modes: a recipe has at most one."""
 KEPT_IN_FP8 = "gate_up_fp8"
 """A change that bench=layer and task=estimate know, too."""
 CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:4] for recipe in RECIPES)
@@ -148,7 +148,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """What is learned: files, cut into batches of bytes or tokens."""
+    """The training text: files, cut into batches of bytes or tokens."""
 
     path: str | None
     max_bytes: Count
@@ -160,7 +160,7 @@ class DataConfig:
 
 @dataclass
 class RecipeConfig:
-    """Which numbers products have: of experts, and of linears beside them."""
+    """Recipes of experts, and of the linears beside them."""
 
     name: str
     linear: str | None = None
@@ -181,7 +181,7 @@ class DispatcherConfig:
 
 @dataclass
 class ParallelConfig:
-    """Processes, and which of them share one set of experts; ranks / ep sets work data-parallel."""
+    """Number of ranks, and of ranks that share one set of experts. The ranks / ep sets are data-parallel."""
 
     ranks: Count | None
     ep: Count | None
@@ -246,7 +246,7 @@ class VerifyConfig:
 
 @dataclass
 class BenchConfig:
-    """What task=bench measures. shapes: kind of shape -> shapes; cpu_shapes: those of device "cpu"."""
+    """Settings of task=bench. shapes: kind of shape -> shapes; cpu_shapes: those of device "cpu"."""
 
     name: Annotated[str, OneOf(BENCHES)]
     device: Annotated[str, OneOf(("cuda", "cpu"))]
@@ -320,7 +320,7 @@ class Config:
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a rank's micro-batch."""
         return self.data.batch // self.ranks // self.train.micro_batches * self.data.length
 
 

@@ -24,11 +24,11 @@ CHUNK = 1 << 16
 HELD_OUT = 16  # every 16th chunk of a text
 NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SUFFIXES = {".py", ".pyi", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".rs", ".json", ".yaml", ".toml", ".html", ".tex"}
-HEAD = 1 << 16  # bytes of a file that tell what it is
+HEAD = 1 << 16  # bytes at a file's start that are checked to be text
 
 
 def read(config: DataConfig) -> tuple[str, bytes]:
-    """Where the bytes come from, and the files one after the other, up to ``max_bytes``."""
+    """Return the text's source and its bytes, file after file, up to ``max_bytes``."""
     root, files = _files(config)
     payload: list[bytes] = []
     left = config.max_bytes
@@ -41,12 +41,12 @@ def read(config: DataConfig) -> tuple[str, bytes]:
 
 
 def least_bytes(length: int) -> int:
-    """That a text needs: two sequences in each of HELD_OUT chunks."""
+    """Least size of a text: two sequences in each of HELD_OUT chunks."""
     return 2 * (length + 1) * HELD_OUT
 
 
 def complaint(config: DataConfig) -> str | None:
-    """What is wrong with the files, in one line."""
+    """Return a line on files that cannot be used, or None."""
     least = least_bytes(config.length)
     if 2 * (config.length + 1) > CHUNK:
         return f"data.length: got {config.length}, wanted at most {CHUNK // 2 - 1}, half a chunk of the text"
@@ -65,7 +65,7 @@ def complaint(config: DataConfig) -> str | None:
 
 
 def notes(config: DataConfig) -> Iterator[str]:
-    """What of a text of one's own is read, and what not, a line each."""
+    """Yield lines on the files that are read and those that are not."""
     root, files = _files(config)
     if root.is_dir():
         size = sum(file.stat().st_size for file in files)
@@ -83,7 +83,7 @@ def notes(config: DataConfig) -> Iterator[str]:
 
 
 def _files(config: DataConfig) -> tuple[Path, list[Path]]:
-    """The folder or file, and what is read of it."""
+    """Return the folder or file, and the files to read."""
     if config.path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return root, _within(root, "*.py")
@@ -110,7 +110,7 @@ def _is_text(file: Path) -> bool:
 
 
 def tokenizer_complaint(config: DataConfig) -> str | None:
-    """What is wrong with the section's tokenizer, in one line."""
+    """Return a line on a tokenizer that cannot be used, or None."""
     if config.vocabulary is None and config.tokenizer is None:
         return None
     if config.vocabulary is not None and config.tokenizer is not None:
@@ -135,7 +135,7 @@ def vocabulary_of(config: DataConfig) -> int:
 
 @functools.cache
 def _tokens_of(file: str, version: tuple[int, ...]) -> int:
-    """Of a tokenizer.json. version: of what ``file`` names, which may be written again."""
+    """Number of token ids in a tokenizer.json. version: the file's, as it may be written again."""
     found: dict[str, Any] = json.loads(Path(file).read_text())
     model = found["model"]["vocab"]  # of Unigram a list
     ids: list[int] = [len(model) - 1] if isinstance(model, list) else list(model.values())

@@ -1,4 +1,4 @@
-"""What both adapters of torchtitan share: options, the routed experts' computation, the hook before steps, their loads.
+"""Parts of both torchtitan adapters: options, the routed experts' computation, the hook before steps, expert loads.
 
 `torchtitan.py` has the override for torchtitan 0.3, `titan_converter.py` the model converter for 0.2.
 """
@@ -154,7 +154,7 @@ class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
-    """Of each layer the busiest expert's tokens since the last call, over the mean. A collective of the group.
+    """Busiest expert's tokens over the mean, by layer, since the last call. A collective of the group.
 
     Experts count in their attribute load_E, which this clears.
     """

@@ -1,4 +1,4 @@
-"""Routed experts for torchtitan 0.2, by its model converters: what the override of `torchtitan.py` does for 0.3.
+"""Routed experts for torchtitan 0.2, by its model converters. For 0.3 `torchtitan.py` has an override.
 
     --job.custom_config_module mxep.integration.titan_converter --model.converters mxep --mxep.recipe mxfp8
 
@@ -28,7 +28,7 @@ TOGETHER = ("wq", "wk", "wv"), ("wq", "wkv_a"), ("wq_a", "wkv_a"), ("w1", "w3")
 
 @dataclass(frozen=True, kw_only=True)
 class ConverterOptions(Options):
-    """Of routed experts, and
+    """Options of routed experts, and
 
     linear: the recipe of attention, dense MLPs and shared experts: a name, or "auto". None: they stay torchtitan's.
     """
@@ -38,7 +38,7 @@ class ConverterOptions(Options):
 
 @dataclass
 class JobConfig:
-    """What `--job.custom_config_module` adds to torchtitan's config."""
+    """Section that `--job.custom_config_module` adds to torchtitan's config."""
 
     mxep: ConverterOptions = field(default_factory=ConverterOptions)
 
@@ -90,7 +90,7 @@ class RoutedMoE(MoE):  # type: ignore[misc]
 class Converter:
     """Converts all MoEs of a model.
 
-    ValueError for those whose experts mxep does not compute, for TP, and beside torchtitan's own quantization.
+    ValueError for experts that mxep does not compute, for TP, and beside torchtitan's own quantization.
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:

@@ -37,7 +37,7 @@ from .titan import Options, check_backend
 
 
 class Routed(NamedTuple):
-    """Where tokens go. counts_E: how many of this rank's tokens each expert gets."""
+    """Routing of tokens. counts_E: how many of this rank's tokens each expert gets."""
 
     expert_ids_TK: Tensor
     scores_TK: Tensor
@@ -136,7 +136,7 @@ class QuantizedLinear(Linear):  # type: ignore[misc]
     description="linears by mxep",
 )
 def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
-    """Those whose sizes the recipe can not take stay as they are, and so do classes of a model's own.
+    """Linears of other sizes than the recipe takes stay as they are, and so do a model's own classes.
 
     ValueError for a recipe or backend that is none, and beside converters of torchtitan (Float8, MX, NVFP4), which take
     the linears first: exact=True would leave these to them in silence.

@@ -12,8 +12,7 @@ ends the run, on all ranks alike (train.skip_bad_steps): no weight and no checkp
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 
 N micro-batches have the loss and the gradients of one batch: means of means over equally many tokens. They share one
-quantization of each weight. Only what a model adds to the gradient of a batch as a whole, such as the auxiliary loss of
-some routers, is each micro-batch's own.
+quantization of each weight. An auxiliary loss of routers is computed for each micro-batch.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All runs of a job, and what is known of the text they read."""
+    """All runs of a job, and their text's name and entropy."""
 
     runs: list[Run]
     text: str
@@ -157,7 +156,7 @@ class Trainer:
         self.step, self.metrics, self.saved = state.step, state.metrics, folder
 
     def run(self) -> Run:
-        """The steps left, or those until a signal; a checkpoint; without a signal the loss on held-out text."""
+        """Run the remaining steps, or until a signal, and save. Without a signal compute the held-out loss."""
         try:
             with deterministic(self.config, self.rank.device):
                 return self._run()
@@ -225,7 +224,7 @@ class Trainer:
         self.metrics.append({"run": self.name, "step": self.step, **row, "lr": lr, "skipped": skipped, **speed})
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of this rank's batch, 0-d, whose gradients are left behind, and its rows, as `step.backward`."""
+        """Run forward and backward. Returns the loss of this rank's batch, 0-d, and its rows, as `backward` does."""
         self.gradients.zero()
         return backward(self.model, inputs, targets, self.config.train.micro_batches)
 
@@ -235,7 +234,7 @@ class Trainer:
         return (clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip),)
 
     def _bad(self, row: dict[str, Any], lost: Exception | None, overflowed: bool) -> Exception | None:
-        """What is bad about a step, the same on all ranks. overflowed: any rank has `lost` something."""
+        """Return an exception for a bad step, the same on all ranks. overflowed: any rank has `lost` something."""
         step = f"{self.name}, step {self.step + 1}"
         if overflowed:
             return CapacityExceeded(f"{step}: {_of_all_ranks(lost)}")
@@ -267,7 +266,7 @@ class Trainer:
         return loss
 
     def _lost_rows(self) -> CapacityExceeded | None:
-        """What overflowed in any layer since the last time. Raises whatever else went wrong on the device."""
+        """Return an overflow in any layer since the last call. Raises other errors of the device."""
         lost = None
         for moe in {moe.dispatcher: moe for moe in self.model.moes}.values():
             try:
@@ -305,15 +304,15 @@ def _of_all_ranks(error: Exception | None) -> str:
 
 
 COUNTS = ("routed", "sent", "valid", "padding", "dropped", "invalid")
-"""Of `Routing.stats`, in the order of a vector of rows."""
+"""Keys of `Routing.stats`, in the order of a vector of rows."""
 KNOWN_TO_ALL = ("dropped", "invalid")
-"""Of these: already sums over the ranks that share experts."""
+"""Counts that are already sums over the ranks that share experts."""
 
 
 def backward(model: Any, inputs: Tensor, targets: Tensor, micro_batches: int) -> tuple[Tensor, Tensor]:
     """The mean loss, 0-d, of ``micro_batches`` that this rank's batch is cut in, and its rows (len(COUNTS),) int64.
 
-    Gradients are added to what there is. No host sync.
+    Gradients accumulate. No host sync.
     """
     device = inputs.device
     loss = torch.zeros((), device=device, dtype=torch.float32)
@@ -334,7 +333,7 @@ def cut(inputs: Tensor, targets: Tensor, micro_batches: int) -> Iterator[tuple[T
 
 
 def _rows(model: Any) -> Tensor:
-    """Where the rows of the last forward went, over all layers."""
+    """Row counts of the last forward, over all layers."""
     stats = [moe.last_routing.stats() for moe in model.moes]
     return torch.stack([torch.stack([one[key] for one in stats]).sum() for key in COUNTS])
 

@@ -6,10 +6,10 @@
     signal to noise of the MoE against the exact layer  >=  that of the quantized reference - 0.3 dB
     linear(recipe), forward and backward, in the same way against `reference.plain_linear`
 
-That block tells MXFP8 from FP8: a row of FP8 has one scale and loses what is small in it, 18 dB in place of 23 on
+The wide block tells MXFP8 from FP8: a row of FP8 has one scale and loses its small values, 18 dB instead of 23 on
 layers. A backend that folds MXFP8 to one scale a row loses as much, and gets Gaussian data, on which both are alike.
 
-Where a recipe does not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. Rounded are
+For recipes that do not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. Rounded are
 gate_up, h, a row, a slot's sum, a node's where there are several, and the owner's sum. The first enters through a
 product of two factors, one of them curved, and counts about 3; dx goes through as many. So 9 roundings are 55.5 - 10
 log10(9) = 46.0 dB, less 1 dB for chance.
@@ -46,7 +46,7 @@ DROPPED = 3  # tokens of each rank without a first expert
 
 @dataclass(frozen=True)
 class Check:
-    """One tensor of a case, on the rank where it is worst: signal to noise and what it must reach, in dB."""
+    """One tensor of a case on its worst rank: signal to noise and its threshold, in dB."""
 
     name: str
     snr: float

@@ -7,8 +7,8 @@ Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and ot
 implementations of experts and, where transformers has expert parallelism of its own, of that.
 docs/guides/transformers.md is the page to paste from.
 
-`implementation` has what runs, `layer` its forward, `parallel` expert parallelism, `callback` what a Trainer calls,
-`checks` what it asks of a model, `model` what the `mxep` command trains.
+Files: `implementation` and `layer` for the experts' forward, `parallel` for expert parallelism, `callback` and
+`checks` for a Trainer, `model` for the `mxep` command.
 """
 
 from mxep.gemm import Recipe
@@ -43,4 +43,4 @@ if hasattr(own_tensor_parallel, "MoeExpertsParallel"):  # other versions shard i
     check_tensor_parallelism()
 
 NAMES = (*(f"mxep_{recipe}" for recipe in _RECIPES), "mxep_auto")
-"""What importing this module registers."""
+"""Names that importing this module registers."""

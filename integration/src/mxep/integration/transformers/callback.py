@@ -1,12 +1,12 @@
-"""What a Trainer has to call: a check before the optimizer, the experts' load in its log, one quantization a step.
+"""A Trainer's callback: a check before the optimizer, the experts' load in its log, one quantization a step.
 
 It also loads the weights that a Trainer leaves as they are when it loads a checkpoint of its own:
 
     save_pretrained    mlp.experts.gate_up_proj (E, 2F, D)  ->  mlp.experts.0.gate_proj.weight and so on, one a tensor
     Trainer            load_state_dict(file, strict=False)  ->  finds no gate_up_proj, and trains the one that is there
 
-So it is with `train(resume_from_checkpoint=)` and with `load_best_model_at_end` of transformers 5. What the files have
-under other names than the model is read here as `from_pretrained` reads it, and copied into the model's own parameters.
+So it is with `train(resume_from_checkpoint=)` and with `load_best_model_at_end` of transformers 5. Weights that the
+files have under other names are read here as by `from_pretrained`, and copied into the model's own parameters.
 
 A Trainer also gives whole tensors to a model of DTensors, which torch refuses. `take_parts` makes parts of them.
 """
@@ -49,7 +49,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     It loads the experts of the checkpoint that training resumes from, and of the best one (`load_best_model_at_end`),
     which a Trainer of transformers 5 leaves out. ValueError where it does not find the checkpoint.
 
-    Where gradients are accumulated, micro-batches share one quantization of each weight. That takes 2 bytes and a
+    With accumulated gradients, micro-batches share one quantization of each weight. It takes 2 bytes and a
     little for each element of the experts until the optimizer steps. share_quantized_weights=False: they do not.
 
     After `expert_parallel` a Trainer cannot save: unless `save_strategy` is "no", ValueError as training begins.
@@ -141,7 +141,7 @@ def resumed_folder(args: Any, state: Any) -> Path:
 
 
 def is_saved_under_other_names(model: nn.Module) -> bool:
-    """Whether a Trainer, which loads what has the model's names, leaves weights of `save_pretrained` out."""
+    """Whether a Trainer leaves out weights of `save_pretrained`: it loads only tensors with the model's names."""
     if not isinstance(model, PreTrainedModel):  # of PEFT's it saves and loads adapters
         return False
     names = {
@@ -152,12 +152,12 @@ def is_saved_under_other_names(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def restore(model: Any, folder: Path) -> list[str]:
-    """Copy what the files of `save_pretrained` in `folder` have under other names into the model; returns its names.
+    """Copy weights that `save_pretrained` stored under other names from `folder` into the model; returns their names.
 
     In place; of a DTensor each rank copies its part. If any name is another, a rank reads the whole model into its
     host's memory. Adapters alone, and checkpoints of FSDP and DeepSpeed, have the model's names: nothing is read.
 
-    ValueError for a folder whose other weights are not the model's.
+    ValueError for a folder with other weights than the model's.
     """
     names = _saved_names(folder)
     own = _tensors(model)

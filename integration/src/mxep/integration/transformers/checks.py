@@ -1,8 +1,8 @@
-"""What a training loop asks of a model: what went wrong, how loaded its experts are, and whether mxep computes them.
+"""Checks of a model in training: device errors, expert load, and whether mxep computes its experts.
 
 transformers takes `experts_implementation="mxep_mxfp8"` for every model, but reaches only experts that
-`@use_experts_implementation` decorates. Others, and those whose forward another library replaced, run their own code.
-So modules and calls count here, not the name in a config.
+`@use_experts_implementation` decorates. Others run their own code, and so do those with a forward of
+another library. So modules and calls count here, not the name in a config.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NO_WAY = (
 def check(model: nn.Module) -> None:
     """Raise what went wrong on the device since the last check, as `MoE.check`: once a step, before the optimizer.
 
-    RuntimeError if a module of experts whose config names mxep runs code of its own.
+    RuntimeError if a module of experts runs code of its own though its config names mxep.
     """
     raise_unserved(model)
     for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
@@ -100,7 +100,7 @@ def _why_no_load(model: nn.Module) -> str | None:
 
 
 def raise_unserved(model: nn.Module, *, ran: bool = False) -> None:
-    """RuntimeError if a module of experts whose config names mxep computes without it; the message has the cure.
+    """RuntimeError if mxep does not compute a module of experts though its config names it; the message has the cure.
 
     ran: whether a forward of the model ran for certain.
     """

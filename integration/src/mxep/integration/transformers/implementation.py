@@ -2,7 +2,7 @@
 
 experts_implementation="mxep_mxfp8"   ->   Implementation("mxep_mxfp8", Recipe.named("mxfp8"))
 
-Models whose experts the registry does not reach, because their class has no decorator.
+Models that the registry does not reach, because their experts' class has no decorator:
 
     Step 3.7, LongCat-Flash   `route_experts`: experts as others have them; LongCat's zero experts give tokens back
     Llama 4                   `route_llama4`: experts multiply every token, most of them by zero
@@ -34,7 +34,7 @@ _local: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDic
 
 
 class Implementation:
-    """What `experts_implementation=` and `ep_implementation=` may name, once it is registered.
+    """A value of `experts_implementation=` and `ep_implementation=`, once it is registered.
 
     Attributes:
         name: of it in transformers.
@@ -61,7 +61,7 @@ class Implementation:
         self.dispatch = Dispatch.of(dispatch, fields)
 
     def most_tokens(self) -> int | None:
-        """What was registered, else what the environment says."""
+        """max_tokens as registered, else as in the environment."""
         said = os.environ.get(MAX_TOKENS)
         if self.dispatch.max_tokens is not None or not said:
             return self.dispatch.max_tokens
@@ -176,7 +176,7 @@ def _routed(kind: type) -> type | None:
             return _run(self, hidden_states, top_k_index, top_k_weights)
 
     class WithZeroExperts(Experts):
-        """Ids from the number of weights on are experts that give back what they get."""
+        """Ids from the number of weights on are experts that return their input."""
 
         def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             zero = top_k_index >= self.num_routed_experts

@@ -1,4 +1,4 @@
-"""A module of experts as mxep runs it: what is known of it once, and its forward.
+"""A module of experts as mxep runs it: its settings and its forward.
 
     fused      SwiGLU, plain or clamped, with or without biases: mxep.ep's layer, which quantizes and multiplies by the
                routing weights within SwiGLU
@@ -37,7 +37,7 @@ KEY = "_mxep_layer"
 WEIGHTS = frozenset(f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias"))
 UNQUANTIZED = Recipe.bf16()
 MAX_TOKENS = "MXEP_MAX_TOKENS"
-"""In the environment: max_tokens of what is registered without."""
+"""Environment variable: max_tokens of implementations registered without it."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Layer:
         return self.dispatcher.spans_ranks
 
     def check(self) -> None:
-        """As of `mxep.ep.MoE`."""
+        """Raise device errors since the last check, as `mxep.ep.MoE.check`."""
         self.dispatcher.check()
 
     def forward(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
@@ -206,9 +206,9 @@ def has_own_parameters(experts: nn.Module) -> bool:
 
 @torch.no_grad()
 def activation_of(experts: Any) -> SwiGLU | None:
-    """What the module computes between its products, if mxep.ep's layer has it fused; else None.
+    """The module's activation, if mxep.ep's layer has it fused; else None.
 
-    A gate is code of the model's own. It is known by what it makes of a few numbers, beyond any limit that it has.
+    A gate is code of the model's own. It is recognized by its output for a few numbers, also beyond its limit.
     """
     extras = has_own_parameters(experts) or any(True for _ in experts.buffers())
     if not experts.has_gate or getattr(experts, "has_post_expert_norm", False) or extras:
@@ -254,8 +254,8 @@ def check_experts(experts: Any, name: str, recipe: Recipe | Literal["auto"], *, 
 
 
 def check_features(experts: Any, name: str, recipe: Recipe | Literal["auto"], ranks: int) -> None:
-    """ValueError, with a cure, for a module of experts whose hidden features, shared by `ranks`, `recipe` cannot serve.
-    "auto" serves what bf16 does."""
+    """ValueError, with a cure, if `recipe` cannot serve the experts' hidden features, shared by `ranks`. "auto" serves
+    the sizes of bf16."""
     recipe = recipe if isinstance(recipe, Recipe) else UNQUANTIZED
     features = experts.down_proj.shape[1 if experts.is_transposed else 2]
     if features % (ranks * recipe.group_alignment):
@@ -283,7 +283,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def say_where_max_tokens_is_set(error: Exception) -> None:
-    """A note for who calls a model, and makes no layer, where a batch is larger than the buffers."""
+    """Add a note on max_tokens to the error of a batch that is larger than the buffers."""
     if wanted := re.search(r"set max_tokens=(\d+)", str(error)):
         error.add_note(
             f"In a model of transformers: set {MAX_TOKENS}={wanted[1]} or more in the environment of all ranks, or "

@@ -16,8 +16,8 @@ With FSDP2:
     experts, dp > 1       of an ep rank's experts each of its dp copies keeps a part; gradients averaged over the copies
     experts, dp = 1       left alone: each rank holds its own, whose gradients are done
 
-With `bf16-mixed` the parameters stay fp32, and what is not expert is gathered in bf16, in which blocks compute: this
-takes the place of autocast. Gradients are reduced in fp32.
+With `bf16-mixed` the parameters stay fp32. All but experts are gathered in bf16, the blocks' dtype of computation, in
+place of autocast. Gradients are reduced in fp32.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from .layer import KEY, Layer
 from .parallel import expert_parallel, register
 
 _numbers = itertools.count()
-"""Of the names that models register: one each, as two of one recipe may differ in all else."""
+"""Numbers of the models' registered names, as two of one recipe may differ otherwise."""
 
 
 CAUSAL = "mxep_causal"
@@ -67,7 +67,7 @@ ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
 
 
 BIAS = "e_score_correction_bias"
-"""Of routers that are balanced by one (DeepSeek-V3)."""
+"""Buffer of routers that a bias balances (DeepSeek-V3)."""
 
 
 class CausalLM(nn.Module):
@@ -131,11 +131,13 @@ class CausalLM(nn.Module):
             if config.train.compile:
                 part.forward = torch.compile(part.forward)  # without transformers' hooks, which break a graph
         if config.train.activation_checkpointing:
-            for block in self.blocks:  # named as before, unlike what a wrapper holds
+            for block in self.blocks:  # a wrapper would change the parameters' names
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if config.parallel.fsdp:
             shard(self.model, self.blocks, self.experts, mesh, mixed)
-        self.moes: list[Layer] = [module.__dict__[KEY] for module in self.experts]  # what an `mxep.ep.MoE` is elsewhere
+        self.moes: list[Layer] = [
+            module.__dict__[KEY] for module in self.experts
+        ]  # as `mxep.ep.MoE` in mxep's own decoder
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
         self.routers = [RouterOf(*each, device) for each in zip(self.experts, self.moes, blocks)]
         self.options = {"use_cache": False}
@@ -158,7 +160,7 @@ class CausalLM(nn.Module):
 
     @property
     def attention_width(self) -> int:
-        """Of queries and keys, and of values, over all heads."""
+        """Width of queries and keys plus width of values, over all heads."""
         sizes = self.model.config
         width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
         query_key, value = 2 * (width,)
@@ -167,7 +169,7 @@ class CausalLM(nn.Module):
         return int(sizes.num_attention_heads * (query_key + value))
 
     def forward(self, inputs: Tensor) -> Any:
-        """``inputs`` (b, S) int64 -> what the model returns: `logits` (b, S, V)."""
+        """``inputs`` (b, S) int64 -> the model's output with `logits` (b, S, V)."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.autocast):
             return self.model(input_ids=inputs, **self.options)
 
@@ -186,10 +188,10 @@ class CausalLM(nn.Module):
 
 
 class RouterOf:
-    """What the trainer asks of an `mxep.ep.Router`, of the router in ``block`` beside ``experts``, run as ``moe``.
+    """The trainer's view of the router in ``block`` beside ``experts``, with the interface of `mxep.ep.Router`.
 
-    load: (E,) int64, the number of this rank's rows for each expert since the last update, over all micro-batches; what
-    a checkpoint recomputes counts once.
+    load: (E,) int64, the number of this rank's rows for each expert since the last update, over all micro-batches.
+    Recomputed forwards count once.
     """
 
     def __init__(self, experts: nn.Module, moe: Layer, block: nn.Module, device: torch.device) -> None:
@@ -250,7 +252,7 @@ def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> N
 
 
 def _recorders(model: Any) -> list[OutputRecorder]:
-    """Where transformers finds the logits of a model's routers: a class of modules, and which of what they return."""
+    """transformers' recorders of a model's router logits: a class of modules, and the index of their output."""
     found = model.can_record_outputs.get("router_logits", [])
     every = found if isinstance(found, list) else [found]
     return [one for one in every if isinstance(one, OutputRecorder) and one.target_class is not None]
@@ -258,7 +260,7 @@ def _recorders(model: Any) -> list[OutputRecorder]:
 
 @torch.no_grad()
 def _draw(model: Any) -> None:
-    """Fill a model whose memory holds nothing yet, as its own code does; of experts a rank draws those it holds."""
+    """Initialize an empty model by its own code; a rank draws its own experts alone."""
     std = model.config.initializer_range
     for module in model.modules():
         if KEY not in module.__dict__:
@@ -269,7 +271,7 @@ def _draw(model: Any) -> None:
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], experts: Iterable[nn.Module], mesh: Mesh, mixed: bool) -> None:
-    """Shard ``model``, whose ``experts`` are spread over ``mesh.grid["ep"]`` already. mixed: compute in bf16.
+    """Shard ``model`` after its ``experts`` were spread over ``mesh.grid["ep"]``. mixed: compute in bf16.
 
     Call it before the optimizer is made.
     """

@@ -40,7 +40,7 @@ def register(implementation: Implementation) -> None:
 
 
 def _own(implementation: Implementation) -> type:
-    """What transformers builds for each module of experts that it spreads over ranks."""
+    """The class that transformers creates for each module of experts that it spreads over ranks."""
 
     class MxepEP(own_expert_parallel.EPImplementation):  # type: ignore[misc]
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -98,10 +98,10 @@ def expert_parallel(
 ) -> list[str]:
     """Spread the experts of a model that every rank has, or has on meta, over a 1-D mesh; returns their modules' names.
 
-    Of each weight and bias (E, ...) a rank keeps E / W experts, as a DTensor sharded on its first dimension. Call it
-    before `fully_shard` and before the optimizer is made. What is not expert stays as it is: `fully_shard` or
-    `mxep.ep.data_parallel` does the rest, and `mxep.ep.parameter_groups` what optimizers want. Over all ranks of the
-    world, plain DistributedDataParallel, and so a Trainer, leaves them alone, too.
+    A rank keeps E / W experts of each weight and bias (E, ...), as a DTensor sharded on its first dimension. Call it
+    before `fully_shard` and before the optimizer is made. All other parameters stay as they are: `fully_shard` or
+    `mxep.ep.data_parallel` does the rest, and `mxep.ep.parameter_groups` prepares them for optimizers. Over all ranks
+    of the world, plain DistributedDataParallel, and so a Trainer, leaves them alone, too.
 
     `save_pretrained` takes whole weights alone (`get_model_state_dict`), or raises ValueError.
     `generate` has `synced_gpus=True` from then on, unless it is given another: all ranks of the world must call it, and
@@ -178,7 +178,7 @@ def leave_to_ranks(model: Any) -> None:
 
 
 def _adapters(model: nn.Module) -> list[nn.Linear]:
-    """Of PEFT's adapters on experts (`target_parameters`): a linear has the rows or columns of all experts."""
+    """Linears of PEFT's adapters on experts (`target_parameters`). Each has the rows or columns of all experts."""
     wrappers: list[Any] = [module for module in model.modules() if hasattr(module, "parameter_name")]
     wrappers = [module for module in wrappers if hasattr(module, "lora_A") and is_experts(module.get_base_layer())]
     return [linear for module in wrappers for pair in (module.lora_A, module.lora_B) for linear in pair.values()]

@@ -1,4 +1,4 @@
-"""What mxep needs of transformers, or an ImportError that says so."""
+"""The names of transformers that mxep uses, or an ImportError with the cure."""
 
 from __future__ import annotations
 
