@@ -143,10 +143,6 @@ def _remove_empty(folder: Path) -> None:
             parent.rmdir()
 
 
-if __name__ == "__main__":
-    main()
-
-
 OF_TASKS = ("bench", "compare", "estimate", "verify")
 """Sections that the task of the same name reads, and no other."""
 
@@ -256,3 +252,7 @@ def _resume(raw: DictConfig, overrides: list[str], given: set[str], ranks: int |
             f"the weights of one run with resume={step}"
         )
     return resolve(raw, ranks=ranks), {run: str(step.resolve()) for run, step in checkpoints.items()}
+
+
+if __name__ == "__main__":
+    main()
