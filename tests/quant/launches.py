@@ -12,6 +12,7 @@ import torch
 from mxep.quant import SwiGLU
 from mxep.quant.kernels import (
     columns,
+    dequantize,
     fold,
     fold_columns,
     fold_e2m1,
@@ -99,6 +100,10 @@ LAUNCHES = {
     "quantize_into_room": lambda: rows.quantize_into_room(x(), T + 16, E4M3, MODE, 32),
     "quantize_joined_rows": lambda: joined.quantize_joined_rows(x(T, 4096), x(T, 512), x(T, 512), E4M3, MODE),
     "quantize_joined_rows 14336": lambda: joined.quantize_joined_rows(x(T, 7168), x(T, 7168), None, E4M3, MODE),
+    "dequantize": lambda: dequantize.dequantize(*mx(), 1, 32, index(), torch.bfloat16),
+    "dequantize E2M1": lambda: dequantize.dequantize_e2m1(
+        x(T, D // 2, dtype=torch.float4_e2m1fn_x2), x(T, D // 32, dtype=torch.uint8), None, torch.bfloat16
+    ),
     "fold_columns": lambda: fold_columns.fold_columns(*mx(), x(D // 32, dtype=torch.uint8)),
     "fold_columns of rows": lambda: fold_columns.fold_columns(*mx(D), x(D // 32, dtype=torch.uint8)),
     "fold_columns E2M1": lambda: fold_columns.fold_columns(

@@ -30,6 +30,8 @@ TESTED = (
     "requantize gathered",
     "fold 16384",
     "fold rows of one scale",
+    "dequantize",
+    "dequantize E2M1",
     "fold_columns",
     "fold_columns of rows",
     "fold_columns E2M1",

@@ -46,6 +46,10 @@ def rest() -> tuple[Any, ...]:
 
 CASES: dict[str, Any] = {
     "materialize": lambda: (*mx(), index()),
+    "dequantize": lambda: (*mx(), 1, 32, index(), torch.bfloat16),
+    "dequantize_e2m1": lambda: (
+        mx()[0].view(torch.uint8).view(torch.float4_e2m1fn_x2), mx()[1], index(), torch.bfloat16,
+    ),
     "fold": lambda: (*mx(), index(), ends()),
     "fold_for_wgrad": lambda: (*mx(), index(), *mx(), index(), ends(), 32),
     "requantize": lambda: (*mx(), 1, 32, index(), ends(), *HOW),

@@ -106,6 +106,7 @@ def quantize(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
         ),
         dtype=dtype,
     ),
+    launcher="mxep.quant.kernels.dequantize:dequantize_e2m1",
 )
 def dequantize(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """qdata (..., N, K/2), scale (..., N, K/block_size) e8m0 -> (..., N, K) `dtype`: exact in fp32, rounded once.

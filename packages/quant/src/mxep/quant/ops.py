@@ -205,6 +205,7 @@ def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index
     fake=lambda qdata, scale, block_rows, block_columns, row_index, dtype: qdata.new_empty(
         (*qdata.shape[:-2], num_rows(qdata, row_index), qdata.shape[-1]), dtype=dtype
     ),
+    launcher="mxep.quant.kernels.dequantize:dequantize",
 )
 def dequantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype

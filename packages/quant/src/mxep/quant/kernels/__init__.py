@@ -8,6 +8,7 @@ makes its vectors contiguous. Its result equals the op's plain-torch reference b
     rows        quantize along rows, and in square 2-D blocks
     columns     quantize along columns; rows and columns from one read
     per_row     one scale per row and one per column, from two reads
+    dequantize  values of qdata, rows by an index
     requantize  qdata blocked anew
     fold        rows by an index, folded
     fold_columns    a frozen weight's scales shifted into its qdata for dgrad, transposed
