@@ -22,23 +22,14 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 SOURCES = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("integration/**/*.py")]
 INTERNAL = ("NotCaptured", "NotCapturedNow", "KeyboardInterrupt")
 """NotCaptured: caught where it is raised, and the function runs without a graph."""
-TOOLS = ("integration/benchmarks/", "integration/snr.py")
+TOOLS = ("integration/benchmarks/",)
 TELLERS = ("refuse", "report", "tell")
 """Functions that raise what they are given, or let others raise it."""
 MAKERS = (
-    *("_complaints", "_of_own_model", "_of_ranks", "_of_transformers", "_out_of_bounds", "_unknown_recipes"),
+    *("_complaints", "_check_own_model", "_check_ranks", "_check_transformers", "_out_of_bounds", "_unknown_recipes"),
     *("complaint", "command_line_complaint", "tokenizer_complaint", "_unknown_choice"),
-    *(
-        "unknown",
-        "_difference",
-        "_unlike",
-        "bench_complaints",
-        "_of_verify",
-        "_of_estimate",
-        "_what_did_not_fit",
-        "silence",
-    ),
-    *("_what_did_not_fit", "unsupported_reason", "changed", "_taken", "complaints", "_of_backend", "_of_memory"),
+    *("unknown", "_difference", "_unlike", "bench_complaints", "_check_verify", "_check_estimate", "silence"),
+    *("_what_did_not_fit", "unsupported_reason", "changed", "_taken", "complaints", "_check_backend", "_check_memory"),
 )
 """Functions that return, or yield, what others raise."""
 VALUE = "…"

@@ -143,7 +143,7 @@ def _remove_empty(folder: Path) -> None:
             parent.rmdir()
 
 
-OF_TASKS = ("bench", "compare", "estimate", "verify")
+TASK_SECTIONS = ("bench", "compare", "estimate", "verify")
 """Sections that the task of the same name reads, and no other."""
 
 
@@ -155,7 +155,7 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
     """
     given = {override_key(override) for override in overrides}
     for key in sorted(given):
-        if (section := key.partition(".")[0]) in OF_TASKS and section != (task := raw.task.name):
+        if (section := key.partition(".")[0]) in TASK_SECTIONS and section != (task := raw.task.name):
             raise ConfigError(f"{key}: task={task} does not read it, task={section} does: add that, or leave it out")
     ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     _fit_bench(raw, given)

@@ -53,7 +53,7 @@ come from the command line, above all where to write; so do those of NOT_RESTORE
 NOT_RESTORED = ("model.pretrained", "train.wandb")
 """The checkpoint has the weights already, and a checkpoint of others must not start an upload."""
 
-OF_TRANSFORMERS = {
+TRANSFORMERS_ONLY = {
     "parallel.fsdp": False,
     "train.precision": "bf16-mixed",
     "train.activation_checkpointing": False,
@@ -61,7 +61,7 @@ OF_TRANSFORMERS = {
 }
 """Keys that only models of transformers have -> what mxep's own decoder has instead."""
 
-NOT_OF_ROWS = ("triton", "blackwell")
+NO_ROW_SCALES = ("triton", "blackwell")
 """Backends that multiply no operands of one scale a row."""
 
 
@@ -171,7 +171,7 @@ def _unknown_recipes(config: Config) -> Iterator[str]:
             yield f"{key}: got {name!r}, want {bases}; after fp8 and mxfp8 also {changes} ({rule}){near}"
 
 
-def _of_ranks(config: Config) -> Iterator[str]:
+def _check_ranks(config: Config) -> Iterator[str]:
     """How the run's ranks share experts and batch."""
     experts, ranks, ep = config.model.experts, config.ranks, config.ep
     if ranks % ep:
@@ -196,11 +196,11 @@ def _complaints(config: Config) -> Iterator[str]:
     """Yield a line for each setting that does not fit; ranks would fail on it later."""
     model, path = config.model, config.data.path
     if config.task.name != "estimate":  # which tries layouts of its own
-        yield from _of_ranks(config)
+        yield from _check_ranks(config)
     if model.transformers is not None:
-        yield from _of_transformers(config, model.transformers)
+        yield from _check_transformers(config, model.transformers)
     else:
-        yield from _of_own_model(config)
+        yield from _check_own_model(config)
     if not 1 <= model.top_k <= model.experts:
         yield f"model.top_k must lie in 1..{model.experts} (model.experts), got {model.top_k}"
     alignment = _alignment(config.recipe.name)
@@ -233,9 +233,9 @@ def _complaints(config: Config) -> Iterator[str]:
         yield complaint
     yield from unknown("verify.cases", config.verify.cases or (), (*CASES, *LINEAR_CASES))
     if config.task.name == "verify":
-        yield from _of_verify(config)
+        yield from _check_verify(config)
     if config.task.name == "estimate":
-        yield from _of_estimate(config)
+        yield from _check_estimate(config)
     if config.task.name == "bench":
         yield from load_benchmark("names").bench_complaints(config.bench)
     for key in ("bench.out", "bench.picture", "compare.out", "estimate.out", "estimate.picture", "verify.out"):
@@ -250,13 +250,13 @@ def _complaints(config: Config) -> Iterator[str]:
         if config.resume is not None:
             yield "task=compare starts anew: resume must be null"
     names = [name for name in _multiplied(config) if name.startswith("fp8")]
-    if config.backend in NOT_OF_ROWS and names:
+    if config.backend in NO_ROW_SCALES and names:
         yield f"backend={config.backend} multiplies MX and plain operands, not {names[0]}'s; wanted another backend"
 
 
-def _of_own_model(config: Config) -> Iterator[str]:
+def _check_own_model(config: Config) -> Iterator[str]:
     """Yield a line for each setting that mxep's own decoder does not have, and for sizes that do not fit."""
-    for key, default in OF_TRANSFORMERS.items():
+    for key, default in TRANSFORMERS_ONLY.items():
         if (value := attrgetter(key)(config)) != default:
             got, wanted = str(value).lower(), str(default).lower()
             yield f"{key}: got {got}, wanted {wanted}: only models of transformers have others, as model=qwen3_moe_tiny"
@@ -264,7 +264,7 @@ def _of_own_model(config: Config) -> Iterator[str]:
         yield f"model.dim must be a multiple of {width} (twice model.heads), got {config.model.dim}"
 
 
-def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[str]:
+def _check_transformers(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each setting that a model of transformers does not have. Nothing is imported."""
     try:
         found = importlib.metadata.version("transformers")
@@ -276,35 +276,35 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
             f"model.transformers wants transformers 5.17 or newer, got {found}: "
             "pip install -U 'mxep-integration[transformers]'"
         )
-    if not isinstance(of_model.get("model_type"), str):
+    if not isinstance(hf_config.get("model_type"), str):
         yield "model.transformers: got no model_type, wanted that of a model of transformers"
-    sizes = sizes_of(of_model)
+    sizes = sizes_of(hf_config)
     for key, size in sizes.items():
         if size != (got := getattr(config.model, key)):
             yield f"model.{key}: got {got}, but model.transformers has {size}: wanted the same"
-    dense = of_model.get("first_k_dense_replace") or 0
+    dense = hf_config.get("first_k_dense_replace") or 0
     if dense >= config.model.layers and config.task.name in ("train", "compare"):
         why = f"first_k_dense_replace={dense}, which have no experts"
         yield f"model.layers must be at least {dense + 1} ({why}), got {config.model.layers}"
     if "shared_experts" not in sizes and config.model.shared_experts:
-        kind = of_model.get("model_type")
+        kind = hf_config.get("model_type")
         yield f"model.shared_experts: got {config.model.shared_experts}, but models of {kind} have none here: want 0"
     wrong = text_files.tokenizer_complaint(config.data)
     least = VOCABULARY if wrong else text_files.vocabulary_of(config.data)
-    if (size := of_model.get("vocab_size", least)) < least:
+    if (size := hf_config.get("vocab_size", least)) < least:
         yield f"model.transformers.vocab_size must be at least {least}, one for each token of the data, got {size}"
-    for key in of_model:
+    for key in hf_config:
         if key.endswith("implementation"):  # some values name code to download
             yield f"model.transformers.{key}: wanted no such key: the model's own attention and mxep's experts run"
-        if re.search("coef|dropout|eps|initializer", key) and isinstance(of_model[key], float) and of_model[key] < 0:
-            yield f"model.transformers.{key}: got {of_model[key]}, wanted at least 0"
-    if of_model.get("tie_word_embeddings"):
+        if re.search("coef|dropout|eps|initializer", key) and isinstance(hf_config[key], float) and hf_config[key] < 0:
+            yield f"model.transformers.{key}: got {hf_config[key]}, wanted at least 0"
+    if hf_config.get("tie_word_embeddings"):
         yield "model.transformers.tie_word_embeddings: got true, wanted false: checkpoints hold each weight once"
     if config.train.graph and config.parallel.fsdp:
         yield "train.graph=true: got parallel.fsdp=true, whose gathers were tried in no graph: leave one out"
 
 
-def _of_verify(config: Config) -> Iterator[str]:
+def _check_verify(config: Config) -> Iterator[str]:
     sizes, ranks = config.verify, config.ranks
     spread = not all(name.endswith(("/local", "/linear")) for name in sizes.cases or CASES)
     if not sizes.top_k <= sizes.experts:
@@ -318,7 +318,7 @@ def _of_verify(config: Config) -> Iterator[str]:
         yield f"recipe {strictest} wants verify.dim and verify.hidden_dim in {alignment}s, got {got}"
 
 
-def _of_estimate(config: Config) -> Iterator[str]:
+def _check_estimate(config: Config) -> Iterator[str]:
     wanted = config.estimate
     yield from unknown("estimate.recipes", wanted.recipes, (*RECIPES, *(f"{r}_{KEPT_IN_FP8}" for r in RECIPES[1:])))
     yield from unknown("estimate.sections", wanted.sections or (), ESTIMATES)

@@ -92,10 +92,10 @@ class Graphed:
         return graph
 
 
-def is_causal_alone(of_model: Mapping[str, Any]) -> bool:
+def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
     """Whether a model of transformers is one of CAPTURED, and a token attends to all before it in every layer."""
-    kinds = set(of_model.get("layer_types") or ["full_attention"])
-    return of_model["model_type"] in CAPTURED and not of_model.get("sliding_window") and kinds == {"full_attention"}
+    kinds = set(hf_config.get("layer_types") or ["full_attention"])
+    return hf_config["model_type"] in CAPTURED and not hf_config.get("sliding_window") and kinds == {"full_attention"}
 
 
 def in_graph(config: Config, device: torch.device) -> bool:
@@ -104,8 +104,8 @@ def in_graph(config: Config, device: torch.device) -> bool:
         return False
     if config.train.graph is not None:
         return config.train.graph
-    of_model = config.model.transformers
-    if of_model is not None and (config.parallel.fsdp or not is_causal_alone(of_model)):
+    hf_config = config.model.transformers
+    if hf_config is not None and (config.parallel.fsdp or not is_causal_alone(hf_config)):
         return False
     # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
     return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -57,8 +57,8 @@ def _run(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
             (folder / "error.txt").write_text(f"{error}\n")
             hint = f"{OUT_OF_MEMORY}; " if OUT_OF_MEMORY in str(error) else ""
             story = f"\n({hint}the whole story: {_short(folder / 'error.txt')})"
-        except OSError as of_file:  # a full disk, for one, which may be why the rank failed
-            story = f"\n(no error.txt: {of_file}; the whole story:)\n{error}"
+        except OSError as file_error:  # a full disk, for one, which may be why the rank failed
+            story = f"\n(no error.txt: {file_error}; the whole story:)\n{error}"
         return _failed(f"{error.first}{story}{_how_to_resume(config, folder)}")
     except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

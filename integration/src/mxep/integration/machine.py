@@ -38,14 +38,14 @@ def complaints(config: Config) -> Iterator[str]:
         return
     used = found[:ranks] if asked != "cpu" and len(found) >= ranks else []
     if task == "bench":
-        yield from _of_backend("bench.backend", bench.backend, used)
+        yield from _check_backend("bench.backend", bench.backend, used)
         return
-    yield from _of_backend("backend", config.backend, used)
+    yield from _check_backend("backend", config.backend, used)
     if task == "verify":
         return
     if config.dispatcher.name == "nvshmem" and not used:
         yield "dispatcher=nvshmem: got ranks on CPUs, wanted CUDA devices: dispatcher=symmetric runs on CPUs"
-    yield from _of_memory(config, ranks, used)
+    yield from _check_memory(config, ranks, used)
 
 
 def ranks_here(config: Config) -> int:
@@ -53,7 +53,7 @@ def ranks_here(config: Config) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks)) if under_torchrun() else config.ranks
 
 
-def _of_backend(key: str, backend: str | None, used: list[Gpu]) -> Iterator[str]:
+def _check_backend(key: str, backend: str | None, used: list[Gpu]) -> Iterator[str]:
     if backend not in CAPABILITIES or (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
         return
     first, last = CAPABILITIES[backend]
@@ -65,21 +65,23 @@ def _of_backend(key: str, backend: str | None, used: list[Gpu]) -> Iterator[str]
         yield f"{key}={backend}: got {got}, {wanted}: auto takes the best for the device"
 
 
-def _of_memory(config: Config, ranks: int, used: list[Gpu]) -> Iterator[str]:
+def _check_memory(config: Config, ranks: int, used: list[Gpu]) -> Iterator[str]:
     experts, rest = parameters(config)
     spread = config.ranks if config.parallel.fsdp else config.ep
-    of_rank = experts / spread + rest / (config.ranks if config.parallel.fsdp else 1)
+    rank_parameters = experts / spread + rest / (config.ranks if config.parallel.fsdp else 1)
     weight, trained = (2, 8) if config.train.precision == "bf16-true" else (4, 16)
     count = f"{(experts + rest) / 1e9:.3g} billion parameters"
     cure = "wanted a smaller model (model.layers=N), or more ranks over which experts are spread (parallel.ep)"
     if used:
-        need, have = of_rank * trained, min(one.bytes for one in used)
+        need, have = rank_parameters * trained, min(one.bytes for one in used)
         if need > have:
             what = f"weights, gradients and moments of {count} take {need / GIB:.1f} GiB of each rank"
             yield f"model: {what}, and a GPU here has {have / GIB:.1f} GiB: {cure}"
-    whole = experts + rest if config.model.pretrained else of_rank  # which each rank reads before it takes its part
+    whole = (
+        experts + rest if config.model.pretrained else rank_parameters
+    )  # which each rank reads before it takes its part
     made = 0 if used and not config.model.pretrained and config.model.transformers else whole * weight
-    need, have = ranks * (PROCESS + max(made, 0 if used else of_rank * trained)), memory()
+    need, have = ranks * (PROCESS + max(made, 0 if used else rank_parameters * trained)), memory()
     if need > have:
         what = f"{count} take {need / GIB:.1f} GiB of memory on {ranks} ranks here"
         yield f"model: {what}, and {have / GIB:.1f} GiB are free: {cure}"
@@ -87,14 +89,14 @@ def _of_memory(config: Config, ranks: int, used: list[Gpu]) -> Iterator[str]:
 
 def parameters(config: Config) -> tuple[float, float]:
     """How many there are in routed experts, and in all else but what few models have."""
-    model, of_model = config.model, config.model.transformers or {}
+    model, hf_config = config.model, config.model.transformers or {}
     expert = 3.0 * model.dim * model.hidden_dim
-    layers = moe_layers(of_model, model.layers) if of_model else model.layers
+    layers = moe_layers(hf_config, model.layers) if hf_config else model.layers
     rest = layers * model.shared_experts * expert
-    rest += 2 * model.dim * (of_model.get("vocab_size") or vocabulary_of(config.data))
-    if not of_model.get("kv_lora_rank"):
-        width = of_model.get("head_dim") or model.dim // model.heads
-        heads = model.heads + (of_model.get("num_key_value_heads") or model.heads)
+    rest += 2 * model.dim * (hf_config.get("vocab_size") or vocabulary_of(config.data))
+    if not hf_config.get("kv_lora_rank"):
+        width = hf_config.get("head_dim") or model.dim // model.heads
+        heads = model.heads + (hf_config.get("num_key_value_heads") or model.heads)
         rest += model.layers * 2 * model.dim * heads * width
     return layers * model.experts * expert, rest
 

@@ -105,10 +105,10 @@ class ReducedGradients:
 def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     buffers = []
     for dtype in dict.fromkeys(p.dtype for p in parameters):
-        of_dtype = [p for p in parameters if p.dtype == dtype]
-        own = [local(p) for p in of_dtype]
+        same_dtype = [p for p in parameters if p.dtype == dtype]
+        own = [local(p) for p in same_dtype]
         sizes = [p.numel() for p in own]
         buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=own[0].device))
-        for p, tensor, piece in zip(of_dtype, own, buffers[-1].split(sizes)):
+        for p, tensor, piece in zip(same_dtype, own, buffers[-1].split(sizes)):
             p.grad = share(piece.view(tensor.shape), p)
     return buffers

@@ -304,8 +304,8 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def difference(run: Run, base: Run) -> dict[int, float]:
     """By how much the run's loss exceeds the base's, by step, of the steps that both took."""
-    of_base = {row["step"]: row["loss"] for row in base.taken}
-    return {row["step"]: row["loss"] - of_base[row["step"]] for row in run.taken if row["step"] in of_base}
+    base_losses = {row["step"]: row["loss"] for row in base.taken}
+    return {row["step"]: row["loss"] - base_losses[row["step"]] for row in run.taken if row["step"] in base_losses}
 
 
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:

@@ -101,15 +101,15 @@ def out_of_bounds(section: Any, prefix: str = "") -> Iterator[str]:
 def _out_of_bounds(key: str, value: Any, hint: Any) -> Iterator[str]:
     if type(None) in get_args(hint):
         hint = get_args(hint)[0]
-    of_items = get_args(hint)[-1] if get_args(hint) else hint  # of Any: Any
+    item_hint = get_args(hint)[-1] if get_args(hint) else hint  # of Any: Any
     if dataclasses.is_dataclass(value):
         yield from out_of_bounds(value, f"{key}.")
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _out_of_bounds(f"{key}[{index}]", inner, of_items)
+            yield from _out_of_bounds(f"{key}[{index}]", inner, item_hint)
     elif isinstance(value, dict):
         for name, inner in value.items():
-            yield from _out_of_bounds(f"{key}.{name}", inner, of_items)
+            yield from _out_of_bounds(f"{key}.{name}", inner, item_hint)
     elif bounds := next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Range | OneOf)), None):
         if value is not None and value not in bounds:
             yield f"{key}: got {value!r}, wanted {bounds}"

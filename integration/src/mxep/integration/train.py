@@ -237,7 +237,7 @@ class Trainer:
         """Return an exception for a bad step, the same on all ranks. overflowed: any rank has `lost` something."""
         step = f"{self.name}, step {self.step + 1}"
         if overflowed:
-            return CapacityExceeded(f"{step}: {_of_all_ranks(lost)}")
+            return CapacityExceeded(f"{step}: {_messages_of_all_ranks(lost)}")
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             return FloatingPointError(
                 f"{step}: the loss is {row['loss']:.4g}, the gradient norm {row['grad_norm']:.4g}"
@@ -257,7 +257,7 @@ class Trainer:
             batch = self._batch(self.text.valid, 0, i)
             losses += [self.model.loss(*one) for one in cut(*batch, train.micro_batches)]
         mean = torch.stack(losses).mean()
-        if lost := _of_all_ranks(self._lost_rows()):
+        if lost := _messages_of_all_ranks(self._lost_rows()):
             raise CapacityExceeded(f"{self.name}, held-out text: {lost}")
         dist.all_reduce(mean)
         loss = mean.item() / self.mesh.ranks / self.text.bytes_per_token
@@ -298,7 +298,7 @@ class Trainer:
         return step_folder(self.folder / self.name, self.step)
 
 
-def _of_all_ranks(error: Exception | None) -> str:
+def _messages_of_all_ranks(error: Exception | None) -> str:
     """The messages of all ranks that have one. Collective."""
     return "; ".join(dict.fromkeys(each for each in all_gather(error and str(error)) if each))
 

@@ -139,7 +139,7 @@ class CausalLM(nn.Module):
             module.__dict__[KEY] for module in self.experts
         ]  # as `mxep.ep.MoE` in mxep's own decoder
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
-        self.routers = [RouterOf(*each, device) for each in zip(self.experts, self.moes, blocks)]
+        self.routers = [RouterView(*each, device) for each in zip(self.experts, self.moes, blocks)]
         self.options = {"use_cache": False}
         self.aux_weight = 0.0
         if getattr(sizes, "output_router_logits", False):
@@ -187,7 +187,7 @@ class CausalLM(nn.Module):
         return loss
 
 
-class RouterOf:
+class RouterView:
     """The trainer's view of the router in ``block`` beside ``experts``, with the interface of `mxep.ep.Router`.
 
     load: (E,) int64, the number of this rank's rows for each expert since the last update, over all micro-batches.
