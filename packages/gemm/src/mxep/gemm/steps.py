@@ -158,6 +158,15 @@ def joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
 
 
+class SavedProduct(NamedTuple):
+    """out (M, N), and what backward needs: a for wgrad; w for dgrad, or its parts; the amax of w's columns, or None."""
+
+    out: Tensor
+    a: Any
+    ws: Any
+    amax: Tensor | None
+
+
 def run_forward(
     a: Any,
     ws: Sequence[Tensor],
@@ -167,8 +176,8 @@ def run_forward(
     backend: Backend,
     out_dtype: torch.dtype,
     needs: tuple[bool, bool],
-) -> tuple[Tensor, Any, tuple[Any, ...], Tensor | None]:
-    """Run `forward`, with the held weight if there is one. Returns out, a for wgrad, w for dgrad, its amax."""
+) -> SavedProduct:
+    """Run `forward`, with the held weight if there is one."""
     whole, saved = weight_of(ws), None
     w: Any = whole
     if is_held(whole, recipe):
@@ -176,8 +185,8 @@ def run_forward(
     how: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype, "needs": needs}
     made: Product = forward(as_parts(a), as_parts(w), bias, offs, **how)
     if saved is not None:
-        return made.out, made.a, tensors_of(saved.weight), saved.amax
-    return made.out, made.a, tuple(ws) if made.blocks is None else (made.blocks,), made.amax
+        return SavedProduct(made.out, made.a, tensors_of(saved.weight), saved.amax)
+    return SavedProduct(made.out, made.a, tuple(ws) if made.blocks is None else (made.blocks,), made.amax)
 
 
 def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, recipe: Recipe, backend: Backend) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
     scales   abs_bits -> scale_of_amax -> reciprocal           to quantize: `mxep.quant.scales`, bit for bit
              power_of_two                                      to dequantize
              shifted                                           to fold: `mxep.quant.fold.shift_qdata`
+             half_of_e2m1                                      to decode MXFP4
     groups   valid_rows, group_bounds                          ranges of the groups' rows
     host     as_bytes, rows_of, num_sms, on_hopper             for launchers
 
@@ -122,6 +123,13 @@ def shifted(qdata, shift, is_nan):
         values *= _half_power_of_two(-first, is_nan)
         values = values * _half_power_of_two(first - shift, is_nan) + zero_or_nan
     return values
+
+
+@triton.jit
+def half_of_e2m1(code):
+    """Values (fp16) of E2M1 codes (int32, 0 to 15). Their bits are those of fp16 numbers 2**14 times smaller."""
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
 
 
 @triton.jit

@@ -11,19 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import as_bytes, power_of_two
+from mxep.quant.device import as_bytes, half_of_e2m1, power_of_two
 from mxep.quant.shapes import num_rows
 from mxep.runtime.launch import cdiv, launch
 
 TILE = (8, 512)
 NUM_WARPS = 4
-
-
-@triton.jit
-def _value_of_e2m1(code):
-    """Values (fp32) of E2M1 codes (int32, 0 to 15). Their bits are those of fp16 numbers 2**14 times smaller."""
-    bits = ((code & 8) << 12) | ((code & 7) << 9)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -54,7 +47,9 @@ def dequantize_kernel(
     out_mask = row_mask[:, None] & (column < K)
     if PACKED:
         code = qdata.to(tl.int32)
-        values = tl.join(_value_of_e2m1(code & 15) * factor, _value_of_e2m1(code >> 4) * factor)
+        values = tl.join(
+            half_of_e2m1(code & 15).to(tl.float32) * factor, half_of_e2m1(code >> 4).to(tl.float32) * factor
+        )
         place = (first + column)[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
         tl.store(out_ptr + place, values.to(out_ptr.dtype.element_ty), mask=out_mask[:, :, None])
     else:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import NAN_SCALE, as_bytes
+from mxep.quant.device import NAN_SCALE, as_bytes, half_of_e2m1
 from mxep.quant.kernels.tile import program_tile, store_transposed
 from mxep.runtime.launch import cdiv, launch
 
@@ -52,13 +52,6 @@ def _scaled(values, exponent, is_nan, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _value_of_e2m1(code):
-    """Values (fp16) of E2M1 codes (int32, 0 to 15). Their bits are those of fp16 numbers 2**14 times smaller."""
-    bits = ((code & 8) << 12) | ((code & 7) << 9)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
-
-
-@triton.jit
 def fold_columns_kernel(
     qdata_ptr, scale_ptr, column_scale_ptr, folded_ptr, N, K,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -84,8 +77,8 @@ def fold_columns_kernel(
         exponent = tl.load(scale_ptr + i * (K // BLOCK), mask=mask, other=0).to(tl.int32) - top
         qdata = tl.load(qdata_ptr + i * (K // PER_BYTE), mask=mask[:, :, None], other=0.0)
         if PACKED:
-            even = even + (_scaled(_value_of_e2m1(qdata.to(tl.int32) & 15), exponent, top == NAN_SCALE, False),)
-            odd = odd + (_scaled(_value_of_e2m1(qdata.to(tl.int32) >> 4), exponent, top == NAN_SCALE, False),)
+            even = even + (_scaled(half_of_e2m1(qdata.to(tl.int32) & 15), exponent, top == NAN_SCALE, False),)
+            odd = odd + (_scaled(half_of_e2m1(qdata.to(tl.int32) >> 4), exponent, top == NAN_SCALE, False),)
         elif qdata.dtype == tl.float8e5:
             even = even + (_scaled(qdata.to(tl.float32), exponent, top == NAN_SCALE, ROWS),)
         else:
