@@ -1,17 +1,21 @@
 """FrozenExperts: a layer with quantized weights that are never trained equals a layer with their values."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
-from mxep.ep import Experts, FrozenExperts, MoE, freeze_experts, run_experts
+from mxep.ep import Experts, FrozenExperts, LoRAExperts, MoE, freeze_experts, run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.ep.shares import local_tensor
 from mxep.gemm import FrozenWeight, Recipe, freeze, quantize_weights_once
@@ -107,6 +111,27 @@ def test_ranks_hold_their_experts_alone(ctx, fmt: str, dispatcher: str) -> None:
     state = frozen.state_dict()
     frozen.load_state_dict(state)
     assert state["experts.gate_up_proj_qdata"].shape[0] == EXPERTS, "a DTensor of all experts"
+
+
+@distributed(2, device="cuda", fmt=("mxfp8", "mxfp4"), dispatcher=("symmetric", "all_to_all"))
+def test_gpus_hold_their_experts_alone(ctx, fmt: str, dispatcher: str) -> None:
+    """Bit for bit as one GPU that has all experts, called, recorded and played."""
+    more = {"max_tokens": T} if dispatcher == "symmetric" else {}
+    layers = [MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", device=ctx.device, **how)
+              for how in ({"dispatcher": "local"}, {"dispatcher": dispatcher, "group": ctx.group, **more})]  # fmt: skip
+    alone, here = layers
+    for layer in layers:
+        layer.router.weight.data.copy_(torch.linspace(-1, 1, EXPERTS * DIM).view(EXPERTS, DIM).sin())
+        for e, name in enumerate(("gate_up_proj", "down_proj")):
+            whole = torch.randn(getattr(layer.experts, name).shape, generator=torch.Generator().manual_seed(e)) / 8
+            local = local_tensor(getattr(layer.experts, name).data)
+            start = 0 if layer is alone else ctx.rank * len(local)
+            local.copy_(whole[start : start + len(local)])
+        freeze_experts(layer, fmt)
+    for count in (T, T - 3, T, T, T - 3, T):
+        x = tokens(count + ctx.rank, count).to(ctx.device)
+        for got, want in zip(step(here, x)[:2], step(alone, x)[:2], strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
@@ -236,3 +261,44 @@ def test_on_hopper_it_has_the_values_of_its_weights_and_makes_no_bf16_copy(fmt: 
     elements = moe.experts.down_proj.qdata.numel()
     assert sizes.largest[torch.bfloat16] < elements
     assert sizes.largest[torch.float32] < elements
+
+
+@distributed(2, device="cpu", fmt=("mxfp8", "mxfp4"))
+def test_fsdp_shards_the_bytes_and_gathers_them(ctx, fmt: str) -> None:
+    """With LoRA, under a policy that casts parameters: bytes are none that it casts. Gradients are means."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    alone = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", dispatcher="local")
+    freeze_experts(alone, fmt)
+    alone.experts = LoRAExperts(alone.experts, 8)
+    for name in ("gate_up_proj_lora_B", "down_proj_lora_B"):
+        getattr(alone.experts, name).data.normal_(std=0.05)
+    sharded = copy.deepcopy(alone)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    fully_shard(sharded.experts, mesh=mesh, mp_policy=policy)
+    held = sharded.experts.base.gate_up_proj_qdata
+    assert (held.dtype, len(held.to_local())) == (torch.uint8, EXPERTS // 2)
+    each = [step(alone, tokens(rank))[:2] for rank in range(2)]
+    gradients = []
+    for rank in range(2):
+        step(alone, tokens(rank))
+        gradients.append(alone.experts.down_proj_lora_A.grad)
+    got = step(sharded, tokens(ctx.rank))[:2]
+    for one, want in zip(got, each[ctx.rank], strict=True):
+        assert torch.equal(one, want)
+    mean = (gradients[0].float() + gradients[1].float()) / 2
+    grad = sharded.experts.down_proj_lora_A.grad.full_tensor().float()
+    assert (grad - mean).norm() < 1e-2 * mean.norm()
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+def test_its_bytes_go_through_torchs_distributed_checkpoints(fmt: str, tmp_path: Path) -> None:
+    source, target = make_layers(fmt)[0], make_layers(fmt)[0]
+    for parameter in target.experts.parameters():
+        parameter.data.zero_()
+    dcp.save(source.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    state = target.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    target.load_state_dict(state)
+    for name, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], value), name
