@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 Form = Any
-"""`Tensor` for a tensor, None, (class, forms of its fields), or (class, value) of what is no object of tensors."""
+"""`Tensor` for a tensor, None, (class, forms of its fields), or (class, value) for any other value."""
 
 
 class Bundle:
@@ -33,7 +33,7 @@ class Operands(Bundle):
     """A bundle that a replayed function may use up: it owns one that it is given, and a play empties it."""
 
     def release(self, *names: str) -> None:
-        """Set fields to None, so that their memory can serve what comes next."""
+        """Set fields to None, so that later allocations can use their memory."""
         if not torch.compiler.is_compiling():  # a compiler frees memory by itself
             for name in names:
                 self.__dict__[name] = None  # past `frozen`

@@ -221,7 +221,7 @@ class _Graph(_Work):
         self._words: list[tuple[Any, int, int, int]] = []
         """Moving addresses: (words of a node, index of the word, base, byte offset)."""
         self._lengths: list[tuple[Any, int, Length]] = []
-        """(words of a node, index of the word, what it is of the tokens)."""
+        """Moving lengths: (words of a node, index of the word, the length)."""
         self._maps: list[tuple[ctypes.c_void_p, int, int]] = []
         """Tensor maps over moving memory: (address of the map, base, byte offset)."""
         self._updates: list[Callable[[], int]] = []
@@ -343,8 +343,8 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
     """(bytes, value) of each parameter of a kernel. A value is a view, a ctypes number, a `Length` or (descriptor, its
     metadata).
 
-    The order is that of Triton's own launcher: no constexprs; a descriptor as tensor map, shape and strides; at the end
-    two pointers to scratch memory, null for our kernels.
+    The order is that of Triton's own launcher. It leaves out constexprs, and passes a descriptor as tensor map, shape
+    and strides. Two pointers to scratch memory come last, null for our kernels.
     """
     metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     for kind, x in zip(compiled.src.signature.values(), args):

@@ -1,7 +1,7 @@
 """Launch a Triton kernel for less of the host's time than `kernel[grid](...)` takes.
 
-At every call Triton works out what a kernel is specialized for, and looks for what it compiled by that. Here the same
-facts are a short key to the kernels that Triton has launched once.
+At every call Triton works out the facts that a kernel is specialized for, and looks up the compiled kernel by them.
+Here the same facts are a short key to the kernels that Triton has launched once.
 """
 
 import functools
@@ -20,7 +20,7 @@ from .record import here
 
 _IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
-"""By the key: what was compiled, its constexprs in order, and the kernel, whose id is part of the key."""
+"""Key to (compiled kernel, its constexprs in order, the kernel). The key holds the kernel's id."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -36,8 +36,10 @@ def next_power_of_2(n: int) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """`kernel[grid](*args, **constants)` on the current device and stream.
 
-    args: all parameters but the constexprs, in order: tensors, ints, floats, None, and tensor descriptors: objects with
-        `base`, `block_shape`, what else Triton's launcher reads, and a method `for_triton` that makes Triton's own.
+    args: all parameters but the constexprs, in order: tensors, ints, floats, None, and tensor descriptors. These have
+        `base`, `block_shape`, the other fields that Triton's launcher reads, and a method `for_triton` that makes
+        Triton's own.
+
     constants: constexprs, which follow them in the kernel's signature, and options such as num_warps.
     """
     # Interpreted, profiled, or on an AMD GPU, where kernels are specialized for the bytes of a storage, too.
@@ -81,9 +83,9 @@ def is_profiled() -> bool:
 def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
     """A function of arguments of these types: what Triton compiles different kernels for, and the values to launch.
 
-    Of tensors the dtype, and whether the address is a multiple of 16; of ints the size, whether it is 1, or a multiple
-    of 16; of a `Length` nothing. A loop over the arguments would take three times as long as the function written for
-    them.
+    These facts are a tensor's dtype, and whether its address is a multiple of 16. For an int they are its size, and
+    whether it is 1 or a multiple of 16. A `Length` has none. A loop over the arguments would take three times as long
+    as the function written for them.
     """
     facts, values, lines = [repr(tuple(kind.__name__ for kind in kinds))], [], []
     for i, kind in enumerate(kinds):

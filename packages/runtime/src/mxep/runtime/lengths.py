@@ -5,7 +5,8 @@
     512 .. 1023                     steps of   64
     2^n .. 2^(n+1) - 1, from 1024   steps of   2^n / 16        6.25 %
 
-What a call allocates for its tokens has the room's size. Rows behind the tokens hold anything, and nothing reads them.
+Tensors that a call allocates for its tokens have the room's size. Rows behind the tokens hold anything. Nothing reads
+them.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from torch import Tensor
 class Length(int):
     """The number of tokens of a call, or what follows from it: an argument of a kernel that moves from play to play.
 
-    rule: the number, from the tokens; None: the tokens themselves. No kernel may be specialized for it, and nothing but
-    such arguments and `record.fill` may depend on a length: not a shape, not a grid.
+    rule: computes the number from the tokens; None: the number of tokens itself. No kernel may be specialized for it.
+    Nothing but such arguments and `record.fill` may depend on a length: not a shape, not a grid.
     """
 
     rule: Callable[[int], int] | None

@@ -32,8 +32,11 @@ def pieces_of(steps: Sequence[Step]) -> list[list[int]]:
 class Layout(NamedTuple):
     """Memory of each piece.
 
-    slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources allocated before the piece.
-    drops, donated: sources and arguments that are free after it. peak: most bytes alive at once, over all pieces.
+    Attributes:
+        slabs: offset of each source in the piece's slab, and the slab's bytes.
+        makes: sources allocated before the piece.
+        drops, donated: sources and arguments that are free after it.
+        peak: most bytes alive at once, over all pieces.
     """
 
     slabs: list[tuple[dict[int, int], int]]
@@ -52,11 +55,11 @@ class Sizes:
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._bytes = {record.given + k: _aligned(made.nbytes) for k, made in enumerate(record.made)}
-        """Bytes of each source. Of an argument, the bytes that the steps use."""
+        """Bytes of each source. An argument counts the bytes that the steps use."""
         self._users: dict[int, list[int]] = {}
-        """Of each source the steps that use it."""
+        """Steps that use each source."""
         self._packed: dict[tuple[int, ...], tuple[dict[int, int], int]] = {}
-        """`packed` of what was looked at: most pieces of one cut are those of the next."""
+        """Results of `packed`, by piece: most pieces of one cut are those of the next."""
         for i, step in enumerate(record.steps):
             for view in _views(step):
                 self._users.setdefault(view.source, []).append(i)

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 FLOPS: Final[dict[Any, Callable[..., int]]] = {}
-"""By op, as in torch.ops: how many floating-point operations a call is. See `count_flops`."""
+"""Formulas for the floating-point operations of a call, by op as in torch.ops. See `count_flops`."""
 
 
 def mode_listens() -> bool:
@@ -40,7 +40,7 @@ def offer_flops() -> None:
 def count_flops(*ops: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Make a function what torch.utils.flop_counter counts of these ops, where torch has no formula itself.
 
-    It gets what the op gets, and its result as `out_val`.
+    It gets the op's arguments, and the op's result as `out_val`.
     """
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:

@@ -21,13 +21,13 @@ from torch.nn import Parameter
 from .modes import mode_listens
 
 E4M3_CAPABILITY, ANY_GPU = (8, 9), (0, 0)
-"""The first: from which on Triton converts to E4M3: Ada, Hopper, Blackwell; not A100."""
+"""Triton converts to E4M3 from the first of these capabilities on (Ada, Hopper, Blackwell). A100 is older."""
 _INDEX_DTYPES = (torch.int32,)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Op:
-    """What `@op` makes. It takes the op's arguments by position.
+    """The result of `@op`. It takes the op's arguments by position.
 
     Attributes:
         reference: the plain-torch function, which defines the op. opdef: the op of `torch.library`.
@@ -87,7 +87,7 @@ class Op:
             here = x.get_device()
             if index is None:
                 index = here
-            elif here != index:  # a kernel gets an address, and nobody would look whose it is
+            elif here != index:  # a kernel gets only an address, and would not check its device
                 raise ValueError(f"{self._arguments[i].name}: got device {x.device}, want one for all tensors")
             if x.ndim == 1 and i not in self._written:
                 if x.dtype in _INTEGERS and x.dtype not in self._index_dtypes:
@@ -120,10 +120,12 @@ def op(
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make a function of tensors, its reference, an :class:`Op`.
 
-    name: ``"mxep::..."``. fake: the shapes of its results. launcher: ``"module:function"``, imported (with Triton) at
-    the first call on CUDA; None: the reference runs there, too. mutates_args: those that it writes. index_dtypes: of
-    integer vectors; others raise ValueError on CUDA. capability: of the oldest GPU that has the launcher; on older ones
-    the reference runs.
+    name: ``"mxep::..."``.
+    fake: computes the shapes of its results.
+    launcher: ``"module:function"``, imported (with Triton) at the first call on CUDA. None: the reference runs there.
+    mutates_args: names of arguments that it writes.
+    index_dtypes: dtypes of integer vectors. Others raise ValueError on CUDA.
+    capability: the lowest that can run the launcher. The reference runs on older GPUs.
     """
     return lambda reference: Op(name, reference, fake, launcher, mutates_args, index_dtypes, capability)
 
@@ -144,8 +146,8 @@ def _log_that_it_is_slow(index: int) -> None:
 
 
 def check_no_tangent(*tensors: Tensor | None) -> None:
-    """NotImplementedError within `torch.autograd.forward_ad` for a dual tensor, where torch does not see what is called
-    and its tangent would be lost. Elsewhere it costs a comparison."""
+    """Raises NotImplementedError for a dual tensor within `torch.autograd.forward_ad`. Torch does not see calls of
+    kernels, so its tangent would be lost. Elsewhere the check costs a comparison."""
     if forward_ad._current_level < 0:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):

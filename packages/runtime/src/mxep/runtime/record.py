@@ -94,10 +94,13 @@ class Record(NamedTuple):
     """The steps of a call.
 
     Attributes:
-        steps: in order. given: number of arguments, which are the first sources. made: the sources after them.
-        results: views; an int is the index of an argument that was returned itself. written: indices of arguments that
-            the steps modify. fixed: registered tensors in use, which the record keeps alive. moving: indices of
-            arguments whose number of rows may be another at each play; only launches use them.
+        steps: in order.
+        given: number of arguments. They are the first sources.
+        made: the sources after them.
+        results: views. An int is the index of an argument that was returned itself.
+        written: indices of arguments that the steps modify.
+        fixed: registered tensors in use. The record keeps them alive.
+        moving: indices of arguments with a number of rows that may change at each play. Only launches use them.
     """
 
     steps: list[Step]

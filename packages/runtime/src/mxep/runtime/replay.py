@@ -25,7 +25,7 @@ from .graph import Player
 from .record import Record, Recorder
 
 MOST_RECORDS = 256
-"""Of a function."""
+"""Most kinds of calls kept per function."""
 LEAST_DEVICE = 0
 """Index of the first device that replays; -1 is the CPU."""
 
@@ -80,7 +80,7 @@ _clock = itertools.count()
 
 
 class Replayed:
-    """What :func:`replayed` makes.
+    """The result of :func:`replayed`.
 
     Attributes:
         function: the function itself. replays: how many calls were played.
@@ -101,15 +101,15 @@ class Replayed:
         return [kind.why for kind in self._kinds.values() if isinstance(kind, _Refused)]
 
     def state(self) -> Hashable | None:
-        """Further facts that decide what the function does; None: do not replay this call. For subclasses."""
+        """Further facts on which the function depends; None: do not replay this call. For subclasses."""
         return ()
 
     def launched(self) -> None:
         """Called after each play. For subclasses."""
 
     def moving(self, **static: Any) -> tuple[int, ...]:
-        """Indices of the tensors whose first size, the same for all, calls of a kind do not share (`lengths.py`). For
-        subclasses."""
+        """Indices of the tensors with a first size that varies between calls of a kind (`lengths.py`). In a call it is
+        the same for all of them. For subclasses."""
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:
@@ -149,7 +149,7 @@ class Replayed:
                 self._keep(key, _Refused(self._log(f"{type(error).__name__}: {error}"), None))
             args = build(given.form, iter(given.tensors))
             del given, tensors
-            return self.direct(*args, **static)  # raises what is still wrong
+            return self.direct(*args, **static)  # raises the error again if it persists
         self.replays += 1
         self.launched()
         return build(found.form, iter(results))
@@ -209,15 +209,15 @@ class Replayed:
 def replayed(function: Callable[..., Any]) -> Replayed:
     """Record and play a function (*args, **static) -> results on CUDA; elsewhere it is called as ever.
 
-    args, results: objects of tensors (`bundle.py`), on one device. The function returns what it made, views of that, or
-    what it got. static: hashable. With shapes, strides and dtypes it decides all that the function does. The function
-    owns `Operands` that it is given, and may `release` their fields, so that this memory serves what it makes next; a
-    play does the same. Objects with registered parts are used whole by the function, and given and got as parts by
-    callers.
+    args, results: objects of tensors (`bundle.py`), on one device. Results are new tensors, views of them, or
+    arguments. static: hashable. With shapes, strides and dtypes it decides all that the function does.
+
+    The function owns its `Operands` and may `release` their fields, to reuse this memory. A play does the same. Callers
+    pass and get the parts of objects with registered parts; the function sees the objects whole.
 
     A class of static objects with an attribute `recordable` says by it whether functions with its objects are recorded.
-    The function must not read from the device, nor decide by anything but its arguments; other tensors that it uses are
-    `fixed`, and kernels that it starts in another way than by `launch` make it say `refuse`. Not replayed: CPU tensors,
+    The function must not read from the device. It decides by its arguments alone. Other tensors that it uses are
+    `fixed`. It calls `refuse` if it starts kernels without `launch`. Not replayed: CPU tensors,
     other subclasses, with gradients enabled, under torch.compile or a dispatch mode, while a graph is captured, and
     when a profiler hooks Triton's launches.
     """
@@ -226,7 +226,7 @@ def replayed(function: Callable[..., Any]) -> Replayed:
 
 @contextmanager
 def no_replays() -> Iterator[None]:
-    """While it is open, in all threads, replayed functions are called: for who looks into them, as a debugger does."""
+    """While it is open, all threads call replayed functions instead of playing them: for debuggers and the like."""
     global _paused
     with _pausing:
         _paused += 1
@@ -317,8 +317,8 @@ def _settings() -> tuple[object, ...]:
 
 @functools.cache
 def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None]:
-    """A function of so many tensors: (device and what else decides), addresses; None unless on one GPU, and those that
-    move are dense and of one length."""
+    """A function of so many tensors that returns (the device and the other facts of a kind), addresses. It returns None
+    if they are not on one GPU, or if those that move are not dense or differ in length."""
     names = [f"x{i}" for i in range(num_tensors)]
     lines = [f"here = {names[0]}.get_device()"]
     others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])
@@ -328,7 +328,7 @@ def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tu
         unlike = [f"{name}.shape[0] != {of[0]}.shape[0]" for name in of[1:]]
         lines += [f"if {' or '.join([*unlike, *(f'not {name}.is_contiguous()' for name in of)])}:", "    return None"]
     lines += [f"p_{name} = {name}.data_ptr()" for name in names]
-    # Which of them are one decides, as a graph then has their address once.
+    # Tensors at one address are a fact of the kind, as a graph then has the address once.
     places = ", ".join(f"p_{name}" for name in names)
     lines += [f"apart = len({{{places}}}) == {len(names)} or tuple(map(({places},).index, ({places},)))"]
     # To 32 bytes: torch's elementwise kernels load so many at once where they can.
