@@ -66,7 +66,7 @@ MainGrads = tuple[Tensor | None, Tensor | None]
 
 
 def needs_of(each: Sequence[bool]) -> Needs:
-    """Which parameters need gradients, by `Layer`'s first six arguments."""
+    """The parameters that need gradients, by `Layer`'s first six arguments."""
     return Needs(each[2] or each[4], each[3], each[5])
 
 
@@ -361,7 +361,7 @@ def saved_of_shapes(
     *,
     copied: bool,
 ) -> Saved:
-    """What forward would leave to backward, from fake tensors. copied: the dispatcher `borrows`."""
+    """The tensors that forward would leave to backward, as fake tensors. copied: the dispatcher `borrows`."""
     recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
     slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
     num_rows = plan.slot_rows.shape[0] if slots else plan.max_rows

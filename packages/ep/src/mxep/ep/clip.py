@@ -3,7 +3,7 @@
     plain tensors                  the same on every rank: counted here
     DTensors sharded over a mesh   counted here, then summed over the mesh's sharded dimensions
 
-torch's own `clip_grad_norm_` takes no mix of the two. Of experts held as plain tensors it would count this rank's only.
+torch's own `clip_grad_norm_` takes no mix of the two. It would count only this rank's experts if they are plain.
 """
 
 from collections.abc import Iterable

@@ -58,7 +58,7 @@ from .wire import Wire, keeps_rows, pack
 
 
 class Needs(NamedTuple):
-    """Which parameters have gradients."""
+    """The parameters that have gradients."""
 
     gate_up_proj: bool
     down_proj: bool
@@ -113,8 +113,8 @@ class BackwardInput(Operands):
 
 @dataclass(frozen=True)
 class Gradients(Bundle):
-    """Gradients of x, the routing weights, and parameters. Of gate and up apart, gate_up_proj's is (2, e, F, D). The
-    bias's is fp32. None: not wanted, or added to a main_grad."""
+    """Gradients of x, the routing weights, and parameters. If gate and up are apart, gate_up_proj's is (2, e, F, D).
+    The bias's is fp32. None: not wanted, or added to a main_grad."""
 
     x: Tensor
     weights: Tensor

@@ -9,7 +9,7 @@
                                                 wgrad d_gate_up^T rows -> d_gate_up_proj
 
 h is not kept for backward: the backward kernel of SwiGLU reads gate_up anyway, and writes h again. Functions release
-what they have used, so that its memory serves what comes next.
+tensors after use, so that later allocations reuse their memory.
 
 R_max rows, S slots, D model dim, F hidden dim, e local experts.
 """
@@ -190,7 +190,7 @@ def bias_gradient(d_gate_up: Tensor, offs: Tensor, *, scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Saved(Operands):
-    """What forward leaves to backward besides the weights themselves.
+    """The tensors that forward leaves to backward besides the weights themselves.
 
     Attributes:
         rows: (S, D) slots, or (R_max, D) where `keeps_rows`; None if gate_up_proj has no gradient.
@@ -249,7 +249,7 @@ def expanded(w: Any, expand: Callable[[FrozenWeight], Tensor]) -> Tensor:
 
 
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
-    """What `Saved` has of both weights: 2-D blocks, or the amax of columns."""
+    """The columns that `Saved` keeps of both weights: 2-D blocks, or the amax of columns."""
     pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
     gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
     return gate_up, down

@@ -53,7 +53,7 @@ from .shares import init_normal_
 class SharedExpert(nn.Module):
     """A dense gated MLP that every token takes: ``gate_up_proj`` (2F, D), ``down_proj`` (D, F).
 
-    gate: multiply the output by the sigmoid of ``x`` times the parameter ``gate`` (1, D), which is None otherwise. That
+    gate: multiply the output by the sigmoid of ``x`` times the parameter ``gate`` (1, D), which is None otherwise. This
     GEMM is in x's dtype, whatever the recipe.
 
     If a weight has an attribute ``main_grad``, its gradient is added there and not to `.grad`. The gate's is ordinary.

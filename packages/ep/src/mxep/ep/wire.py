@@ -3,7 +3,7 @@
     bf16 (T, D)           -> one part  (T, 2 D)
     MXTensor (T, D)       -> two parts (T, D) qdata and (T, D / block) scale bytes
 
-comms transports the parts without knowing what they mean; `Wire.rows` reads them on the other side.
+comms transports the parts without interpreting them; `Wire.rows` reads them on the other side.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Wire(Bundle):
         return Wire(x.dtype, fmt.dtype, recipe.block_size or x.shape[1])
 
     def rows(self, slots: Payload, row_slot: Tensor, offs: Tensor, *, copy: bool) -> Tensor:
-        """Slots (S, .) -> the plan's expert-major rows (R_max, D), whose padding is zero.
+        """Slots (S, .) -> the plan's expert-major rows (R_max, D) with zero padding.
 
         row_slot, offs: the plan's. Quantized rows are not copied; a row index says where each lies. copy: they are kept
         beyond the next exchange, so slots are copied, or rows where `keeps_rows`. Plain rows are always gathered.

@@ -82,5 +82,5 @@ def make_dispatcher(
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks of a group; None: the default group if there is one, else this process alone."""
+    """Number of ranks of a group. None: the default group, or this process alone if there is none."""
     return dist.get_world_size(group) if dist.is_initialized() else 1

@@ -206,7 +206,7 @@ def _room(rows: int) -> int:
 def _plan_rows(
     ids: Tensor, weights: Tensor, *, experts_per_rank: int, num_ranks: int, width: int
 ) -> tuple[Tensor, ...]:
-    """What a dispatch of expert ids and weights (T, K) sends, and where what returns belongs: see `plan_all_to_all`."""
+    """Plan a dispatch of expert ids and weights (T, K): rows to send, places of returned rows (`plan_all_to_all`)."""
     return (*plan_all_to_all(ids, weights, experts_per_rank, num_ranks, width),)
 
 

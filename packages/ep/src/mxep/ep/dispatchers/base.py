@@ -68,7 +68,7 @@ def find_dispatcher(key: str) -> "TokenDispatcher":
 
 
 def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
-    """A living, shareable dispatcher like `made` through which nothing was dispatched yet; None if there is none."""
+    """A living, shareable dispatcher like `made` through which nothing was dispatched yet, or None."""
     for each in _dispatchers.values():
         # Names of groups are reused after a group is destroyed.
         alike = each.shapes == made.shapes and each.group is made.group

@@ -73,7 +73,7 @@ class HierarchicalRouting(Routing):
     tokens: Tensor
 
     def stats(self) -> dict[str, Tensor]:
-        """As for any routing. But ``dropped`` and ``invalid`` cover only this node's experts: ``counts()`` has all.
+        """Counts as for any routing. But ``dropped`` and ``invalid`` cover this node's experts: ``counts()`` has all.
 
         ``sent`` counts rows between nodes, one per (token, node), including the own node. ``sent_within`` counts rows
         from this rank within its node. An all-to-all sends all N B slots.

@@ -124,7 +124,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return combine(workspace, rows, plan, ids, row_values, async_op=aside, room=routing.room)
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
-        """As in :class:`TokenDispatcher`. After a batch that was too large it drops the failed buffers, on all ranks,
+        """See :class:`TokenDispatcher`. After a batch that was too large it drops the failed buffers, on all ranks,
         so that the step can be repeated. Other layers that shared them need it, too.
         """
         super().reserve(max_tokens, device)
