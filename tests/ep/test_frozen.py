@@ -302,3 +302,27 @@ def test_its_bytes_go_through_torchs_distributed_checkpoints(fmt: str, tmp_path:
     target.load_state_dict(state)
     for name, value in source.state_dict().items():
         assert torch.equal(target.state_dict()[name], value), name
+
+
+def test_it_is_frozen_on_meta_and_under_inference_mode() -> None:
+    with torch.inference_mode():
+        moe = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", dispatcher="local")
+        frozen = FrozenExperts.of(moe.experts)
+    assert not any(p.is_inference() for p in frozen.parameters())
+    empty = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", dispatcher="local", device="meta")
+    freeze_experts(empty)
+    empty.experts.to_empty(device="cpu")
+    empty.experts.load_state_dict(frozen.state_dict())
+    assert torch.equal(empty.experts.gate_up_proj.dequantize(), frozen.gate_up_proj.dequantize())
+
+
+@distributed(2, device="cpu")
+def test_experts_that_fsdp_has_sharded_are_refused_before_anything_changes(ctx) -> None:
+    for whole in (False, True):
+        moe = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", dispatcher="local")
+        fully_shard(moe if whole else moe.experts, mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(ValueError, match="freeze_experts: expected"):
+            freeze_experts(moe)
+        assert isinstance(moe.experts, Experts)
+    with pytest.raises(ValueError, match="LoRAExperts: expected experts before fully_shard"):
+        LoRAExperts(fully_shard(Experts(DIM, HIDDEN_DIM, EXPERTS), mesh=init_device_mesh("cpu", (2,))), 8)

@@ -1,13 +1,18 @@
 """LoRAExperts: gradients of A and B against those of the merged weights, over plain and frozen experts."""
 
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from mxep.comms import Capacity
-from mxep.ep import Experts, FrozenExperts, LoRAExperts, MoE, freeze_experts
+from mxep.ep import ExpertParallel, Experts, FrozenExperts, LoRAExperts, MoE, freeze_experts
 from mxep.ep.shares import local_tensor
 from mxep.gemm import FrozenWeight, steps
 from mxep.quant import SwiGLU
@@ -214,3 +219,36 @@ def test_bad_input_is_said() -> None:
     with pytest.raises(ValueError, match="expected Experts or FrozenExperts, got Linear"):
         LoRAExperts(torch.nn.Linear(2, 2), 8)
     assert isinstance(LoRAExperts(FrozenExperts.of(experts), 8).base, FrozenExperts)
+
+
+@distributed(2, device="cpu")
+def test_peers_are_told_what_its_backward_raised(ctx) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    moe = make_layer("mxfp8", dispatcher="symmetric", group=group, max_tokens=T)
+    x = tokens(seed=ctx.rank).requires_grad_()
+    out = moe(x)
+    if ctx.rank == 1:
+        failing = mock.patch("mxep.ep.lora._plain", side_effect=MemoryError("no room for rows"))
+        with failing, pytest.raises(MemoryError):
+            out.sum().backward()
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 1 raised MemoryError: no room for rows \(\d+ s ago\)"):
+            out.sum().backward()
+    dist.barrier()
+
+
+@distributed(2, device="cpu", fmt=("mxfp8", None))
+def test_a_layer_is_spread_with_its_lora(ctx, fmt: str | None) -> None:
+    alone = make_layer(fmt)
+    spread = make_layer(fmt)
+    parallelize_module(spread, init_device_mesh("cpu", (2,)), ExpertParallel(dispatcher="symmetric", max_tokens=T))
+    assert len(local_tensor(spread.experts.down_proj_lora_A)) == EXPERTS // 2
+    x = tokens(seed=ctx.rank)
+    torch.testing.assert_close(spread(x), alone(x), rtol=2e-2, atol=2e-2)
+
+
+def test_lora_of_other_shapes_is_said_before_any_exchange() -> None:
+    moe = make_layer("mxfp8")
+    moe.experts.down_proj_lora_B = torch.nn.Parameter(torch.zeros(EXPERTS, DIM, 16, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"lora: expected A and B of down \(\(4, 8, 96\), \(4, 64, 8\)\)"):
+        moe(tokens())

@@ -3,6 +3,8 @@
 e local experts, D model dim, F hidden dim.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from mxep.gemm.checks import check_weight
@@ -10,7 +12,9 @@ from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.several import Weight
 
 from .dispatchers.base import TokenDispatcher
+from .lora import LoRAWeights
 from .mlp import LayerConfig
+from .shares import local_tensor
 
 
 def check_weights(
@@ -69,3 +73,16 @@ def check_frozen(
         if any(size % alignment for size in shape[1:]):
             raise ValueError(f"{name}: expected sizes in multiples of {alignment} for the recipe, got {shape[1:]}")
     _check_bias(gate_up_bias, (e, 2 * hidden_dim), x)
+
+
+def check_lora(x: Tensor, lora: LoRAWeights, experts: int, gate_up_proj: Any, down_proj: Any) -> None:
+    """Raise ValueError for A and B that do not fit the weights, before any exchange. experts: of this rank."""
+    pairs = ("gate_up", gate_up_proj, lora.gate_up_A, lora.gate_up_B), ("down", down_proj, lora.down_A, lora.down_B)
+    for name, weight, *both in pairs:
+        if isinstance(weight, tuple):
+            raise ValueError("lora: expected one gate_up_proj, got gate and up apart: join them")
+        A, B = map(local_tensor, both)
+        expected = (experts, A.shape[1], weight.shape[2]), (experts, weight.shape[1], A.shape[1])
+        if (tuple(A.shape), tuple(B.shape)) != expected or {A.device, B.device} != {x.device}:
+            got = f"{tuple(A.shape)} and {tuple(B.shape)} on {A.device}"
+            raise ValueError(f"lora: expected A and B of {name} {expected} on {x.device}, got {got}")

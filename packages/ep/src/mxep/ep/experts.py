@@ -22,7 +22,7 @@ from mxep.runtime.op import check_no_tangent
 
 from .autograd import Layer, MainGrads, compiled_layer, needs_of, unsupported_reason
 from .bias import add_down_bias
-from .checks import check_frozen, check_weights
+from .checks import check_frozen, check_lora, check_weights
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import Weighted, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
 from .layer import ForwardInput, layer_forward
@@ -135,6 +135,7 @@ def run_experts(
     config = LayerConfig(recipe, select(backend, x.device), activation)
     frozen = frozen_pair(gate_up_proj, down_proj)
     dense: Any = gate_up_proj, down_proj  # if they are not frozen
+    whole: Any = None
     reason: str | None = None
     if torch.compiler.is_compiling():
         reason = unsupported_reason(dispatcher, config, main_grads) if frozen is None else "its weights are frozen"
@@ -166,8 +167,15 @@ def run_experts(
     routing: Routing | None = None
     kept: Tensor | None = None
     if lora is not None or (recipe.wgrad == "bf16" and frozen is None):
+        here_bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
         if frozen is not None:
-            check_frozen(x, *frozen, None if gate_up_bias is None else local_tensor(gate_up_bias), dispatcher, config)
+            check_frozen(x, *frozen, here_bias, dispatcher, config)
+        elif not torch.compiler.is_compiling():
+            gate, *halves = map(local_tensor, tensors_of(dense[0]))
+            whole = (gate, *halves) if halves else gate
+            check_weights(x, whole, local_tensor(dense[1]), here_bias, dispatcher, config, main_grads)
+        if lora is not None:
+            check_lora(x, lora, dispatcher.num_local_experts, gate_up_proj, down_proj)
         how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
         how |= {"gate_up_bias": gate_up_bias, "drops": drops, "lora": lora}
         with dispatcher.watched():
@@ -183,7 +191,7 @@ def run_experts(
             parameters = [gate, dense[1], halves[0] if halves else None]
         tensors: Any = x, weights, *parameters, gate_up_bias
         here, down, other, here_bias = (None if each is None else local_tensor(each) for each in tensors[2:])
-        whole: Any = frozen or (here if other is None else (here, other), down)
+        whole = frozen or (here if other is None else (here, other), down)
         if frozen is not None:
             check_frozen(x, *frozen, here_bias, dispatcher, config)
         else:

@@ -18,7 +18,7 @@ from mxep.gemm.frozen import FrozenFormat, FrozenWeight, freeze
 
 from .dispatchers.base import Routing
 from .experts import Experts, run_experts
-from .shares import local_tensor
+from .shares import check_not_fsdp, local_tensor
 
 
 class FrozenExperts(nn.Module):
@@ -28,7 +28,8 @@ class FrozenExperts(nn.Module):
     ``_column_scale`` and, if qdata are folded, ``_row_scale``, ``_lost_index`` and ``_lost_qdata``; the same of
     ``down_proj``. With a mesh they are
     DTensors sharded on the first dimension. ``gate_up_bias`` and ``down_bias`` are frozen, too, or None.
-    Casts leave them as they are: `.to(torch.bfloat16)` casts floating-point tensors only.
+    Casts leave them as they are: `.to(torch.bfloat16)` casts floating-point tensors only. Bytes can have no gradients:
+    `model.requires_grad_(True)` raises; select floating-point parameters instead.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class FrozenExperts(nn.Module):
     @staticmethod
     def of(experts: Experts, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> "FrozenExperts":
         """`experts`, quantized to `fmt` by `mxep.gemm.freeze`. Its bf16 weights are not touched."""
+        check_not_fsdp(experts, "freeze_experts")
         mesh = experts.down_proj.device_mesh if isinstance(experts.down_proj, DTensor) else None
         weights = (freeze(local_tensor(w.data), fmt, folded=folded) for w in (experts.gate_up_proj, experts.down_proj))
         biases = (None if b is None else local_tensor(b.data) for b in (experts.gate_up_bias, experts.down_bias))
@@ -100,11 +102,18 @@ def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: boo
     """Replace every `Experts` in `model` by `FrozenExperts` in `fmt`. Returns the number of layers.
 
     One layer after another, on the device where it is: the bf16 weights of a layer are freed before the next one. Make
-    the optimizer afterwards. Raises ValueError if there is none, before anything changed, and as `freeze` does.
+    the optimizer, and call fully_shard, afterwards. Raises ValueError if there is none, or if FSDP2 has sharded one,
+    before anything changed. `freeze` may raise for a layer when those before it are frozen.
     """
     found = [(m, name) for m in model.modules() for name, child in m.named_children() if isinstance(child, Experts)]
     if not found:
         raise ValueError("freeze_experts: expected a model with mxep.ep.Experts, got none")
+    for parent, name in found:
+        experts = getattr(parent, name)
+        check_not_fsdp(experts, "freeze_experts")
+        here, wanted = len(local_tensor(experts.down_proj.data)), getattr(parent, "dispatcher", None)
+        if wanted is not None and here != wanted.num_local_experts:
+            raise ValueError(f"freeze_experts: expected {wanted.num_local_experts} experts of this rank, got {here}")
     for parent, name in found:
         frozen = FrozenExperts.of(getattr(parent, name), fmt, folded=folded)
         setattr(parent, name, frozen.train(parent.training))

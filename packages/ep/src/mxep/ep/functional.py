@@ -181,6 +181,7 @@ def expert_mlp(
     of_lora: dict[str, Any] = {}
     if lora is not None:
         of_lora = {"scale": lora.scale, "wgrad_scale": wgrad_scale, "backend": select(backend, rows.device)}
+        of_lora["watched"] = options["watched"]
         gate_up = add_lora(gate_up, rows, lora.gate_up_A, lora.gate_up_B, offs, **of_lora)
     h = swiglu(gate_up, row_weight, offs, recipe=recipe, activation=activation, **of_layer)
     y = grouped_mm(h, down_proj, offs, out_dtype=rows.dtype, main_grad=main_grads[1], **options)

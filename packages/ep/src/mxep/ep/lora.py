@@ -3,13 +3,15 @@
     rows (R_max, D)    gate_up = rows W13^T + scale (rows A13^T) B13^T      h = SwiGLU(gate_up)
                        y       = h W2^T     + scale (h A2^T) B2^T
 
-W is quantized (`FrozenExperts`) or plain (`Experts`, whose weights are frozen here). A and B are multiplied in x's
+W is quantized (`FrozenExperts`) or plain (`Experts`, with its weights frozen here). A and B are multiplied in x's
 dtype by grouped GEMMs of `rank` columns; no B A of an expert is ever made. Rows and h are dequantized for them.
 
 The layer is composed of the functions of `functional.py`, so it is slower than a frozen layer without LoRA, and is no
 record as a whole. R_max rows, D model dim, F hidden dim, e local experts.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +24,9 @@ from mxep.gemm.backends.base import AlongTokens
 from mxep.gemm.functional import joined, taken_apart
 from mxep.quant import MXTensor
 
-from .shares import empty_share, init_normal_, local_tensor
+from .shares import check_not_fsdp, empty_share, init_normal_, local_tensor
 
+Watched = Callable[[], AbstractContextManager[None]]
 RANK_MULTIPLE = 8
 """torch's grouped GEMM needs rows of 16 bytes."""
 
@@ -48,13 +51,15 @@ def add_lora(
     scale: float,
     wgrad_scale: float = 1.0,
     backend: Backend,
+    watched: Watched | None = None,
 ) -> Tensor:
     """out (R_max, N) + scale (rows A^T) B^T by group, differentiable in all four.
 
     rows: (R_max, K), plain or MXTensor. A: (e, r, K). B: (e, N, r). offs: (e,) int32. wgrad_scale: factor of the
-    gradients of A and B. The gradient of out is the incoming one as it is, an MXTensor, too.
+    gradients of A and B. watched: makes a context that backward runs in, for callers that have to know its exceptions.
+    The gradient of out is the incoming one as it is, an MXTensor, too.
     """
-    result: Tensor = _AddLoRA.apply(out, rows, A, B, offs, scale, wgrad_scale, backend)  # type: ignore[no-untyped-call]
+    result: Tensor = _AddLoRA.apply(out, rows, A, B, offs, scale, wgrad_scale, backend, watched)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -70,17 +75,23 @@ class _AddLoRA(torch.autograd.Function):
         scale: float,
         wgrad_scale: float,
         backend: Backend,
+        watched: Watched | None,
     ) -> Tensor:
         x = _plain(rows, out.dtype)
         inner = backend.forward(x, A.to(x.dtype), offs, bias=None, out_dtype=x.dtype) * scale
         parts, ctx.rest = taken_apart(rows)
         ctx.save_for_backward(*parts, A, B, offs, inner)
-        ctx.how = scale, wgrad_scale, backend
+        ctx.how, ctx.watched = (scale, wgrad_scale, backend), watched
         return out + backend.forward(inner, B.to(x.dtype), offs, bias=None, out_dtype=x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        with nullcontext() if ctx.watched is None else ctx.watched():
+            return _AddLoRA._backward(ctx, d_out)
+
+    @staticmethod
+    def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         *parts, A, B, offs, inner = ctx.saved_tensors
         scale, wgrad_scale, backend = ctx.how
         dtype = inner.dtype
@@ -94,7 +105,7 @@ class _AddLoRA(torch.autograd.Function):
             d_A = backend.wgrad_product(operands, offs, A.dtype, wgrad_scale)
         if ctx.needs_input_grad[3]:
             d_B = backend.wgrad_product(AlongTokens(dy, inner), offs, B.dtype, wgrad_scale)
-        return d_out, d_rows, d_A, d_B, *[None] * 4
+        return d_out, d_rows, d_A, d_B, *[None] * 5
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,6 +130,7 @@ class LoRAExperts(nn.Module):
         super().__init__()
         if not hasattr(base, "gate_up_proj") or not hasattr(base, "down_proj"):
             raise ValueError(f"LoRAExperts: expected Experts or FrozenExperts, got {type(base).__name__}")
+        check_not_fsdp(base, "LoRAExperts")
         if rank < 1 or rank % RANK_MULTIPLE:
             raise ValueError(f"LoRAExperts: expected a rank that is a multiple of {RANK_MULTIPLE}, got {rank}")
         self.base, self.rank, self.alpha = base.requires_grad_(False), rank, float(rank if alpha is None else alpha)

@@ -64,11 +64,11 @@ class ExpertParallel(ParallelStyle):
         if module.auto:
             module.max_tokens = how.max_tokens or module.max_tokens
             module.recipe = module._pick(None) or AUTO
-        for name, weight in list(experts.named_parameters(recurse=False)):
+        for owner, name, weight in [(m, n, p) for m in experts.modules() for n, p in m.named_parameters(recurse=False)]:
             sharded = nn.Parameter(
                 distribute_tensor(weight.detach(), device_mesh, [Shard(0)]), requires_grad=weight.requires_grad
             )
-            experts.register_parameter(name, sharded)
+            owner.register_parameter(name, sharded)
         return module
 
 

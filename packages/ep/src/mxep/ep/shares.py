@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -56,6 +56,15 @@ def empty_share(
     # from_local would move it to the mesh's device at once.
     spec = DTensor.from_local(local.to("meta"), mesh, [Shard(0)], run_check=False)._spec
     return DTensor(local, spec, requires_grad=False)
+
+
+def check_not_fsdp(experts: nn.Module, what: str) -> None:
+    """Raise ValueError for experts that FSDP2 has sharded: their shards are not this rank's experts."""
+    from torch.distributed.fsdp import FSDPModule  # not for all who import a layer
+
+    mesh = next((p.device_mesh for p in experts.parameters() if isinstance(p, DTensor)), None)
+    if isinstance(experts, FSDPModule) or (mesh is not None and mesh.ndim != 1):
+        raise ValueError(f"{what}: expected experts before fully_shard, got experts that FSDP2 has sharded")
 
 
 def local_tensor(x: Tensor) -> Tensor:

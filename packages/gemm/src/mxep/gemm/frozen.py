@@ -32,7 +32,7 @@ LOST = 1024
 _SCALE = torch.float8_e8m0fnu
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FrozenWeight(Bundle):
     """A frozen weight (G, N, K).
 
@@ -107,7 +107,7 @@ def _unfolded(qdata: Tensor, row_scale: Tensor, scale: Tensor) -> Tensor:
 
 
 def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> FrozenWeight:
-    """A frozen copy of w (G, N, K).
+    """w (G, N, K), frozen. Of an MXTensor it shares the scales, and qdata unless they are folded.
 
     w: bf16 or fp32, which is quantized along K to `fmt`. Or already quantized, then `fmt` must be its format: an
         MXTensor of E4M3 or E2M1 with blocks of 32 along K; BlockFP8 with power-of-two scales ("mxfp8").
@@ -122,6 +122,12 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
         w = to_mxfp8(w)
     if len(w.shape) != 3 or w.shape[-1] % BLOCK:
         raise ValueError(f"freeze: expected w (G, N, K) with K a multiple of {BLOCK}, got {tuple(w.shape)}")
+    with torch.inference_mode(False), torch.no_grad():  # backward saves its parts
+        return _freeze(w, fmt, folded)
+
+
+def _freeze(w: Tensor, fmt: FrozenFormat, folded: bool) -> FrozenWeight:
+    w = w.clone() if w.is_inference() else w
     mx = w if isinstance(w, MXTensor) else quantize(w.detach(), fmt=FORMATS[fmt])
     if mx.qdata.dtype != FORMATS[fmt].dtype or mx.axis != -1 or mx.block_size != BLOCK or mx.row_index is not None:
         raise ValueError(f"freeze: expected {fmt}, blocks of {BLOCK} along K, got {mx}")
@@ -137,11 +143,11 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
 
 def _lost(unfolded: Tensor, shipped: Tensor) -> tuple[Tensor, Tensor]:
     """`lost_index` and `lost_qdata` of bytes (G, N, K)."""
-    groups, elements = len(shipped), shipped[0].numel()
+    groups, elements = len(shipped), shipped.shape[1:].numel()
     room = -(-elements // LOST)
     index = torch.full((groups, room), -1, dtype=torch.int32, device=shipped.device)
     bytes_ = torch.zeros((groups, room), dtype=torch.uint8, device=shipped.device)
-    for g in range(groups):
+    for g in range(0 if shipped.is_meta else groups):
         (places,) = torch.where((unfolded[g] != shipped[g]).flatten())
         if len(places) > room:
             raise ValueError(
