@@ -8,7 +8,7 @@
               mxfp4: expanded, a byte an element
 
 No bf16 copy of it is made on Hopper. The weight is expanded for one GEMM at a time, and the expansion is dropped after
-it. Folding MXFP8 to one scale per row rounds its smallest elements (`mxep.quant.fold`): fewer than 1 in 10^4 of Gaussian
+it. Folding MXFP8 to one scale per row rounds its smallest elements (`mxep.quant.fold`): below 1 in 10^4 of Gaussian
 weights, by at most 2^-18 of their row's amax. They are kept beside, so `shipped` gives back every byte as it came. With
 folded=False qdata are stored as shipped, and forward folds them at each call.
 
