@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from mxep.comms import RoutingPlan
-from mxep.gemm.quantize_once import SavedWeight, is_held
+from mxep.gemm.quantize_once import is_held
 from mxep.quant.parts import MXParts
 from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import Replayed
@@ -51,7 +51,7 @@ from .mlp import (
     quantize_colwise,
     quantize_rowwise,
     saved_columns,
-    saved_with,
+    saved_weights,
     wgrad,
 )
 from .wire import Wire, keeps_rows, pack
@@ -211,7 +211,9 @@ def layer_backward(
     """
     colwise = None
     if is_held(given.gate_up_proj, config.recipe):
-        colwise = quantize_colwise.direct(*_saved_weights(given), config=config)
+        colwise = quantize_colwise.direct(
+            *saved_weights(given.gate_up_proj, given.down_proj, given.saved), config=config
+        )
     how: dict[str, Any] = {"config": config, "needs": needs, "wgrad_scale": wgrad_scale}
     now = all(want or not need for want, need in zip(wanted, needs))
     if dispatcher.in_graphs and deferred is None and now:
@@ -238,7 +240,7 @@ def backward_pass(
     arriving = dispatcher.redispatch(payload, routing, overlap=True)
     del payload
     if colwise is None:
-        colwise = quantize_colwise(*_saved_weights(given), config=config)
+        colwise = quantize_colwise(*saved_weights(given.gate_up_proj, given.down_proj, given.saved), config=config)
     index = None if keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=borrows) else plan.row_slot
     rows, gate_up, main_grad = _under(index, given.saved.rows), given.saved.gate_up, given.gate_up_main_grad
     halves, dtypes = type(given.gate_up_proj) is tuple, (_dtype(given.gate_up_proj), _dtype(given.down_proj))
@@ -309,11 +311,6 @@ def _under(index: Tensor | None, rows: Any) -> Any:
 
 def _weights(given: ForwardInput) -> tuple[AnyWeight, AnyWeight]:
     return given.gate_up_proj, given.down_proj
-
-
-def _saved_weights(given: BackwardInput) -> tuple[SavedWeight, SavedWeight]:
-    columns = given.saved.gate_up_columns, given.saved.down_columns
-    return saved_with(given.gate_up_proj, columns[0]), saved_with(given.down_proj, columns[1])
 
 
 def _dtype(w: AnyWeight) -> torch.dtype:

@@ -14,7 +14,6 @@ tensors after use, so that later allocations reuse their memory.
 R_max rows, S slots, D model dim, F hidden dim, e local experts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from mxep import quant
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.frozen import FrozenWeight
+from mxep.gemm.frozen import FrozenWeight, expanded
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.gemm.several import Weight
 from mxep.quant import MXTensor, SwiGLU, group_sums
@@ -243,11 +242,6 @@ def quantize_colwise(gate_up_proj: SavedWeight, down_proj: SavedWeight, *, confi
     return ColwiseWeights(gate_up_proj.colwise(config.recipe, config.backend), down)
 
 
-def expanded(w: Any, expand: Callable[[FrozenWeight], Tensor]) -> Tensor:
-    """A weight as a GEMM multiplies it. A frozen one is expanded for this GEMM alone."""
-    return expand(w) if isinstance(w, FrozenWeight) else w
-
-
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
     """The columns that `Saved` keeps of both weights: 2-D blocks, or the amax of columns."""
     pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
@@ -255,9 +249,11 @@ def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
     return gate_up, down
 
 
-def saved_with(w: AnyWeight, columns: Any) -> SavedWeight:
-    """A weight as backward finds it: itself with the amax of its columns, or 2-D blocks."""
-    return SavedWeight(columns, None) if isinstance(columns, MXParts | MXTensor) else SavedWeight(w, columns)
+def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -> tuple[SavedWeight, SavedWeight]:
+    """The weights as backward finds them: themselves with the amax of their columns, or 2-D blocks."""
+    pairs = (gate_up_proj, saved.gate_up_columns), (down_proj, saved.down_columns)
+    gate_up, down = (SavedWeight(x, None) if isinstance(x, MXParts | MXTensor) else SavedWeight(w, x) for w, x in pairs)
+    return gate_up, down
 
 
 # ── SwiGLU in the recipe's formats ────────────────────────────────────────────────────────────────────────────────

@@ -27,7 +27,7 @@ from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_linear, check_weight
 from mxep.gemm.functional import between_graphs
 from mxep.gemm.partial_backward import is_wanted
-from mxep.gemm.quantize_once import SavedWeight, is_held
+from mxep.gemm.quantize_once import is_held
 from mxep.quant import SwiGLU
 from mxep.runtime.bundle import Bundle, Operands, build, take_apart
 from mxep.runtime.replay import replayed
@@ -43,7 +43,7 @@ from .mlp import (
     quantize_rowwise,
     saved_columns,
     saved_gate_up,
-    saved_with,
+    saved_weights,
     swiglu_backward,
     swiglu_forward,
 )
@@ -149,7 +149,9 @@ class _SharedMLP(torch.autograd.Function):
         del saved
         colwise = None
         if is_held(gate_up_proj, config.recipe):
-            colwise = quantize_colwise.direct(*_saved_weights(given), config=config)
+            colwise = quantize_colwise.direct(
+                *saved_weights(given.gate_up_proj, given.down_proj, given.saved), config=config
+            )
         return *_backward(given, colwise, config=config, wanted=wanted), None, None
 
 
@@ -203,7 +205,7 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x and of both weights: None of those that are not wanted or are in a main_grad."""
     recipe, backend, d_out, saved = config.recipe, config.backend, given.d_out, given.saved
-    gate_up_proj, down_proj = _saved_weights(given)
+    gate_up_proj, down_proj = saved_weights(given.gate_up_proj, given.down_proj, saved)
     given.release("saved")
     rows, gate_up = saved.rows, saved.gate_up
     saved.release("rows", "gate_up")
@@ -225,8 +227,3 @@ def _backward(
         dx = backend.dgrad(d_gate_up, gate_up_weight, None, out_dtype=d_out.dtype)
     dw13 = wgrad(d_gate_up, rows, given.gate_up_proj, given.gate_up_main_grad) if wanted[1] else None
     return dx, dw13, dw2
-
-
-def _saved_weights(given: _BackwardInput) -> tuple[SavedWeight, SavedWeight]:
-    columns = given.saved.gate_up_columns, given.saved.down_columns
-    return saved_with(given.gate_up_proj, columns[0]), saved_with(given.down_proj, columns[1])

@@ -16,8 +16,9 @@ qdata and scales are uint8: `.to(torch.bfloat16)`, mixed precision and FSDP2 cas
 G groups (experts), N out features, K in features.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -84,10 +85,8 @@ class FrozenWeight(Bundle):
             return self.along_k()
         qdata = _unfolded(self.along_k().qdata, self.row_scale, self.scale)
         places, bytes_ = self.lost_index, qdata.flatten(1)
-        groups = torch.arange(len(places), dtype=torch.int64, device=places.device)[:, None].expand_as(places)[
-            places >= 0
-        ]
-        bytes_[groups, places[places >= 0].long()] = self.lost_qdata[places >= 0]
+        groups, slots = torch.where(places >= 0)
+        bytes_[groups, places[groups, slots].long()] = self.lost_qdata[groups, slots]
         return MXTensor(qdata.view(E4M3.dtype), self.scale.view(_SCALE), None, -1, BLOCK, self.dtype, trusted=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,6 +97,11 @@ class FrozenWeight(Bundle):
         """Some of its groups."""
         fields = (getattr(self, name) for name in self.field_names)
         return FrozenWeight(*(None if x is None else x[groups] for x in fields))  # type: ignore[arg-type]
+
+
+def expanded(w: Any, expand: Callable[[FrozenWeight], Tensor]) -> Any:
+    """A weight as a GEMM multiplies it. A frozen one is expanded for this GEMM alone."""
+    return expand(w) if isinstance(w, FrozenWeight) else w
 
 
 def _unfolded(qdata: Tensor, row_scale: Tensor, scale: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ again in a loop, because its temporaries would otherwise take all rows from 64 r
 Programs stride over tiles of ROWS whole rows, held in registers, as in `fold`. A thread takes pairs of words, 16
 elements: it loads 8 bytes and stores 16.
 
-Never timed: the kernel has not run on a GPU. For sm_90 it compiles to 64 registers without spills. An element of
-ordinary rows takes 6 instructions.
+On an H100 it takes 0.87 to 0.92 of the speed of a copy that moves as many bytes (integration/benchmarks/frozen.py). For
+sm_90 it compiles to 64 registers without spills. An element of ordinary rows takes 6 instructions.
 """
 
 import torch
