@@ -10,8 +10,8 @@ Source: OCP Microscaling Formats v1.0, section 5.3.3. gpt-oss, DeepSeek-V4 and c
 Elements saturate at 6 and are rounded to nearest, ties to the even code. The format has no NaN: a block with scale 255
 has only codes 7, and its values are NaN.
 
-`quantize` and `dequantize` have Triton kernels, the rest is plain torch on any device. x (..., K), codes uint8 (..., K), qdata
-float4_e2m1fn_x2 (..., K/2), scale (..., K/block).
+`quantize` and `dequantize` have Triton kernels, the rest is plain torch on any device. x (..., K),
+codes (..., K) uint8, qdata float4_e2m1fn_x2 (..., K/2), scale (..., K/block).
 """
 
 import itertools

@@ -10,8 +10,8 @@ The code of a magnitude v is the least of four numbers, each rounded to nearest 
     v / 2 + 4  codes 6 and 7, 2 apart                v + 2^24 has steps of 2
     7          the largest
 
-Never timed, nor compared with its reference on a GPU; it froze weights on an H100. For sm_90 it compiles to 32 registers (bf16) without spills. An element
-takes 21 instructions.
+It froze weights on an H100, but was never timed there, nor compared with its reference. For sm_90 it compiles to 32
+registers (bf16) without spills. An element takes 21 instructions.
 """
 
 import triton
