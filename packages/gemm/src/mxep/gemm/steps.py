@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends.base import Backend
-from mxep.gemm.frozen import expanded
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import tensors_of, weight_of
@@ -45,7 +45,9 @@ def forward(
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
-    out = backend.forward(qdata, expanded(rowwise, backend.expand_rowwise), offs, bias=bias, out_dtype=out_dtype)
+    if isinstance(rowwise, FrozenWeight):
+        rowwise = backend.expand_rowwise(rowwise)
+    out = backend.forward(qdata, rowwise, offs, bias=bias, out_dtype=out_dtype)
     kept = (qdata if recipe.wgrad == "mx" else a) if needs[1] else None
     blocks = saved.weight if needs[0] and not given and isinstance(saved.weight, MXTensor) else None
     return Product(out, kept, blocks, saved.amax if needs[0] else None)
@@ -104,7 +106,9 @@ def backward(
         dy = torch.cat([*map(plain, dys)], 1)
     del dys
     if wanted[0]:
-        colwise = expanded(SavedWeight(given.w, given.amax).colwise(recipe, backend), backend.expand_colwise)
+        colwise = SavedWeight(given.w, given.amax).colwise(recipe, backend)
+        if isinstance(colwise, FrozenWeight):
+            colwise = backend.expand_colwise(colwise)
         da = backend.dgrad(qdata, colwise, offs, out_dtype=dtypes[0])
         del colwise
     if wanted[1]:
