@@ -92,7 +92,7 @@ def measure(name: str) -> dict[str, Any]:
     steps = {kind: functools.partial(gradient, layer(kind, *pair), (), *given) for kind, pair in pairs.items()}
     for kind in ("bf16", "mxfp8", "mxfp4"):
         steps[f"{kind} + lora"] = functools.partial(
-            gradient, layer(kind, pairs[kind][0], pairs[kind][1], lora), lora[:4], *given
+            gradient, layer(kind, pairs[kind][0], pairs[kind][1], lora), lora.tensors, *given
         )
     found: dict[str, Any] = {}
     wanted = steps["grouped_mm"]().double()

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from mxep.comms import Capacity
 from mxep.ep import ExpertParallel, Experts, FrozenExperts, LoRAExperts, MoE, freeze_experts
 from mxep.ep.shares import local_tensor
-from mxep.gemm import FrozenWeight, steps
+from mxep.gemm import FrozenWeight
 from mxep.quant import SwiGLU
 from ranks import distributed
 from records_on_cpu import assert_replays_are_alike, replays_on_the_cpu
@@ -175,15 +175,57 @@ def test_gpus_hold_their_experts_lora_and_have_mean_gradients(ctx, fmt: str, dis
     check_ranks(ctx, fmt, dispatcher)
 
 
-def test_its_gemms_are_replayed_and_leave_the_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_passes_are_replayed_and_leave_the_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = make_layer("mxfp8")
     with replays_on_the_cpu(monkeypatch):
-        before = steps.forward.replays, steps.backward.replays
         assert_replays_are_alike(
             lambda x: list(gradients(moe, x).values()), [tokens(seed=seed) for seed in range(5)], held=False
         )
-        assert steps.forward.replays > before[0]
-        assert steps.backward.replays > before[1]
+        passes = list(moe.dispatcher.passes.values())
+        assert [each.function.__name__ for each in passes] == ["forward_pass", "backward_pass"]
+        assert all(each.replays > 0 for each in passes)
+
+
+@pytest.mark.parametrize("trained", ["A", "B", "nothing"])
+def test_gradients_that_nobody_wants_change_no_other(trained: str) -> None:
+    moe = make_layer("mxfp8")
+    want = gradients(moe, tokens())
+    for name in LETTERS:
+        getattr(moe.experts, name).requires_grad_(name.endswith(trained))
+    got = gradients(moe, tokens())
+    assert set(want) - set(got) == {name for name in LETTERS if not name.endswith(trained)}
+    for name, value in got.items():
+        assert torch.equal(value, want[name]), name
+
+
+def test_backward_runs_twice_through_a_retained_graph() -> None:
+    moe = make_layer("mxfp8")
+    x = tokens().requires_grad_()
+    parameters = [getattr(moe.experts, name) for name in LETTERS]
+    out = moe(x)
+    both = torch.autograd.grad(out.sum(), [x, *parameters], retain_graph=True)
+    alone = torch.autograd.grad(out.sum(), parameters, retain_graph=True)
+    (dx,) = torch.autograd.grad(out.sum(), x)
+    for got, want in zip((dx, *alone), both, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_trained_weights_get_their_gradients_beside_those_of_lora() -> None:
+    moe = make_layer(None, dtype=torch.float32, recipe="bf16")
+    moe.experts.base.requires_grad_()
+    got = gradients(moe, tokens(torch.float32))
+    want = gradients(merged(moe), tokens(torch.float32))
+    for name in ("gate_up_proj", "down_proj"):
+        torch.testing.assert_close(got[f"base.{name}"], want[name], rtol=1e-4, atol=1e-5)
+    assert set(LETTERS) < set(got)
+
+
+def test_recipes_with_unquantized_wgrads_need_weights_without() -> None:
+    moe = make_layer(None, recipe="mxfp8_wgrad_bf16")
+    compare(moe, tokens(), 0.12)
+    moe.experts.base.requires_grad_()
+    with pytest.raises(ValueError, match="expected weights without gradients for recipe mxfp8_wgrad_bf16: freeze them"):
+        moe(tokens())
 
 
 def test_pefts_tensors_mean_the_same_update() -> None:
@@ -228,7 +270,7 @@ def test_peers_are_told_what_its_backward_raised(ctx) -> None:
     x = tokens(seed=ctx.rank).requires_grad_()
     out = moe(x)
     if ctx.rank == 1:
-        failing = mock.patch("mxep.ep.lora._plain", side_effect=MemoryError("no room for rows"))
+        failing = mock.patch("mxep.ep.mlp.lora_backward", side_effect=MemoryError("no room for rows"))
         with failing, pytest.raises(MemoryError):
             out.sum().backward()
     else:

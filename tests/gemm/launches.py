@@ -7,7 +7,7 @@ M rows, N out features, K in features, G groups.
 
 import torch
 
-from mxep.gemm.kernels import dot_scaled, fp32_linear, top_k
+from mxep.gemm.kernels import dot_scaled, fp32_linear, lora, top_k
 
 M, N, K, G = 65536, 4096, 7168, 32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -77,6 +77,16 @@ def choose(T: int, E: int, k: int, softmax: bool, steered: bool) -> None:
     top_k.top_k_backward(weights, weights, ids, chosen, E, softmax)
 
 
+def low_rank(*x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, transposed: bool = False) -> None:
+    """LoRA's products, of rows (qdata, scale and an index, or plain) of width K."""
+    parts = (*x, None, None)[:3]
+    A = torch.empty(G, K, 16, dtype=dtype).mT if transposed else torch.empty(G, 16, K, dtype=dtype)
+    inner, n = torch.empty(M, 16, dtype=dtype), torch.empty(M, K, dtype=dtype)
+    lora.lora_shrink(*parts, A, ends(), 1.0, dtype)
+    lora.lora_expand(n, inner, A.mT, ends())
+    lora.lora_wgrad(A, inner, *parts, ends(), 1.0)
+
+
 LAUNCHES = {
     "forward": lambda: mm(rows(), weight()),
     "forward of slots, bias": lambda: mm(slots(), weight(), bias=torch.empty(G, N)),
@@ -94,6 +104,11 @@ LAUNCHES = {
     "fp32 of bf16": lambda: fp32(8192, 2048, 128, torch.bfloat16),
     "fp32 60 experts": lambda: fp32(8192, 2880, 60),
     "fp32 384 experts": lambda: fp32(8192, 7168, 384),
+    "lora of slots": lambda: low_rank(*slots()),
+    "lora of a scale a row": lambda: low_rank(torch.empty(M, K, dtype=E4M3), rows(k=32)[1], transposed=True),
+    "lora of gradients": lambda: low_rank(*rows(dtype=E5M2), transposed=True),
+    "lora of bf16": lambda: low_rank(torch.empty(M, K, dtype=torch.bfloat16)),
+    "lora of fp32": lambda: low_rank(torch.empty(M, K), dtype=torch.float32),
     "top_k": lambda: choose(8192, 128, 8, True, False),
     "top_k steered": lambda: choose(8192, 256, 8, False, True),
 }

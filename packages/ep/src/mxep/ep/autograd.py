@@ -24,7 +24,7 @@ T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max row
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ from .layer import (
     layer_backward,
     layer_forward,
 )
+from .lora import LoRAGradients, LoRAWeights
 from .mlp import LayerConfig, Saved, WgradInput, bias_gradient, wgrad
 from .shares import Share, local_tensor, local_weight
 from .wire import keeps_rows
@@ -65,77 +66,107 @@ MainGrads = tuple[Tensor | None, Tensor | None]
 """fp32 (e, 2F, D) and (e, D, F), or None: weight gradients are added there and not returned."""
 
 
-def needs_of(each: Sequence[bool]) -> Needs:
-    """The parameters that need gradients, by `Layer`'s first six arguments."""
-    return Needs(each[2] or each[4], each[3], each[5])
+class Parameters(NamedTuple):
+    """Parameters of a layer as `Layer` takes them, DTensors too. Frozen weights are not among them. gate_up_proj is the
+    gate where up_proj is apart. The last four are of `LoRAWeights`."""
+
+    gate_up_proj: Tensor | None = None
+    down_proj: Tensor | None = None
+    up_proj: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    gate_up_A: Tensor | None = None
+    gate_up_B: Tensor | None = None
+    down_A: Tensor | None = None
+    down_B: Tensor | None = None
+
+    def local(self) -> "Parameters":
+        """This rank's part of each."""
+        return Parameters(*(None if each is None else local_tensor(each) for each in self))
+
+
+def parameter_needs(each: Sequence[bool]) -> Needs:
+    """The parameters that need gradients. each: of `Parameters`."""
+    gate_up, down, up, bias, *lora = each
+    return Needs(gate_up or up, down, bias, any(lora))
+
+
+def lora_of(parameters: Parameters, scale: float) -> LoRAWeights | None:
+    """The LoRA among this rank's parameters."""
+    four = parameters.gate_up_A, parameters.gate_up_B, parameters.down_A, parameters.down_B
+    return None if four[0] is None else LoRAWeights(*four, scale)  # type: ignore[arg-type]
+
+
+class NodeState(NamedTuple):
+    """What `Layer` needs besides tensors with gradients."""
+
+    dispatcher: TokenDispatcher
+    config: LayerConfig
+    main_grads: MainGrads
+    wgrad_scale: float
+    made: ForwardOutput
+    frozen: tuple[FrozenWeight, FrozenWeight] | None
+    lora_scale: float
 
 
 class Layer(torch.autograd.Function):
     """The node of a forward that `layer_forward` has computed. Returns its out."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor,
-        gate_up_proj: Tensor | None,
-        down_proj: Tensor | None,
-        up_proj: Tensor | None,
-        gate_up_bias: Tensor | None,
-        dispatcher: TokenDispatcher,
-        config: LayerConfig,
-        main_grads: MainGrads,
-        wgrad_scale: float,
-        made: ForwardOutput,
-        frozen: tuple[FrozenWeight, FrozenWeight] | None,
-    ) -> Tensor:
-        parameters = gate_up_proj, down_proj, up_proj, gate_up_bias
-        gate, down, up, _ = (None if each is None else local_tensor(each) for each in parameters)
-        tensors, ctx.form = take_apart((frozen or (gate if up is None else (gate, up), down), made.saved))
+    def forward(ctx: Any, x: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+        """rest: each of `Parameters`, then a `NodeState`."""
+        parameters, state = Parameters(*rest[:-1]), rest[-1]
+        mine, made = parameters.local(), state.made
+        gate, up = mine.gate_up_proj, mine.up_proj
+        proj = state.frozen or (gate if up is None else (gate, up), mine.down_proj)
+        tensors, ctx.form = take_apart((proj, made.saved, lora_of(mine, state.lora_scale)))
         ctx.save_for_backward(*tensors)
         given = x, weights, *parameters
         ctx.places = [sum(each is not None for each in given[:i]) for i in range(len(given))]
-        ctx.shares = [None if each is None else Share(each) for each in parameters]
-        ctx.dispatcher, ctx.config, ctx.main_grads, ctx.wgrad_scale = dispatcher, config, main_grads, wgrad_scale
-        ctx.routing, ctx.saved_operands = made.routing, None
-        return made.out
+        ctx.shares = Parameters(*(None if each is None else Share(each) for each in parameters))  # type: ignore[arg-type]
+        ctx.dispatcher, ctx.config, ctx.main_grads = state.dispatcher, state.config, state.main_grads
+        ctx.wgrad_scale, ctx.routing, ctx.saved_operands = state.wgrad_scale, made.routing, None
+        return made.out  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         routing = ctx.routing
+        needs = parameter_needs(ctx.needs_input_grad[2:-1])
         asked = [need and is_wanted(ctx, place) for need, place in zip(ctx.needs_input_grad, ctx.places)]
-        wanted, kept, retained = needs_of(asked), ctx.saved_operands, graph_is_retained()
+        wanted, kept, retained = parameter_needs(asked[2:]), ctx.saved_operands, graph_is_retained()
         if not retained:
             ctx.saved_operands = None
         if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out) and _has(kept.operands, wanted):
             return None, None, *_of_parameters(ctx, *_deferred_gradients(ctx, kept.operands, wanted))
-        (gate_up, down), saved = build(ctx.form, iter(ctx.saved_tensors))
+        (gate_up, down), saved, lora = build(ctx.form, iter(ctx.saved_tensors))
         given = BackwardInput(
             d_out if routing.room is None else d_out.contiguous(),
             routing,
             saved,
             gate_up,
             down,
-            *ctx.main_grads,
+            ctx.main_grads[0],
+            ctx.main_grads[1],
+            lora,
         )
-        del saved, gate_up, down
+        del saved, gate_up, down, lora
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, tensors are freed once they are used
-        deferred = DeferredWgrads() if retained else None
-        for share in ctx.shares[:3]:  # the bias is not read
-            if share is not None:
+        deferred = DeferredWgrads() if retained and not needs.lora else None
+        for share in ctx.shares:
+            if share is not None and share is not ctx.shares.gate_up_bias:  # the bias is not read
                 share.check()
-        how: dict[str, Any] = {"needs": needs_of(ctx.needs_input_grad), "wgrad_scale": ctx.wgrad_scale}
+        how: dict[str, Any] = {"needs": needs, "wgrad_scale": ctx.wgrad_scale}
         with ctx.dispatcher.watched():
             grads = layer_backward(given, ctx.dispatcher, ctx.config, **how, wanted=wanted, deferred=deferred)
         dx, d_weights = first_rows(grads.x, len(d_out)), first_rows(grads.weights, len(d_out))
         if deferred is not None and (deferred.gate_up or deferred.down):
             ctx.saved_operands = SavedOperands.of(deferred, d_out)
-        return dx, d_weights, *_of_parameters(ctx, grads.gate_up_proj, grads.down_proj, grads.gate_up_bias)
+        of_parameters = grads.gate_up_proj, grads.down_proj, grads.gate_up_bias, grads.lora
+        return dx, d_weights, *_of_parameters(ctx, *of_parameters)
 
 
 def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
-    """Whether it has the operands of these gradients. The bias's sums one of gate_up_proj's."""
+    """Whether it has the operands of these gradients. The bias's sums one of gate_up_proj's. LoRA's never wait."""
     gate_up = deferred.gate_up is not None or not (wanted.gate_up_proj or wanted.gate_up_bias)
     return gate_up and (deferred.down is not None or not wanted.down_proj)
 
@@ -149,23 +180,25 @@ def _deferred_gradients(
     if wanted.gate_up_bias and deferred.gate_up is not None:
         bias = bias_gradient(deferred.gate_up[0], offs, scale=scale)
     if wanted.gate_up_proj and deferred.gate_up is not None:
-        given, how = WgradInput(*deferred.gate_up, offs, ctx.main_grads[0]), {"halves": ctx.shares[2] is not None}
-        gate_up = wgrad(given, config=ctx.config, scale=scale, dtype=ctx.shares[0].dtype, **how)
+        given, how = WgradInput(*deferred.gate_up, offs, ctx.main_grads[0]), {"halves": ctx.shares.up_proj is not None}
+        gate_up = wgrad(given, config=ctx.config, scale=scale, dtype=ctx.shares.gate_up_proj.dtype, **how)
     if wanted.down_proj and deferred.down is not None:
         given = WgradInput(*deferred.down, offs, ctx.main_grads[1])
-        down = wgrad(given, config=ctx.config, scale=scale, dtype=ctx.shares[1].dtype)
+        down = wgrad(given, config=ctx.config, scale=scale, dtype=ctx.shares.down_proj.dtype)
     return gate_up, down, bias
 
 
-def _of_parameters(ctx: Any, gate_up: Any, down: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+def _of_parameters(
+    ctx: Any, gate_up: Any, down: Tensor | None, bias: Tensor | None, lora: LoRAGradients | None = None
+) -> tuple[Tensor | None, ...]:
     """Results of `Layer.backward` after dx and d_weights."""
-    up = None
-    if gate_up is not None and ctx.shares[2] is not None:
+    shares, up = ctx.shares, None
+    if gate_up is not None and shares.up_proj is not None:
         gate_up, up = gate_up
     if bias is not None:
-        bias = bias.to(ctx.shares[3].dtype)
-    found = zip(ctx.shares, (gate_up, down, up, bias))
-    return *(None if share is None else share.gradient(grad) for share, grad in found), *[None] * 6
+        bias = bias.to(shares.gate_up_bias.dtype)
+    gradients = Parameters(gate_up, down, up, bias, *(lora or ()))
+    return *(None if share is None else share.gradient(grad) for share, grad in zip(shares, gradients)), None
 
 
 # ── torch.compile ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,16 @@ from mxep.quant import SwiGLU
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import check_no_tangent
 
-from .autograd import Layer, MainGrads, compiled_layer, needs_of, unsupported_reason
+from .autograd import (
+    Layer,
+    MainGrads,
+    NodeState,
+    Parameters,
+    compiled_layer,
+    lora_of,
+    parameter_needs,
+    unsupported_reason,
+)
 from .bias import add_down_bias
 from .checks import check_frozen, check_lora, check_weights
 from .dispatchers.base import Routing, TokenDispatcher
@@ -166,18 +175,21 @@ def run_experts(
     ids, drops = expert_ids, bias is not None and dispatcher.capacity.overflow == "drop"
     routing: Routing | None = None
     kept: Tensor | None = None
-    if lora is not None or (recipe.wgrad == "bf16" and frozen is None):
+    if lora is not None:
+        check_lora(x, lora, dispatcher.num_local_experts, gate_up_proj, down_proj)
+    unquantized_wgrad = recipe.wgrad == "bf16" and frozen is None
+    if lora is not None and unquantized_wgrad:
+        if any(w.requires_grad for w in dense):
+            raise ValueError(f"lora: expected weights without gradients for recipe {recipe.name}: freeze them")
+        unquantized_wgrad = False
+    if unquantized_wgrad:
         here_bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
-        if frozen is not None:
-            check_frozen(x, *frozen, here_bias, dispatcher, config)
-        elif not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             gate, *halves = map(local_tensor, tensors_of(dense[0]))
             whole = (gate, *halves) if halves else gate
             check_weights(x, whole, local_tensor(dense[1]), here_bias, dispatcher, config, main_grads)
-        if lora is not None:
-            check_lora(x, lora, dispatcher.num_local_experts, gate_up_proj, down_proj)
         how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
-        how |= {"gate_up_bias": gate_up_bias, "drops": drops, "lora": lora}
+        how |= {"gate_up_bias": gate_up_bias, "drops": drops}
         with dispatcher.watched():
             out, kept, routing = _compose(x, ids, weights, *dense, **how)
     elif torch.compiler.is_compiling():
@@ -185,33 +197,36 @@ def run_experts(
         out, kept = compiled_layer(x, ids, weights, dense[0], dense[1], *how_op)
     else:
         ids = checked_tokens(x, ids, weights, dispatcher)
-        parameters: list[Any] = [None, None, None]  # gate_up_proj or gate, down_proj, up
+        four = {} if lora is None else dict(zip(Parameters._fields[-4:], lora.tensors))
+        parameters = Parameters(gate_up_bias=gate_up_bias, **four)
         if frozen is None:
             gate, *halves = tensors_of(dense[0])
-            parameters = [gate, dense[1], halves[0] if halves else None]
-        tensors: Any = x, weights, *parameters, gate_up_bias
-        here, down, other, here_bias = (None if each is None else local_tensor(each) for each in tensors[2:])
-        whole = frozen or (here if other is None else (here, other), down)
+            up = halves[0] if halves else None
+            parameters = parameters._replace(gate_up_proj=gate, down_proj=dense[1], up_proj=up)
+        mine = parameters.local()
+        proj = mine.gate_up_proj if mine.up_proj is None else (mine.gate_up_proj, mine.up_proj)
+        whole = frozen or (proj, mine.down_proj)
         if frozen is not None:
-            check_frozen(x, *frozen, here_bias, dispatcher, config)
+            check_frozen(x, *frozen, mine.gate_up_bias, dispatcher, config)
         else:
-            check_weights(x, whole[0], whole[1], here_bias, dispatcher, config, main_grads)
-        grads = [each is not None and each.requires_grad for each in tensors]
-        backward = torch.is_grad_enabled() and any(grads)
-        check_no_tangent(x, weights, here, down, other, here_bias)
+            check_weights(x, whole[0], whole[1], mine.gate_up_bias, dispatcher, config, main_grads)
+        grads = [each is not None and each.requires_grad for each in parameters]
+        backward = torch.is_grad_enabled() and (any(grads) or x.requires_grad or weights.requires_grad)
+        check_no_tangent(x, weights, *mine)
+        scale = 0.0 if lora is None else lora.scale
         with dispatcher.watched(), torch.no_grad():
             # The router's weights may have any layout. With room, tokens are read in place, so they must be dense.
             room = dispatcher.room_for(x, per_token)
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
-            given = ForwardInput(*of_tokens, ids, whole[0], whole[1], here_bias)
-            needs = needs_of(grads) if backward else None
+            given = ForwardInput(*of_tokens, ids, whole[0], whole[1], mine.gate_up_bias, lora_of(mine, scale))
+            needs = parameter_needs(grads) if backward else None
             made = layer_forward(given, dispatcher, config, needs=needs, drops=drops, room=room)
             made = dataclasses.replace(made, out=first_rows(made.out, len(x)))
         routing, out = made.routing, made.out
         kept = None if made.kept is None else first_rows(made.kept, len(x))
         if backward:
-            how_node = dispatcher, config, main_grads, wgrad_scale, made, frozen
-            out = Layer.apply(*tensors, *how_node)  # type: ignore[no-untyped-call]
+            state = NodeState(dispatcher, config, main_grads, wgrad_scale, made, frozen, scale)
+            out = Layer.apply(x, weights, *parameters, state)  # type: ignore[no-untyped-call]
         del made
     if bias is not None:
         group = dispatcher.group if dispatcher.spans_ranks else None
@@ -227,8 +242,8 @@ def _compose(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
-    proj: Weight | FrozenWeight,
-    down: Tensor | FrozenWeight,
+    proj: Weight,
+    down: Tensor,
     *,
     dispatcher: TokenDispatcher,
     config: LayerConfig,
@@ -236,15 +251,14 @@ def _compose(
     wgrad_scale: float,
     gate_up_bias: Tensor | None,
     drops: bool,
-    lora: LoRAWeights | None = None,
 ) -> tuple[Tensor, Tensor | None, Routing]:
     """A layer with unquantized weight gradients. Returns out, the pairs with a row if `drops`, and the routing."""
     how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": config.recipe}
     rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
     y = expert_mlp(
         rows,
-        proj if isinstance(proj, FrozenWeight) else local_weight(joined(proj)),
-        down if isinstance(down, FrozenWeight) else local_weight(down),
+        local_weight(joined(proj)),
+        local_weight(down),
         routing.plan.offs,
         row_weight=row_weight,
         recipe=config.recipe,
@@ -253,7 +267,6 @@ def _compose(
         wgrad_scale=wgrad_scale,
         activation=config.activation,
         gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
-        lora=None if lora is None else LoRAWeights._make([*map(local_weight, lora[:4]), lora.scale]),
         dispatcher=dispatcher,
     )
     if drops:

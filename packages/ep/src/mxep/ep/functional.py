@@ -31,14 +31,13 @@ from torch.autograd.function import once_differentiable
 from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.anomaly import for_anomaly_mode
-from mxep.gemm.backends import Backend, select
+from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs, joined, taken_apart
 from mxep.quant import SwiGLU
 
 from .bias import scaled_gradient
 from .dispatchers.base import Routing, TokenDispatcher
-from .lora import LoRAWeights, add_lora
 from .mlp import PLAIN, saved_gate_up, swiglu_backward, swiglu_forward
 from .wire import Wire, pack
 
@@ -156,7 +155,6 @@ def expert_mlp(
     wgrad_scale: float = 1.0,
     activation: SwiGLU = PLAIN,
     gate_up_bias: Tensor | None = None,
-    lora: LoRAWeights | None = None,
     dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
     """The experts' gated MLP over expert-major rows.
@@ -178,14 +176,8 @@ def expert_mlp(
     of_layer: dict[str, Any] = {} if dispatcher is None else {"dispatcher": dispatcher}
     bias = None if gate_up_bias is None else scaled_gradient(gate_up_bias, wgrad_scale)
     gate_up = grouped_mm(rows, gate_up_proj, offs, bias=bias, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
-    of_lora: dict[str, Any] = {}
-    if lora is not None:
-        of_lora = {"scale": lora.scale, "wgrad_scale": wgrad_scale, "backend": select(backend, rows.device)}
-        of_lora["watched"] = options["watched"]
-        gate_up = add_lora(gate_up, rows, lora.gate_up_A, lora.gate_up_B, offs, **of_lora)
     h = swiglu(gate_up, row_weight, offs, recipe=recipe, activation=activation, **of_layer)
-    y = grouped_mm(h, down_proj, offs, out_dtype=rows.dtype, main_grad=main_grads[1], **options)
-    return y if lora is None else add_lora(y, h, lora.down_A, lora.down_B, offs, **of_lora)
+    return grouped_mm(h, down_proj, offs, out_dtype=rows.dtype, main_grad=main_grads[1], **options)
 
 
 class Weighted(torch.autograd.Function):

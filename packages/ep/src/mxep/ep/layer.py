@@ -36,6 +36,7 @@ from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import Replayed
 
 from .dispatchers.base import Routing, TokenDispatcher
+from .lora import LoRAGradients, LoRAWeights
 from .mlp import (
     AnyWeight,
     ColwiseWeights,
@@ -63,9 +64,10 @@ class Needs(NamedTuple):
     gate_up_proj: bool
     down_proj: bool
     gate_up_bias: bool
+    lora: bool = False
 
 
-ALL = Needs(True, True, True)
+ALL = Needs(True, True, True, True)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class ForwardInput(Operands):
     Attributes:
         x: (T, D). weights: (T, K) fp32. expert_ids: (T, K).
         gate_up_proj: (e, 2F, D), or gate and up, (e, F, D) each. down_proj: (e, D, F). Or both frozen.
-        gate_up_bias: (e, 2F) or None.
+        gate_up_bias: (e, 2F) or None. lora: of both weights, or None.
     """
 
     x: Tensor
@@ -84,6 +86,7 @@ class ForwardInput(Operands):
     gate_up_proj: AnyWeight
     down_proj: AnyWeight
     gate_up_bias: Tensor | None = None
+    lora: LoRAWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,8 @@ class ForwardOutput(Bundle):
 
 @dataclass(frozen=True)
 class BackwardInput(Operands):
-    """Tensors of backward: d_out (T, D), the weights as in `ForwardInput`, and fp32 main_grads of their shapes. Weight
-    gradients are added to a main_grad and not returned."""
+    """Tensors of backward: d_out (T, D), the weights and LoRA as in `ForwardInput`, and fp32 main_grads of the weights'
+    shapes. Weight gradients are added to a main_grad and not returned."""
 
     d_out: Tensor
     routing: Routing
@@ -109,6 +112,7 @@ class BackwardInput(Operands):
     down_proj: AnyWeight
     gate_up_main_grad: Tensor | None = None
     down_main_grad: Tensor | None = None
+    lora: LoRAWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ class Gradients(Bundle):
     gate_up_proj: Tensor | None
     down_proj: Tensor | None
     gate_up_bias: Tensor | None
+    lora: LoRAGradients | None = None
 
 
 @dataclass
@@ -167,7 +172,7 @@ def forward_pass(
     room: int | None,
 ) -> ForwardOutput:
     """`layer_forward` itself. rowwise: the weights, if `quantize_weights_once` holds them."""
-    recipe, keep_rows = config.recipe, needs is not None and needs.gate_up_proj
+    recipe, keep_rows = config.recipe, needs is not None and (needs.gate_up_proj or needs.lora)
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
     of_room: dict[str, Any] = {} if room is None else {"room": room}
     alignment = recipe.group_alignment
@@ -180,17 +185,18 @@ def forward_pass(
     finally:
         slots, routing = arriving.wait()  # nothing stays in flight
     plan = routing.plan
-    # The next exchange overwrites the slots, and the gradient of gate_up_proj needs them.
+    # The next exchange overwrites the slots, and the gradients of gate_up_proj and its LoRA need them.
     copy = keep_rows and dispatcher.borrows
     weights = rowwise.gate_up, given.gate_up_bias, rowwise.down
-    into_mlp = MLPInput(slots, plan.row_slot, plan.row_weight, plan.offs, *weights)
+    into_mlp = MLPInput(slots, plan.row_slot, plan.row_weight, plan.offs, *weights, given.lora)
     mlp = mlp_forward(
         into_mlp, config=config, wire=wire, copy=copy, keep_rows=keep_rows, keep_gate_up=needs is not None
     )
     out, kept = dispatcher.combine(mlp.y, routing, torch.ones_like(plan.row_weight) if drops else None).wait()
     saved = None
     if needs is not None:
-        saved = Saved(_under(None, mlp.rows), mlp.gate_up, *saved_columns(rowwise))
+        inner = (mlp.gate_up_inner, mlp.down_inner) if needs.lora else (None, None)
+        saved = Saved(_under(None, mlp.rows), mlp.gate_up, *saved_columns(rowwise), *inner)
     return ForwardOutput(out, routing, saved, kept)
 
 
@@ -246,29 +252,42 @@ def backward_pass(
     halves, dtypes = type(given.gate_up_proj) is tuple, (_dtype(given.gate_up_proj), _dtype(given.down_proj))
     later = deferred is not None and needs.down_proj and not wanted.down_proj
     weights = colwise.down, colwise.gate_up, given.down_main_grad
-    into_mlp = [MLPGradientInput(arriving.wait(), plan.row_slot, plan.row_weight, plan.offs, gate_up, *weights)]
+    inner = given.saved.gate_up_inner, given.saved.down_inner
+    lora_grads = needs.lora and wanted.lora
+    into_mlp = [
+        MLPGradientInput(
+            *(arriving.wait(), plan.row_slot, plan.row_weight, plan.offs, gate_up, *weights),
+            lora=given.lora,
+            gate_up_inner=inner[0],
+            down_inner=inner[1],
+            rows=rows if lora_grads else None,
+        )
+    ]
     given.release("saved")
-    del gate_up, weights, colwise, arriving
-    of_mlp: dict[str, Any] = {"with_h": needs.down_proj and (later or wanted.down_proj), "copy": later and borrows}
+    del gate_up, weights, colwise, arriving, inner
+    of_mlp: dict[str, Any] = {"down_grad": needs.down_proj and (later or wanted.down_proj), "copy": later and borrows}
     of_mlp |= {"config": config, "wire": wire, "later": later, "scale": wgrad_scale, "dtype": dtypes[1]}
+    of_mlp["lora_grads"] = lora_grads
     mlp = mlp_backward(into_mlp.pop(), **of_mlp)
     if later and deferred is not None:
         deferred.down = mlp.d_y, mlp.h
     arriving_home = dispatcher.combine(mlp.d_rows, routing, mlp.d_row_weight, overlap=True)
-    d_gate_up, d_down_proj = mlp.d_gate_up, mlp.d_down_proj
+    d_gate_up, d_down_proj, d_lora = mlp.d_gate_up, mlp.d_down_proj, mlp.d_lora
     del mlp
     d_bias = d_gate_up_proj = None
     if needs.gate_up_bias and wanted.gate_up_bias:
         d_bias = bias_gradient(d_gate_up, plan.offs, scale=wgrad_scale)
-    if rows is not None and wanted.gate_up_proj:
+    if not needs.gate_up_proj:
+        del d_gate_up, rows
+    elif wanted.gate_up_proj:
         operands = WgradInput(d_gate_up, rows, plan.offs, main_grad)
         del d_gate_up, rows
         d_gate_up_proj = wgrad(operands, config=config, scale=wgrad_scale, dtype=dtypes[0], halves=halves)
-    elif rows is not None and deferred is not None:
+    elif deferred is not None:
         deferred.gate_up = d_gate_up, rows
     dx, d_weights = arriving_home.wait()
     assert d_weights is not None
-    return Gradients(dx, d_weights, d_gate_up_proj, d_down_proj, d_bias)
+    return Gradients(dx, d_weights, d_gate_up_proj, d_down_proj, d_bias, d_lora)
 
 
 class _Pass(Replayed):

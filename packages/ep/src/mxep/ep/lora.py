@@ -4,34 +4,32 @@
                        y       = h W2^T     + scale (h A2^T) B2^T
 
 W is quantized (`FrozenExperts`) or plain (`Experts`, with its weights frozen here). A and B are multiplied in x's
-dtype by grouped GEMMs of `rank` columns; no B A of an expert is ever made. Rows and h are dequantized for them.
+dtype by kernels that read quantized rows as they are (`mxep.gemm.lora`). No B A of an expert is ever made.
 
-The layer is composed of the functions of `functional.py`, so it is slower than a frozen layer without LoRA, and is no
-record as a whole. R_max rows, D model dim, F hidden dim, e local experts.
+They are part of the layer's passes (`mlp.py`), so they are replayed with it.
+
+R_max rows, D model dim, F hidden dim, e local experts.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from mxep.gemm.backends import Backend
-from mxep.gemm.backends.base import AlongTokens
-from mxep.gemm.functional import joined, taken_apart
-from mxep.quant import MXTensor
+from mxep.gemm.backends.reference import parts_of
+from mxep.gemm.lora import lora_expand, lora_shrink, lora_wgrad
+from mxep.runtime.bundle import Bundle
 
 from .shares import check_not_fsdp, empty_share, init_normal_, local_tensor
 
-Watched = Callable[[], AbstractContextManager[None]]
 RANK_MULTIPLE = 8
-"""torch's grouped GEMM needs rows of 16 bytes."""
+"""Rows of A and B are multiples of 16 bytes."""
 
 
-class LoRAWeights(NamedTuple):
+@dataclass(frozen=True)
+class LoRAWeights(Bundle):
     """This rank's A (e, r, in) and B (e, out, r) of both weights, and alpha / rank."""
 
     gate_up_A: Tensor
@@ -40,76 +38,59 @@ class LoRAWeights(NamedTuple):
     down_B: Tensor
     scale: float
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.gate_up_A, self.gate_up_B, self.down_A, self.down_B
 
-def add_lora(
-    out: Tensor,
-    rows: Tensor,
+
+class LoRAGradients(NamedTuple):
+    """Gradients of `LoRAWeights.tensors`."""
+
+    gate_up_A: Tensor | None
+    gate_up_B: Tensor | None
+    down_A: Tensor | None
+    down_B: Tensor | None
+
+
+def add_lora(out: Tensor, rows: Tensor, A: Tensor, B: Tensor, offs: Tensor, *, scale: float) -> Tensor:
+    """Add scale (rows A^T) B^T by group to out (R_max, N), in place. Returns inner = scale rows A^T, (R_max, r).
+
+    rows: (R_max, K), plain or MXTensor. A: (e, r, K). B: (e, N, r). offs: (e,) int32.
+    """
+    inner: Tensor = lora_shrink(*parts_of(rows), A, offs, scale, out.dtype)
+    lora_expand(out, inner, B, offs)
+    return inner
+
+
+def lora_backward(
+    dy: Tensor,
+    dx: Tensor,
     A: Tensor,
     B: Tensor,
+    inner: Tensor | None,
     offs: Tensor,
     *,
     scale: float,
-    wgrad_scale: float = 1.0,
-    backend: Backend,
-    watched: Watched | None = None,
-) -> Tensor:
-    """out (R_max, N) + scale (rows A^T) B^T by group, differentiable in all four.
+    wgrad_scale: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Backward of `add_lora` from dy, the gradient of out: (gradient of inner, gradient of B). Adds its part to dx.
 
-    rows: (R_max, K), plain or MXTensor. A: (e, r, K). B: (e, N, r). offs: (e,) int32. wgrad_scale: factor of the
-    gradients of A and B. watched: makes a context that backward runs in, for callers that have to know its exceptions.
-    The gradient of out is the incoming one as it is, an MXTensor, too.
+    `gradient_of_A` takes the gradient of inner. inner: None if A and B have no gradients. wgrad_scale: factor of these.
     """
-    result: Tensor = _AddLoRA.apply(out, rows, A, B, offs, scale, wgrad_scale, backend, watched)  # type: ignore[no-untyped-call]
-    return result
+    d_inner: Tensor = lora_shrink(*parts_of(dy), B.mT, offs, scale, dx.dtype)
+    lora_expand(dx, d_inner, A.mT, offs)
+    if inner is None:
+        return d_inner, None
+    d_B = torch.empty(B.shape, dtype=B.dtype, device=B.device)
+    lora_wgrad(d_B.mT, inner, *parts_of(dy), offs, wgrad_scale)
+    return d_inner, d_B
 
 
-class _AddLoRA(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        out: Tensor,
-        rows: Tensor,
-        A: Tensor,
-        B: Tensor,
-        offs: Tensor,
-        scale: float,
-        wgrad_scale: float,
-        backend: Backend,
-        watched: Watched | None,
-    ) -> Tensor:
-        x = _plain(rows, out.dtype)
-        inner = backend.forward(x, A.to(x.dtype), offs, bias=None, out_dtype=x.dtype) * scale
-        parts, ctx.rest = taken_apart(rows)
-        ctx.save_for_backward(*parts, A, B, offs, inner)
-        ctx.how, ctx.watched = (scale, wgrad_scale, backend), watched
-        return out + backend.forward(inner, B.to(x.dtype), offs, bias=None, out_dtype=x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        with nullcontext() if ctx.watched is None else ctx.watched():
-            return _AddLoRA._backward(ctx, d_out)
-
-    @staticmethod
-    def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        *parts, A, B, offs, inner = ctx.saved_tensors
-        scale, wgrad_scale, backend = ctx.how
-        dtype = inner.dtype
-        dy = _plain(d_out, dtype)
-        d_inner = backend.dgrad(dy, B.to(dtype), offs, out_dtype=dtype) * scale
-        d_rows = d_A = d_B = None
-        if ctx.needs_input_grad[1]:
-            d_rows = backend.dgrad(d_inner, A.to(dtype), offs, out_dtype=dtype)
-        if ctx.needs_input_grad[2]:
-            operands = AlongTokens(d_inner, _plain(joined(parts, ctx.rest), dtype))
-            d_A = backend.wgrad_product(operands, offs, A.dtype, wgrad_scale)
-        if ctx.needs_input_grad[3]:
-            d_B = backend.wgrad_product(AlongTokens(dy, inner), offs, B.dtype, wgrad_scale)
-        return d_out, d_rows, d_A, d_B, *[None] * 5
-
-
-def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.dequantize(dtype) if isinstance(x, MXTensor) else x.to(dtype)
+def gradient_of_A(d_inner: Tensor, rows: Tensor, A: Tensor, offs: Tensor, *, wgrad_scale: float) -> Tensor:
+    """The gradient of A (e, r, K), from that of inner."""
+    d_A = torch.empty(A.shape, dtype=A.dtype, device=A.device)
+    lora_wgrad(d_A, d_inner, *parts_of(rows), offs, wgrad_scale)
+    return d_A
 
 
 class LoRAExperts(nn.Module):

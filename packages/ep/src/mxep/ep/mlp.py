@@ -32,6 +32,7 @@ from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import replayed
 
 from .dispatchers.base import Payload
+from .lora import LoRAGradients, LoRAWeights, add_lora, gradient_of_A, lora_backward
 from .wire import Wire
 
 PLAIN = SwiGLU()
@@ -49,7 +50,7 @@ class LayerConfig(Bundle):
 
 @dataclass(frozen=True)
 class MLPInput(Operands):
-    """Slots (S, .), the plan's row_slot, row_weight and offs, and weights as forward multiplies them."""
+    """Slots (S, .), the plan's row_slot, row_weight and offs, weights as forward multiplies them, and their LoRA."""
 
     slots: Payload
     row_slot: Tensor
@@ -58,14 +59,18 @@ class MLPInput(Operands):
     gate_up_proj: Any
     gate_up_bias: Tensor | None
     down_proj: Any
+    lora: LoRAWeights | None = None
 
 
 class MLPOutput(NamedTuple):
-    """y (R_max, D), and what backward needs: rows, gate_up (R_max, 2F) as `saved_gate_up` has it; or None."""
+    """y (R_max, D), and what backward needs: rows, gate_up (R_max, 2F) as `saved_gate_up` has it, and LoRA's inner
+    rows (R_max, r) of both weights; or None."""
 
     y: Tensor
     rows: Any
     gate_up: Any
+    gate_up_inner: Tensor | None
+    down_inner: Tensor | None
 
 
 @replayed
@@ -73,22 +78,28 @@ def mlp_forward(
     given: MLPInput, *, config: LayerConfig, wire: Wire, copy: bool, keep_rows: bool, keep_gate_up: bool
 ) -> MLPOutput:
     """Both GEMMs and SwiGLU. copy: as in `Wire.rows`."""
-    backend, offs = config.backend, given.offs
+    backend, offs, lora = config.backend, given.offs, given.lora
     rows = wire.rows(given.slots, given.row_slot, offs, copy=copy)
     w = expanded(given.gate_up_proj, backend.expand_rowwise)
     gate_up = backend.forward(rows, w, offs, bias=given.gate_up_bias, out_dtype=wire.dtype)
     del w
+    inner = down_inner = None
+    if lora is not None:
+        inner = add_lora(gate_up, rows, lora.gate_up_A, lora.gate_up_B, offs, scale=lora.scale)
     h = swiglu_forward(gate_up, given.row_weight, offs, config.recipe, config.activation, folded=backend.wants_rowwise)
     kept = saved_gate_up(gate_up, config.recipe) if keep_gate_up else None
     del gate_up
     w = expanded(given.down_proj, backend.expand_rowwise)
     y = backend.forward(h, w, offs, bias=None, out_dtype=wire.dtype)
-    return MLPOutput(y, rows if keep_rows else None, kept)
+    if lora is not None:
+        down_inner = add_lora(y, h, lora.down_A, lora.down_B, offs, scale=lora.scale)
+    return MLPOutput(y, rows if keep_rows else None, kept, inner, down_inner)
 
 
 @dataclass(frozen=True)
 class MLPGradientInput(Operands):
-    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, weights as dgrad multiplies them."""
+    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, weights as dgrad multiplies them.
+    lora: with its inner rows, and forward's rows, if its gradients are wanted."""
 
     slots: Payload
     row_slot: Tensor
@@ -98,16 +109,21 @@ class MLPGradientInput(Operands):
     down_proj: Any
     gate_up_proj: Any
     down_main_grad: Tensor | None
+    lora: LoRAWeights | None = None
+    gate_up_inner: Tensor | None = None
+    down_inner: Tensor | None = None
+    rows: Any = None
 
 
 class MLPGradients(NamedTuple):
-    """d_rows (R_max, D), d_row_weight (R_max,), d_gate_up (R_max, 2F), the gradient of down_proj or None; and d_y and h
-    if that is computed later."""
+    """d_rows (R_max, D), d_row_weight (R_max,), d_gate_up (R_max, 2F), the gradients of down_proj and of LoRA or None;
+    and d_y and h if the gradient of down_proj is computed later."""
 
     d_rows: Tensor
     d_row_weight: Tensor
     d_gate_up: Any
     d_down_proj: Tensor | None
+    d_lora: LoRAGradients | None
     d_y: Any
     h: Any
 
@@ -119,28 +135,40 @@ def mlp_backward(
     config: LayerConfig,
     wire: Wire,
     copy: bool,
-    with_h: bool,
+    down_grad: bool,
+    lora_grads: bool,
     later: bool,
     scale: float,
     dtype: torch.dtype,
 ) -> MLPGradients:
     """Backward of `mlp_forward`, but for the gradient of gate_up_proj. It is given gate_up and the weights to use up.
 
-    with_h: down_proj has a gradient, of `dtype`. later: return its operands instead.
+    down_grad: down_proj has a gradient, of `dtype`. later: return its operands instead. lora_grads: LoRA has some.
     """
-    backend, offs, row_weight = config.backend, given.offs, given.row_weight
+    backend, offs, row_weight, lora = config.backend, given.offs, given.row_weight, given.lora
     d_y = wire.rows(given.slots, given.row_slot, offs, copy=copy)
     w = expanded(given.down_proj, backend.expand_colwise)
     d_h = backend.dgrad(d_y, w, offs, out_dtype=wire.dtype)
     del w
+    d_inner: Tensor | None = None
+    d_A: Tensor | None = None
+    d_B: Tensor | None = None
+    d_lora: LoRAGradients | None = None
+    of_lora: dict[str, Any] = {"scale": 0.0 if lora is None else lora.scale, "wgrad_scale": scale}
+    if lora is not None:
+        d_inner, d_B = lora_backward(d_y, d_h, lora.down_A, lora.down_B, given.down_inner, offs, **of_lora)
     gate_up = given.gate_up
-    given.release("slots", "down_proj", "gate_up")
+    given.release("slots", "down_proj", "gate_up", "down_inner")
+    with_h = down_grad or lora_grads
     options: dict[str, Any] = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h}
     how = config.recipe, config.activation
     d_gate_up, d_row_weight, h = swiglu_backward(d_h, gate_up, row_weight, offs, *how, **options)
     del d_h, gate_up
+    if lora is not None and d_inner is not None and h is not None and lora_grads:
+        d_A = gradient_of_A(d_inner, h, lora.down_A, offs, wgrad_scale=scale)
+    del d_inner
     d_down_proj, operands = None, (d_y, h) if later else (None, None)
-    if with_h and not later:  # d_y is borrowed until the next exchange
+    if down_grad and not later:  # d_y is borrowed until the next exchange
         of_wgrad = WgradInput(d_y, h, offs, given.down_main_grad)
         del d_y, h
         d_down_proj = wgrad.function(of_wgrad, config=config, scale=scale, dtype=dtype)
@@ -148,7 +176,14 @@ def mlp_backward(
         del d_y, h
     w = expanded(given.gate_up_proj, backend.expand_colwise)
     d_rows = backend.dgrad(d_gate_up, w, offs, out_dtype=wire.dtype)
-    return MLPGradients(d_rows, d_row_weight, d_gate_up, d_down_proj, *operands)
+    del w
+    if lora is not None:
+        pair = lora.gate_up_A, lora.gate_up_B
+        d_inner, d_gate_up_B = lora_backward(d_gate_up, d_rows, *pair, given.gate_up_inner, offs, **of_lora)
+        if lora_grads:
+            d_gate_up_A = gradient_of_A(d_inner, given.rows, lora.gate_up_A, offs, wgrad_scale=scale)
+            d_lora = LoRAGradients(d_gate_up_A, d_gate_up_B, d_A, d_B)
+    return MLPGradients(d_rows, d_row_weight, d_gate_up, d_down_proj, d_lora, *operands)
 
 
 @dataclass(frozen=True)
@@ -192,16 +227,19 @@ class Saved(Operands):
     """The tensors that forward leaves to backward besides the weights themselves.
 
     Attributes:
-        rows: (S, D) slots, or (R_max, D) where `keeps_rows`; None if gate_up_proj has no gradient.
+        rows: (S, D) slots, or (R_max, D) where `keeps_rows`; None if neither gate_up_proj nor LoRA has a gradient.
         gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8.
         gate_up_columns, down_columns: what helps to quantize the weights colwise. The amax of their columns, (e, D) and
             (e, F) fp32, for a backend with one scale a column. 2-D blocks serve as they are. Else None.
+        gate_up_inner, down_inner: (R_max, r) inner rows of LoRA, if it has gradients.
     """
 
     rows: Any
     gate_up: Any
     gate_up_columns: Any
     down_columns: Any
+    gate_up_inner: Tensor | None = None
+    down_inner: Tensor | None = None
 
 
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────

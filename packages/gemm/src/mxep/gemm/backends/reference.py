@@ -50,7 +50,7 @@ def parts_of(x: Tensor) -> Parts:
 @op(
     "mxep::grouped_mm_reference",
     fake=lambda a, a_scale, a_index, w, w_scale, offs, bias, out_dtype: a.new_empty(
-        (_num_rows(a, a_index), w.shape[1]), dtype=out_dtype
+        (num_rows(a, a_index), w.shape[1]), dtype=out_dtype
     ),
 )
 def grouped_mm_reference(
@@ -64,7 +64,7 @@ def grouped_mm_reference(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """a (M, K), w (G, N, K), offs int32 (G,) or None, bias (G, N) or None -> (M, N) out_dtype."""
-    out = a.new_empty((_num_rows(a, a_index), w.shape[1]), dtype=out_dtype)
+    out = a.new_empty((num_rows(a, a_index), w.shape[1]), dtype=out_dtype)
     bounds = _bounds(offs, len(out))
     values = values_of_rows((a, a_scale, a_index), bounds[-1])
     for g, rows in _groups(bounds):
@@ -93,7 +93,7 @@ def grouped_wgrad_reference(
 ) -> Tensor:
     """dy (M, N), a (M, K), offs int32 (G,) or None -> scale * (G, N, K) out_dtype, zero where a group is empty."""
     dw = a.new_zeros((_num_groups(offs), dy.shape[1], a.shape[1]), dtype=out_dtype)
-    bounds = _bounds(offs, _num_rows(a, a_index))
+    bounds = _bounds(offs, num_rows(a, a_index))
     a_values = values_of_rows((a, a_scale, a_index), bounds[-1])
     dy_values = values_of_rows((dy, dy_scale, dy_index), bounds[-1]).to(a_values.dtype)
     for g, rows in _groups(bounds):
@@ -121,7 +121,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-def _num_rows(x: Tensor, index: Tensor | None) -> int:
+def num_rows(x: Tensor, index: Tensor | None) -> int:
+    """Rows of an operand, or of its index."""
     return x.shape[0] if index is None else index.shape[0]
 
 
