@@ -7,8 +7,8 @@ Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and ot
 implementations of experts and, where transformers has expert parallelism of its own, of that.
 docs/guides/transformers.md is the page to paste from.
 
-Files: `implementation` and `layer` for the experts' forward, `parallel` for expert parallelism, `callback` and
-`checks` for a Trainer, `model` for the `mxep` command.
+Files: `implementation` and `layer` for the experts' forward, `frozen` for quantized experts, `parallel` for expert
+parallelism, `callback` and `checks` for a Trainer, `model` for the `mxep` command.
 """
 
 from mxep.gemm import Recipe
@@ -16,16 +16,19 @@ from mxep.gemm.auto import AUTO
 
 from .callback import MxepCallback
 from .checks import check, load_report
+from .frozen import FrozenExperts, freeze_experts
 from .implementation import Implementation, route_experts, route_llama4
 from .parallel import check_tensor_parallelism, expert_parallel, register
 from .versions import own_tensor_parallel
 
 __all__ = [
     "NAMES",
+    "FrozenExperts",
     "Implementation",
     "MxepCallback",
     "check",
     "expert_parallel",
+    "freeze_experts",
     "load_report",
     "register",
     "route_experts",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mxep.ep import Dispatch, DispatchFields, LocalDispatcher, TokenDispatcher
+from mxep.ep.lora import LoRAWeights
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS
 
@@ -71,12 +72,23 @@ class Implementation:
             )
         return int(said)
 
-    def __call__(self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The forward of `experts`: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D)."""
+    def __call__(
+        self,
+        experts: nn.Module,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        lora: LoRAWeights | None = None,
+    ) -> Tensor:
+        """The forward of `experts`: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D).
+
+        lora: as for `mxep.ep.run_experts`. ValueError for experts with a gate of the model's own.
+        """
         layer: Layer | None = getattr(experts, KEY, None)
         if layer is None or layer.made_for is not self:
             layer = self.layer_of(experts)
-        return layer.forward(experts, hidden_states, top_k_index, top_k_weights)
+        return layer.forward(experts, hidden_states, top_k_index, top_k_weights, lora)
 
     def layer_of(self, experts: Any, dispatcher: TokenDispatcher | None = None, *, wgrad_scale: float = 1.0) -> Layer:
         """The experts' layer, made for this implementation. ValueError, with a cure, where it cannot serve them.

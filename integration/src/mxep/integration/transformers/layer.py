@@ -27,14 +27,18 @@ from mxep.comms import PeersDisagree
 from mxep.ep import Routing, TokenDispatcher, combine, dispatch, run_experts
 from mxep.ep.auto import pick_recipe, recipe_of_call
 from mxep.ep.bias import scaled_gradient
+from mxep.ep.lora import LoRAWeights
 from mxep.ep.shares import local_weight
-from mxep.gemm import Recipe, grouped_mm
+from mxep.gemm import FrozenWeight, Recipe, grouped_mm
 from mxep.quant import SwiGLU
 
 from .versions import ALL_EXPERTS_FUNCTIONS
 
 KEY = "_mxep_layer"
-WEIGHTS = frozenset(f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias"))
+PROJECTIONS = "gate_up_proj", "up_proj", "down_proj"
+KINDS = ("", "_bias", *(f"_{part}" for part in FrozenWeight.field_names))
+WEIGHTS = frozenset(f"{name}{kind}" for name in PROJECTIONS for kind in KINDS)
+"""Names of parameters that hold all experts, (E, ...)."""
 UNQUANTIZED = Recipe.bf16()
 MAX_TOKENS = "MXEP_MAX_TOKENS"
 """Environment variable: max_tokens of implementations registered without it."""
@@ -81,28 +85,36 @@ class Layer:
         """Raise device errors since the last check, as `mxep.ep.MoE.check`."""
         self.dispatcher.check()
 
-    def forward(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor, lora: LoRAWeights | None = None
+    ) -> Tensor:
         """x (T, D), expert_ids, weights (T, K) -> (T, D) in x's dtype."""
+        if lora is not None and self.activation is None:
+            raise ValueError(f"lora: expected experts with a SwiGLU that mxep has, got {type(experts).__name__}")
         if not self.called:  # compiled, each write would be one more guard
             self.called = True
         if torch.compiler.is_compiling():
-            return self._autocast(experts, x, expert_ids, weights)
+            return self._autocast(experts, x, expert_ids, weights, lora)
         try:
-            return self._autocast(experts, x, expert_ids, weights)
+            return self._autocast(experts, x, expert_ids, weights, lora)
         except (ValueError, PeersDisagree) as error:
             say_where_max_tokens_is_set(error)
             raise
 
-    def _autocast(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def _autocast(
+        self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor, lora: LoRAWeights | None
+    ) -> Tensor:
         kind, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
             with torch.autocast(kind, enabled=False):
-                return self._forward(experts, x, expert_ids, weights).to(dtype)
-        out = self._forward(experts, x, expert_ids, weights)
+                return self._forward(experts, x, expert_ids, weights, lora).to(dtype)
+        out = self._forward(experts, x, expert_ids, weights, lora)
         return out if out.dtype == dtype else out.to(dtype)
 
-    def _forward(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def _forward(
+        self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor, lora: LoRAWeights | None
+    ) -> Tensor:
         down = experts.down_proj
         if x.dtype.itemsize > down.dtype.itemsize:  # norms in fp32 before experts in bf16
             x = x.to(down.dtype)
@@ -120,8 +132,8 @@ class Layer:
                 out, routing = self._composed(experts, x, expert_ids, weights, recipe)
         else:
             gate_up = experts.gate_up_proj
-            if len(gate_up) > len(down):  # rows for LongCat's zero experts, which have no weights to use
-                gate_up = gate_up[: len(down)]
+            if gate_up.shape[0] > down.shape[0]:  # rows for LongCat's zero experts, which have no weights to use
+                gate_up = gate_up[: down.shape[0]]
             if experts.is_transposed:
                 gate_up, down = local_weight(gate_up).mT, local_weight(down).mT
             out, routing = run_experts(
@@ -133,6 +145,7 @@ class Layer:
                 activation=self.activation,
                 gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
                 down_bias=experts.down_proj_bias if experts.has_bias else None,
+                lora=lora,
                 **how,
             )
         if torch.compiler.is_compiling():
@@ -176,13 +189,15 @@ class Layer:
 
     def _linear(self, experts: Any, name: str, rows: Tensor, routing: Routing, recipe: Recipe) -> Tensor:
         """rows (R_max, in) -> (R_max, out), each by its expert's weight and bias."""
-        w = local_weight(getattr(experts, name))
+        w = getattr(experts, name)
+        if not isinstance(w, FrozenWeight):
+            w = local_weight(w).mT if experts.is_transposed else local_weight(w)
         bias = None
         if experts.has_bias:
             bias = scaled_gradient(local_weight(getattr(experts, f"{name}_bias")), self.wgrad_scale)
         return grouped_mm(
             rows,
-            w.mT if experts.is_transposed else w,
+            w,
             routing.plan.offs,
             recipe=recipe,
             backend=self.backend,
@@ -233,24 +248,31 @@ def check_experts(experts: Any, name: str, recipe: Recipe | Literal["auto"], *, 
     who = f"{type(experts).__name__}, {name}"
     if not hasattr(experts, "has_gate"):
         raise ValueError(f"{who}: got a module without @use_experts_implementation of transformers, want one with it")
-    for weight_name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+    for weight_name in weight_names(experts):
         weight = getattr(experts, weight_name, None)
-        if not isinstance(weight, Tensor) or weight.dim() != 3 or weight.dtype not in (torch.bfloat16, torch.float32):
+        floats = isinstance(weight, Tensor) and weight.dim() == 3 and weight.dtype in (torch.bfloat16, torch.float32)
+        if not floats and not isinstance(weight, FrozenWeight):
             got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
             raise ValueError(
                 f"{who}: {weight_name} is {got}, want (experts, ., .) in bfloat16 or float32: load the model with "
-                "dtype=torch.bfloat16 and unquantized"
+                "dtype=torch.bfloat16 and unquantized, or by mxep.integration.transformers.load_quantized"
             )
-        if isinstance(weight, DTensor) and not spread:
+        stored = experts._parameters[f"{weight_name}_qdata"] if isinstance(weight, FrozenWeight) else weight
+        if isinstance(stored, DTensor) and not spread:
             raise ValueError(
-                f"{who}: {weight_name} is a DTensor over {weight.device_mesh}: spread experts by "
+                f"{who}: {weight_name} is a DTensor over {stored.device_mesh}: spread experts by "
                 f"DistributedConfig(ep_size=, ep_implementation={name!r}), or by mxep's expert_parallel(model, mesh)"
             )
-        if any(size % recipe.group_alignment for size in weight.shape[1:]):
+        if any(size % recipe.group_alignment for size in weight.shape[1:]):  # type: ignore[union-attr]
             raise ValueError(
-                f"{who}: {weight_name} is {tuple(weight.shape)}, want the last two in {recipe.group_alignment}s for "
-                f"recipe {recipe.name}: use mxep_bf16"
+                f"{who}: {weight_name} is {tuple(weight.shape)}, want the last two in "  # type: ignore[union-attr]
+                f"{recipe.group_alignment}s for recipe {recipe.name}: use mxep_bf16"
             )
+
+
+def weight_names(experts: Any) -> tuple[str, str]:
+    """Names of the two weights."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def check_features(experts: Any, name: str, recipe: Recipe | Literal["auto"], ranks: int) -> None:

@@ -23,7 +23,7 @@ from mxep.ep import TokenDispatcher, make_dispatcher
 from mxep.ep.shares import group_of
 
 from .implementation import Implementation
-from .layer import KEY, check_experts, check_features, is_experts
+from .layer import KEY, WEIGHTS, check_experts, check_features, is_experts
 from .versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel, own_tensor_parallel
 
 
@@ -57,8 +57,8 @@ def _own(implementation: Implementation) -> type:
             self.layer = implementation.layer_of(experts, dispatcher)
             self.experts = experts
 
-        def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            return self.layer.forward(self.experts, hidden_states, top_k_index, top_k_weights)
+        def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **lora: Any) -> Tensor:
+            return self.layer.forward(self.experts, hidden_states, top_k_index, top_k_weights, **lora)
 
     return MxepEP
 
@@ -132,7 +132,7 @@ def expert_parallel(
             raise ValueError(f"{name}: got {zero_experts} zero experts, want none to spread: leave out expert_parallel")
         if num_experts % mesh.size():
             raise ValueError(f"{name}: got {num_experts} experts, want a multiple of the {mesh.size()} ranks")
-    adapters, everywhere = _adapters(model), mesh.size() == dist.get_world_size()
+    adapters, everywhere = adapters_on_experts(model), mesh.size() == dist.get_world_size()
     if adapters and not everywhere:
         raise ValueError(
             f"mesh: got {mesh.size()} of {dist.get_world_size()} ranks, want all for a model with adapters on experts: "
@@ -177,7 +177,7 @@ def leave_to_ranks(model: Any) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
 
 
-def _adapters(model: nn.Module) -> list[nn.Linear]:
+def adapters_on_experts(model: nn.Module) -> list[nn.Linear]:
     """Linears of PEFT's adapters on experts (`target_parameters`). Each has the rows or columns of all experts."""
     wrappers: list[Any] = [module for module in model.modules() if hasattr(module, "parameter_name")]
     wrappers = [module for module in wrappers if hasattr(module, "lora_A") and is_experts(module.get_base_layer())]
@@ -195,9 +195,8 @@ def _replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
 
 def _spread(experts: Any, mesh: DeviceMesh, how: Implementation, wgrad_scale: float) -> None:
     dispatcher = _dispatcher(experts, experts.down_proj.shape[0], mesh, how)
-    for name in ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"):
-        weight = experts._parameters.get(name)
-        if weight is not None:
+    for name, weight in list(experts._parameters.items()):
+        if name in WEIGHTS and weight is not None:
             source = None if weight.is_meta else 0
             sharded: DTensor = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=source)
             experts.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))

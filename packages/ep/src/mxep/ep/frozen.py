@@ -51,8 +51,7 @@ class FrozenExperts(nn.Module):
             )
         self.num_experts = experts * (1 if mesh is None else mesh.size())
         for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-            for part in FrozenWeight.field_names:
-                self.register_parameter(f"{name}_{part}", _frozen(getattr(weight, part), mesh))
+            register_frozen(self, name, weight, mesh)
         self.gate_up_bias, self.down_bias = _frozen(gate_up_bias, mesh), _frozen(down_bias, mesh)
 
     @staticmethod
@@ -68,16 +67,12 @@ class FrozenExperts(nn.Module):
     @property
     def gate_up_proj(self) -> FrozenWeight:
         """This rank's gate and up weights (e, 2F, D)."""
-        return self._weight("gate_up_proj")
+        return frozen_weight(self, "gate_up_proj")
 
     @property
     def down_proj(self) -> FrozenWeight:
         """This rank's down weights (e, D, F)."""
-        return self._weight("down_proj")
-
-    def _weight(self, name: str) -> FrozenWeight:
-        parts = (getattr(self, f"{name}_{part}") for part in FrozenWeight.field_names)
-        return FrozenWeight(*(None if part is None else local_tensor(part) for part in parts))  # type: ignore[arg-type]
+        return frozen_weight(self, "down_proj")
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Routing | None]:
         """:func:`mxep.ep.run_experts` with these weights."""
@@ -89,6 +84,18 @@ class FrozenExperts(nn.Module):
         local, dim, hidden_dim = weight.shape
         here = "" if local == self.num_experts else f", local_experts={local}"
         return f"num_experts={self.num_experts}{here}, dim={dim}, hidden_dim={hidden_dim}, format={weight.format}"
+
+
+def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: DeviceMesh | None = None) -> None:
+    """Make the parts of `weight` parameters ``{name}_{part}`` of a module. mesh: ranks that share the experts."""
+    for part in FrozenWeight.field_names:
+        module.register_parameter(f"{name}_{part}", _frozen(getattr(weight, part), mesh))
+
+
+def frozen_weight(module: nn.Module, name: str) -> FrozenWeight:
+    """This rank's weight whose parts `register_frozen` made parameters of a module."""
+    parts = (getattr(module, f"{name}_{part}") for part in FrozenWeight.field_names)
+    return FrozenWeight(*(None if part is None else local_tensor(part) for part in parts))  # type: ignore[arg-type]
 
 
 def _frozen(x: Tensor | None, mesh: DeviceMesh | None) -> nn.Parameter | None:
