@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV4Config,
     GptOssConfig,
     Llama4TextConfig,
     MixtralConfig,
@@ -43,13 +44,21 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         interleave_moe_layer_step=1, attention_chunk_size=64,
     ),
 }  # fmt: skip
+_V4 = {"q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 1, "hc_mult": 2, "sliding_window": 64, "n_routed_experts": 4}
+_V4 |= {"layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["moe"] * 2, "partial_rotary_factor": 0.5}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "deepseek_v4": lambda: DeepseekV4Config(
+        **_BASE | {"num_key_value_heads": 1}, **_V4, head_dim=32, moe_intermediate_size=32, num_nextn_predict_layers=0
+    ),
+}
+"""Of which few tests are."""
 
 
 def tiny(
     kind: str = "qwen3_moe", implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Any:
     """The model of a seed. Experts' weights have a standard deviation of 1 / sqrt(fan-in), embeddings 1, as trained."""
-    config = CONFIGS[kind]()
+    config = (CONFIGS | OTHERS)[kind]()
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(0)

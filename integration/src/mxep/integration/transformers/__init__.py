@@ -19,6 +19,7 @@ from .checks import check, load_report
 from .frozen import FrozenExperts, freeze_experts
 from .implementation import Implementation, route_experts, route_llama4
 from .parallel import check_tensor_parallelism, expert_parallel, register
+from .quantized import load_quantized
 from .versions import own_tensor_parallel
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "check",
     "expert_parallel",
     "freeze_experts",
+    "load_quantized",
     "load_report",
     "register",
     "route_experts",

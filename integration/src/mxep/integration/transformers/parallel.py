@@ -126,8 +126,10 @@ def expert_parallel(
             "(mxep.integration.transformers.route_llama4 prepares Llama 4)"
         )
     for name, module in found.items():
-        check_experts(module, how.name, how.recipe, spread=False)
-        num_experts = module.down_proj.shape[0]
+        stacked = _stacked(module)
+        read_apart = isinstance(stacked, DTensor) and stacked.device_mesh == mesh  # by `load_quantized`
+        check_experts(module, how.name, how.recipe, spread=read_apart)
+        num_experts = stacked.shape[0]
         if zero_experts := getattr(module, "zero_expert_num", 0):
             raise ValueError(f"{name}: got {zero_experts} zero experts, want none to spread: leave out expert_parallel")
         if num_experts % mesh.size():
@@ -193,10 +195,15 @@ def _replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
         linear.weight.register_hook(lambda grad: grad.redistribute(mesh, [Replicate()]))
 
 
+def _stacked(experts: Any) -> Tensor:
+    """A parameter of all experts, (E, ...)."""
+    return experts._parameters.get("down_proj_qdata", experts.down_proj)  # type: ignore[no-any-return]
+
+
 def _spread(experts: Any, mesh: DeviceMesh, how: Implementation, wgrad_scale: float) -> None:
-    dispatcher = _dispatcher(experts, experts.down_proj.shape[0], mesh, how)
+    dispatcher = _dispatcher(experts, _stacked(experts).shape[0], mesh, how)
     for name, weight in list(experts._parameters.items()):
-        if name in WEIGHTS and weight is not None:
+        if name in WEIGHTS and weight is not None and not isinstance(weight, DTensor):
             source = None if weight.is_meta else 0
             sharded: DTensor = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=source)
             experts.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))

@@ -141,18 +141,19 @@ def _freeze(w: Tensor, fmt: FrozenFormat, folded: bool) -> FrozenWeight:
         return FrozenWeight(qdata, scale, columns)
     rowwise = fold(mx)
     row_scale = rowwise.scale.view(torch.uint8)
-    lost = _lost(_unfolded(rowwise.qdata, row_scale, scale), qdata)
+    lost = _lost(rowwise.qdata, row_scale, scale, qdata)
     return FrozenWeight(rowwise.qdata.view(torch.uint8), scale, columns, row_scale, *lost)
 
 
-def _lost(unfolded: Tensor, shipped: Tensor) -> tuple[Tensor, Tensor]:
-    """`lost_index` and `lost_qdata` of bytes (G, N, K)."""
+def _lost(folded: Tensor, row_scale: Tensor, scale: Tensor, shipped: Tensor) -> tuple[Tensor, Tensor]:
+    """`lost_index` and `lost_qdata` of bytes (G, N, K). One group is unfolded at a time."""
     groups, elements = len(shipped), shipped.shape[1:].numel()
     room = -(-elements // LOST)
     index = torch.full((groups, room), -1, dtype=torch.int32, device=shipped.device)
     bytes_ = torch.zeros((groups, room), dtype=torch.uint8, device=shipped.device)
     for g in range(0 if shipped.is_meta else groups):
-        (places,) = torch.where((unfolded[g] != shipped[g]).flatten())
+        unfolded = _unfolded(folded[g], row_scale[g], scale[g])
+        (places,) = torch.where((unfolded != shipped[g]).flatten())
         if len(places) > room:
             raise ValueError(
                 f"freeze: expected at most {room} of {elements} elements of group {g} that do not fold exactly, got "

@@ -50,12 +50,16 @@ def fold_for_dgrad(mx: MXTensor, column_scale: Tensor | None = None) -> MXTensor
 def column_scales(mx: MXTensor) -> Tensor:
     """(..., K/32) e8m0: the scale of each 32 columns after `fold_for_dgrad`; 255 if one of their blocks is NaN.
 
-    mx: (..., N, K) with blocks of 32 along K, no row index. Reads all qdata, in plain torch.
+    mx: (..., N, K) with blocks of 32 along K, no row index. Reads all qdata, in plain torch. Of E2M1, the scales are
+        those of its widened elements (`mxep.quant.e2m1.widen`).
     """
-    mx = _checked(mx)
-    scale = mx.scale.view(torch.uint8)
-    live = (mx.qdata.view(torch.uint8) & 0x7F).unflatten(-1, (-1, BLOCK)).amax(-1) > 0
-    return torch.where(live | (scale == NAN_SCALE), scale, 0).amax(-2).view(SCALE_DTYPE)
+    _check(mx)
+    scale, magnitudes = mx.scale.view(torch.uint8), 0x7F
+    nan = scale == NAN_SCALE
+    if mx.qdata.dtype == E2M1.dtype:  # packed: widening takes 36 bytes an element
+        scale, magnitudes = torch.where(nan, scale, scale.clamp(min=e2m1.HEADROOM) - e2m1.HEADROOM), 0x77
+    live = (mx.qdata.view(torch.uint8) & magnitudes).unflatten(-1, (scale.shape[-1], -1)).amax(-1) > 0
+    return torch.where(live | nan, scale, 0).amax(-2).view(SCALE_DTYPE)
 
 
 @op(
@@ -86,17 +90,16 @@ def fold_for_dgrad_with_stats(mx: MXTensor) -> tuple[MXTensor, FoldStats]:
     return fold_for_dgrad(mx), stats
 
 
-def _checked(mx: MXTensor) -> MXTensor:
-    """mx in 8-bit elements."""
+def _check(mx: MXTensor) -> None:
     if not isinstance(mx, MXTensor):
         raise ValueError(f"fold_for_dgrad: expected an MXTensor, got a {type(mx).__name__}: quantize it")
     if mx.axis != -1 or mx.block_size != BLOCK or mx.row_index is not None:
         raise ValueError(f"fold_for_dgrad: expected blocks of {BLOCK} along K and no row index, got {mx}")
-    return to_mxfp8(mx)
 
 
 def _column_blocks(mx: MXTensor) -> MXTensor:
     """(..., K/32, 32 N): one row per block column, with the blocks of all N rows one after another."""
-    mx = _checked(mx)
+    _check(mx)
+    mx = to_mxfp8(mx)
     qdata = mx.qdata.view(torch.uint8).unflatten(-1, (-1, BLOCK)).transpose(-3, -2).flatten(-2)
     return MXTensor(qdata.view(mx.qdata.dtype), mx.scale.mT, None, -1, BLOCK, mx.dtype, trusted=True)

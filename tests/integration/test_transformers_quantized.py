@@ -1,0 +1,199 @@
+"""load_quantized reads what models ship in: experts byte for byte, everything else to the last bit."""
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers")
+
+from integration.quantized_checkpoints import change, write
+from integration.tiny_models import force_routing, token_ids
+from mxep.integration.reference import snr
+from mxep.integration.transformers import FrozenExperts, load_quantized
+from mxep.integration.transformers.layer import weight_names
+from quant.checkpoints import KINDS
+from ranks import Context, distributed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RESCALED = ("deepseek-v3", "qwen3-fp8", "ct-fp8-row")
+CASES = [
+    ("gpt_oss", "gpt-oss"),
+    ("mixtral", "minimax-m3"),
+    ("deepseek_v3", "deepseek-v3"),
+    ("deepseek_v3", "ue8m0"),
+    ("deepseek_v4", "deepseek-v4"),
+    *(("qwen3_moe", k) for k in ("qwen3-fp8", "ue8m0", "minimax-m3", "modelopt", "ct-mxfp8", "ct-mxfp4", "ct-fp8-row")),
+]
+
+
+def same_routing(reference: Any, *models: Any) -> None:
+    recorded = force_routing(reference)
+    with torch.no_grad():
+        reference(input_ids=token_ids())
+    for model in (reference, *models):
+        force_routing(model, recorded)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=token_ids()).logits.float()
+
+
+@pytest.mark.parametrize(("model", "kind"), CASES)
+def test_a_checkpoint_becomes_the_model_of_its_values(tmp_path: Path, model: str, kind: str) -> None:
+    reference = write(tmp_path, model, kind, shards=2)
+    rescale = kind in RESCALED
+    loaded = load_quantized(tmp_path, experts_implementation="mxep_bf16", dtype=torch.float32, rescale=rescale)
+    assert type(loaded) is type(reference)
+    assert not hasattr(loaded.config, "quantization_config")
+    assert not loaded.training
+    frozen = {name: module for name, module in loaded.named_modules() if isinstance(module, FrozenExperts)}
+    assert len(frozen) == 2
+    for name, experts in frozen.items():
+        other = reference.get_submodule(name)
+        for each in weight_names(experts):
+            assert getattr(experts, each).format == ("mxfp4" if KINDS[kind][0] == "mxfp4" else "mxfp8")
+            got, want = getattr(experts, each).shipped().dequantize(torch.float32), getattr(other, each)
+            got = got.mT if other.is_transposed else got
+            assert snr(want.detach(), got) > 28 if rescale else torch.equal(want, got)
+    rest = {n: p for n, p in loaded.named_parameters() if ".experts." not in n or n.endswith("_bias")}
+    assert all(torch.equal(p, reference.get_parameter(n)) for n, p in rest.items())
+    assert len(rest) + 2 * len(frozen) == len(list(reference.parameters()))
+    assert all(p.requires_grad is (".experts." not in n) for n, p in rest.items())
+    same_routing(reference, loaded)
+    assert snr(logits(reference), logits(loaded)) > (20 if rescale else 40)
+    loaded.set_experts_implementation("mxep_mxfp8")
+    assert snr(logits(reference), logits(loaded)) > 20
+
+
+def test_ue8m0_scales_stored_as_floats_need_no_rescaling(tmp_path: Path) -> None:
+    """DeepSeek-V3.1 stores powers of two in fp32: values decide, not dtypes."""
+    write(tmp_path, "qwen3_moe", "ue8m0")
+    state = load_file(tmp_path / "model.safetensors")
+    change(tmp_path, **{n: x.float() for n, x in state.items() if n.endswith("weight_scale_inv")})
+    load_quantized(tmp_path)
+
+
+class Peak(TorchDispatchMode):
+    """Most bytes of tensors alive at once that were made in it, mapped files apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.device.type == "cpu":
+                storage = x.untyped_storage()
+                if storage.filename is None and storage.data_ptr() not in self.alive:
+                    self.alive[storage.data_ptr()] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, storage.data_ptr(), None)
+        self.most = max(self.most, sum(self.alive.values()))
+        return out
+
+
+@pytest.mark.parametrize(("model", "kind"), [("gpt_oss", "gpt-oss"), ("qwen3_moe", "minimax-m3")])
+def test_loading_takes_the_memory_of_the_model_and_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kind: str
+) -> None:
+    """A layer of its bytes; bf16 would be 2 or 4 times the model."""
+    changes = {"moe_intermediate_size": 256, "intermediate_size": 256, "layer_types": ["full_attention"] * 4}
+    write(tmp_path, model, kind, num_hidden_layers=4, hidden_size=128, **changes)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a mode sees its own thread
+    gc.collect()
+    with Peak() as peak:
+        loaded = load_quantized(tmp_path)
+    sizes = {n: p.nbytes for n, p in loaded.named_parameters()}
+    layer = sum(size for n, size in sizes.items() if n.startswith("model.layers.0.mlp.experts."))
+    assert layer > sum(sizes.values()) / 6, "experts are most of it"
+    assert peak.most < sum(sizes.values()) + layer
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("minimax-m3", {"model__norm__weight": None}, "got missing .'model.norm.weight'"),
+        ("minimax-m3", {"model__more__weight": torch.ones(3)}, "got unexpected .'model.more.weight'"),
+        ("minimax-m3", {"model__norm__weight": torch.ones(3)}, "got mismatched .*model.norm.weight"),
+        ("modelopt", {"model__layers__1__mlp__gate__input_scale": torch.ones(())}, "got unexpected .'model.layers"),
+        (
+            "minimax-m3",
+            {f"model__layers__0__mlp__experts__3__up_proj__weight{end}": None for end in ("", "_scale_inv")},
+            r"layers.0.mlp.experts.gate_up_proj: expected 4 experts of .*up_proj.weight, got 3",
+        ),
+        (
+            "minimax-m3",
+            {"model__layers__0__mlp__experts__3__up_proj__weight_scale_inv": torch.ones(32, 3, dtype=torch.uint8)},
+            "experts.3.up_proj.weight: expected parts of a format",
+        ),
+        ("minimax-m3", {"model__layers__0__mlp__experts__3__up_proj__weight_scale_inv": None}, "expected a scale"),
+        ("qwen3-fp8", {}, r"experts.0.gate_proj.weight: expected scales that are powers of two .*rescale=True"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, kind: str, changes: Any, message: str) -> None:
+    write(tmp_path, "qwen3_moe", kind)
+    change(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_quantized(tmp_path)
+
+
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "minimax-m3")
+    plain = tmp_path / "values"
+    with pytest.raises(ValueError, match=r"gate_proj.weight: expected quantized experts, .*freeze_experts"):
+        load_quantized(plain)
+    with pytest.raises(ValueError, match="expected a registered name of mxep, got 'eager'"):
+        load_quantized(tmp_path, experts_implementation="eager")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for method in ("gptq", "bitsandbytes", "quark"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+        with pytest.raises(ValueError, match=f"got '{method}'"):
+            load_quantized(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 64}))
+    with pytest.raises(ValueError, match=r"expected parts of one format that make \(4, 128, 64\), got \(4, 64, 64\)"):
+        load_quantized(tmp_path)
+    experts = {n: None for n in state if ".layers.1.mlp.experts." in n}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    change(tmp_path, **experts)
+    with pytest.raises(ValueError, match=r"got none of model.layers.1.mlp.experts.down_proj"):
+        load_quantized(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [0, 1]}))
+    with pytest.raises(ValueError, match="expected a model with experts that mxep runs, got Qwen3MoeForCausalLM"):
+        load_quantized(tmp_path)
+
+
+def test_a_loaded_model_trains_the_rest_and_generates(tmp_path: Path) -> None:
+    write(tmp_path, "gpt_oss", "gpt-oss")
+    model = load_quantized(tmp_path, attn_implementation="eager").train()
+    assert model.config._attn_implementation == "eager"
+    ids = token_ids()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all((p.grad is None) is (".experts." in n) for n, p in model.named_parameters())
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (2, 26)
+
+
+@distributed(2, device="cpu")
+def test_ranks_read_their_experts_alone(ctx: Context, tmp_path: Path) -> None:
+    if ctx.rank == 0:
+        write(tmp_path, "gpt_oss", "gpt-oss")
+    dist.barrier(ctx.group)
+    whole = load_quantized(tmp_path)
+    model = load_quantized(tmp_path, mesh=init_device_mesh("cpu", (2,)))
+    experts, other = (each.model.layers[1].mlp.experts for each in (model, whole))
+    here = slice(2 * ctx.rank, 2 * ctx.rank + 2)
+    assert torch.equal(experts.down_proj.qdata, other.down_proj.qdata[here])
+    assert torch.equal(experts.gate_up_proj_bias.to_local(), other.gate_up_proj_bias[here])
+    assert snr(logits(whole), logits(model)) > 40
