@@ -7,8 +7,9 @@ Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and ot
 implementations of experts and, where transformers has expert parallelism of its own, of that.
 docs/guides/transformers.md is the page to paste from.
 
-Files: `implementation` and `layer` for the experts' forward, `frozen` for quantized experts, `parallel` for expert
-parallelism, `callback` and `checks` for a Trainer, `model` for the `mxep` command.
+Files: `implementation` and `layer` for the experts' forward, `frozen` for quantized experts, `quantized` and `export`
+for their checkpoints, `parallel` for expert parallelism, `callback` and `checks` for a Trainer, `model` for the `mxep`
+command.
 """
 
 from mxep.gemm import Recipe
@@ -16,6 +17,7 @@ from mxep.gemm.auto import AUTO
 
 from .callback import MxepCallback
 from .checks import check, load_report
+from .export import save_quantized
 from .frozen import FrozenExperts, freeze_experts
 from .implementation import Implementation, route_experts, route_llama4
 from .parallel import check_tensor_parallelism, expert_parallel, register
@@ -35,6 +37,7 @@ __all__ = [
     "register",
     "route_experts",
     "route_llama4",
+    "save_quantized",
 ]
 
 _RECIPES = ("bf16", "fp8", "fp8_e5m2", *(f"mxfp8{c}" for c in ("", "_e5m2", "_32x32", "_wgrad_bf16", "_gate_up_fp8")))

@@ -32,7 +32,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
-    Transpose,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
@@ -220,8 +219,7 @@ class _ExpertsWeight:
             "target_patterns": self.converter.target_patterns,
         }
         for operation in self.converter.operations:
-            if not isinstance(operation, Transpose):  # blocks lie along K
-                made = operation.convert(made, **patterns)
+            made = operation.convert(made, **patterns)
         (result,) = made.values()
         whole: Tensor = result[0] if isinstance(result, list) else result
         return whole
@@ -265,11 +263,9 @@ class _Names:
     def _converter(self, own: str, parts: dict[str, list[StoredWeight]]) -> WeightConverter | None:
         for converter in self.converters:
             if parts.keys() <= set(converter.source_patterns):
-                unknown = [
-                    op for op in converter.operations if not isinstance(op, (MergeModulelist, Concatenate, Transpose))
-                ]
-                if unknown:
-                    raise ValueError(f"{own}: expected experts that transformers stacks and joins, got {unknown[0]}")
+                for each in converter.operations:
+                    if not isinstance(each, MergeModulelist | Concatenate):
+                        raise ValueError(f"{own}: expected experts that transformers stacks and joins, got {each}")
                 return converter
         return None
 

@@ -1,0 +1,318 @@
+"""A model with quantized experts, written in the layouts that others read.
+
+    format      layout               a weight of an expert                                     read by
+    mxfp8       mxfp8                X.weight E4M3, X.weight_scale_inv u8 (N, K/32)            transformers, SGLang
+                modelopt             X.weight E4M3, X.weight_scale u8                          vLLM, SGLang
+                compressed-tensors   X.weight E4M3, X.weight_scale u8                          vLLM
+    mxfp4       mxfp4 (gpt-oss)      X_blocks u8 (E, N, K/32, 16), X_scales u8                 transformers, both
+                compressed-tensors   X.weight_packed u8 (N, K/2), X.weight_scale u8            transformers, vLLM
+    fp8_block   fp8                  X.weight E4M3, X.weight_scale_inv fp32, one for 128x128   transformers, both
+
+"both" are vLLM and SGLang. Experts alone are quantized. Everything else is written as it is, and the config lists it
+as unquantized. Names are those of transformers' conversions, backwards. Sources of the layouts:
+docs/guides/quantized-models.md.
+
+E experts, N out features, K in features.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    PrefixChange,
+    SplitModulelist,
+    WeightConverter,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from mxep.gemm import FrozenWeight, Recipe
+from mxep.gemm.backends import select
+from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXTensor, quantize, quantize_blocks, to_mxfp8
+from mxep.quant.checkpoint import INDEX
+
+from ..reference import LIMIT, snr
+from .frozen import CONVERSIONS, FrozenExperts
+from .implementation import Implementation
+from .layer import is_experts, weight_names
+from .versions import ALL_EXPERTS_FUNCTIONS
+
+Format = Literal["mxfp8", "mxfp4", "fp8_block"]
+LAYOUTS = {
+    "mxfp8": ("mxfp8", "modelopt", "compressed-tensors"),
+    "mxfp4": ("mxfp4", "compressed-tensors"),
+    "fp8_block": ("fp8",),
+}
+BLOCK_FP8 = (128, 128)
+SHARD = 5 * 2**30
+"""Bytes of a file, about."""
+
+
+@torch.no_grad()
+def save_quantized(
+    model: Any, folder: str | Path, fmt: Format = "mxfp8", *, layout: str | None = None
+) -> dict[str, float]:
+    """Write a transformers model with its experts in `fmt`; returns the SNR in dB of each against the model's.
+
+    model: with frozen or trained experts. fmt: "mxfp8", "mxfp4" or "fp8_block". layout: see the module; default the
+    first for `fmt` that the model has.
+
+    What is written is what forward multiplied, SNR inf, in these cases. All others are quantized, again if frozen.
+
+    - Frozen experts in their own format: the bytes as they came. MXFP4 as MXFP8: the same values.
+    - Frozen experts as fp8_block, if they came so, with scales that are powers of two.
+    - Trained experts as MXFP8, on the device where a recipe of MXFP8 ran them: forward's bytes. Hopper has one scale a
+      row, which is written for each of its blocks. Their SNR is that of forward's weights.
+
+    Experts or other weights over ranks are gathered, one at a time: all ranks call it, and rank 0 writes.
+
+    Raises ValueError, before anything is written, for another format or layout, for a model without experts, and for
+    sizes that are no multiples of 32.
+    """
+    if fmt not in LAYOUTS:
+        raise ValueError(f"save_quantized: expected fmt {', '.join(LAYOUTS)}, got {fmt!r}")
+    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+    if not experts:
+        raise ValueError(f"save_quantized: expected a model with experts that mxep runs, got {type(model).__name__}")
+    held = {f"{name}.{each}": (module, each) for name, module in experts.items() for each in weight_names(module)}
+    folder, told = Path(folder), {}
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        raise ValueError(f"save_quantized: expected a folder without safetensors, got {folder}")
+    with _conversions(model) as converters:
+        layout = _layout(fmt, layout, [name for name in held if not _is_apart(name, converters)])
+        for name, (module, each) in held.items():
+            n, k = getattr(module, each).shape[-1 if module.is_transposed else -2], _inputs(module, each)
+            if k % BLOCK:
+                raise ValueError(f"{name}: expected input features in multiples of {BLOCK}, got {n} x {k}")
+        parts = {f"{name}{part}" for name in held for part in ("", *(f"_{each}" for each in FrozenWeight.field_names))}
+        rest = {name: _whole(x) for name, x in model.state_dict().items() if name not in parts}
+        rest = revert_weight_conversion(model, remove_tied_weights_from_state_dict(rest, model))
+        writer = _Writer(folder)
+        for name, x in rest.items():
+            writer.add(name, x)
+        for name, (module, each) in held.items():
+            for piece, (made, snr_) in _pieces(model, name, module, each, fmt).items():
+                told[piece] = snr_
+                for stored, x in _stored(piece, made, layout).items():
+                    writer.add(stored, x)
+        if writer.close():
+            plain = [
+                name.removesuffix(".weight") for name, x in rest.items() if name.endswith(".weight") and x.dim() > 1
+            ]
+            _write_config(model, folder, layout, fmt, sorted(plain))
+    return told
+
+
+@contextmanager
+def _conversions(model: Any) -> Iterator[list[WeightConverter]]:
+    """transformers' conversions, backwards, in place of `keep_names`; yields those of tensors."""
+    kept = model.__dict__.get("_weight_conversions")
+    own = model.__dict__.get(CONVERSIONS) if kept == [] else kept
+    if own is None:  # built, not loaded
+        own = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+    model._weight_conversions = own
+    try:
+        yield [each.reverse_transform() for each in own if isinstance(each, WeightConverter)]
+    finally:
+        if kept is None:
+            del model._weight_conversions
+        else:
+            model._weight_conversions = kept
+
+
+def _is_apart(name: str, converters: list[WeightConverter]) -> bool:
+    """Whether the checkpoint has one tensor for each expert of the weight. False: it has the weight, stacked."""
+    for converter in converters:
+        if converter.rename_source_key(name)[1] is not None:
+            for each in converter.operations:
+                if not isinstance(each, SplitModulelist | Chunk):
+                    raise ValueError(f"{name}: expected experts that transformers splits and cuts, got {each}")
+            return True
+    return False
+
+
+def _layout(fmt: str, layout: str | None, stacked: list[str]) -> str:
+    if stacked and fmt != "mxfp4":
+        raise ValueError(f"save_quantized: expected fmt mxfp4 for {stacked[0]}, stored stacked as gpt-oss's, got {fmt}")
+    possible = [each for each in LAYOUTS[fmt] if (each == "mxfp4") is bool(stacked)]
+    if layout is not None and layout not in possible:
+        raise ValueError(f"layout: expected {' or '.join(possible)} for {fmt} of this model, got {layout!r}")
+    return layout or possible[0]
+
+
+def _inputs(module: Any, name: str) -> int:
+    return int(getattr(module, name).shape[-2 if module.is_transposed else -1])
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _pieces(model: Any, name: str, module: Any, each: str, fmt: str) -> dict[str, tuple[MXTensor | BlockFP8, float]]:
+    """Name in the checkpoint -> quantized (N, K), or (E, N, K) of stacked experts, and its SNR against the model's."""
+    source = _source(module, each)
+    values = _split(model, name, source)
+    if fmt == "fp8_block":
+        made: dict[str, Any] = {piece: _blocks(x) for piece, x in values.items()}
+    else:
+        made = _split(model, name, _mx(source, fmt, module))
+    ratios = {piece: snr(_float(values[piece]), _float(x)) for piece, x in made.items()}
+    return {piece: (x, math.inf if ratios[piece] >= LIMIT else ratios[piece]) for piece, x in made.items()}
+
+
+def _source(module: Any, name: str) -> MXTensor | Tensor:
+    """(E, N, K), of all ranks: the shipped MXTensor, or the trained weight in bf16."""
+    if isinstance(module, FrozenExperts):
+        parts: Any = (_whole(getattr(module, f"{name}_{part}")) for part in FrozenWeight.field_names)
+        return FrozenWeight(*parts).shipped()
+    w: Tensor = _whole(getattr(module, name)).detach().bfloat16()
+    return w.mT.contiguous() if module.is_transposed else w
+
+
+def _mx(source: MXTensor | Tensor, fmt: str, module: Any) -> MXTensor:
+    """(E, N, K) in `fmt`, blocks of 32 along K."""
+    if isinstance(source, MXTensor):
+        if fmt == "mxfp8" or source.qdata.dtype == E2M1.dtype:
+            return to_mxfp8(source) if fmt == "mxfp8" else source
+        return quantize(source.dequantize(torch.bfloat16), fmt=E2M1)
+    how = ALL_EXPERTS_FUNCTIONS.get(getattr(module.config, "_experts_implementation", None), None)
+    recipe = how.recipe if isinstance(how, Implementation) else None
+    if fmt == "mxfp4" or not isinstance(recipe, Recipe) or recipe.scaling == "none" or recipe.fmt != E4M3:
+        return quantize(source, fmt=E2M1 if fmt == "mxfp4" else E4M3)
+    assert isinstance(how, Implementation)
+    forward: Any = select(how.backend, source.device).quantize_weight_rowwise(source, recipe)[0]
+    rows, columns = (size // scales for size, scales in zip(source.shape[-2:], forward.scale.shape[-2:]))
+    scale = forward.scale.view(torch.uint8).repeat_interleave(rows, -2).repeat_interleave(columns // BLOCK, -1)
+    return MXTensor.from_qdata_and_scales(forward.qdata, scale)
+
+
+def _blocks(x: MXTensor | Tensor) -> BlockFP8:
+    """(N, K) in blocks of 128 x 128: the same elements if each block has one scale."""
+    if isinstance(x, MXTensor):
+        e4m3 = to_mxfp8(x)
+        (n, k), (rows, columns) = x.shape, BLOCK_FP8
+        scale, columns = e4m3.scale.view(torch.uint8), columns // BLOCK
+        first = scale[::rows, ::columns]
+        if torch.equal(first.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, : k // BLOCK], scale):
+            return BlockFP8(e4m3.qdata, first.contiguous().view(torch.float8_e8m0fnu).float(), BLOCK_FP8)
+    return quantize_blocks(_float(x), block_size=BLOCK_FP8)
+
+
+def _float(x: Any) -> Tensor:
+    return x.dequantize(torch.float32) if isinstance(x, MXTensor | BlockFP8) else x.float()
+
+
+def _split(model: Any, name: str, x: MXTensor | Tensor) -> dict[str, Any]:
+    """A weight (E, N, K) by its names in the checkpoint."""
+    if not isinstance(x, MXTensor):
+        return dict(revert_weight_conversion(model, {name: x}))
+    qdata, scale = (revert_weight_conversion(model, {name: part.view(torch.uint8)}) for part in (x.qdata, x.scale))
+    pairs = {n: (q.view(x.qdata.dtype), scale[n].view(*q.shape[:-1], -1)) for n, q in qdata.items()}  # 5.17 squeezes
+    return {n: MXTensor.from_qdata_and_scales(*pair) for n, pair in pairs.items()}
+
+
+def _stored(name: str, x: MXTensor | BlockFP8, layout: str) -> dict[str, Tensor]:
+    if isinstance(x, BlockFP8):
+        return {name: x.qdata, f"{name}_scale_inv": x.scale}
+    scale = x.scale.view(torch.uint8)
+    if x.qdata.dtype == E4M3.dtype:
+        return {name: x.qdata, f"{name}_scale{'_inv' if layout == 'mxfp8' else ''}": scale}
+    packed = x.qdata.view(torch.uint8)
+    if layout == "mxfp4":
+        return {f"{name}_blocks": packed.unflatten(-1, (-1, BLOCK // 2)), f"{name}_scales": scale}
+    return {f"{name}_packed": packed, f"{name}_scale": scale}
+
+
+class _Writer:
+    """Safetensors of about `SHARD` bytes, with an index if there are several. Only rank 0 writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files, self.waiting = folder, [], {}  # type: ignore[var-annotated]
+        self.writes = not dist.is_initialized() or dist.get_rank() == 0
+
+    def add(self, name: str, x: Tensor) -> None:
+        if self.writes:
+            self.waiting[name] = x.detach().to("cpu", copy=True).contiguous()
+            if sum(each.nbytes for each in self.waiting.values()) >= SHARD:
+                self._flush()
+
+    def _flush(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"part-{len(self.files)}.safetensors"
+        save_file(self.waiting, file, metadata={"format": "pt"})
+        self.files.append((file, {name: x.nbytes for name, x in self.waiting.items()}))
+        self.waiting = {}
+
+    def close(self) -> bool:
+        """Whether this rank wrote."""
+        if not self.writes:
+            return False
+        if self.waiting:
+            self._flush()
+        count, size = len(self.files), 0
+        where: dict[str, str] = {}
+        for i, (file, sizes) in enumerate(self.files):
+            name = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            file.rename(self.folder / name)
+            where |= dict.fromkeys(sizes, name)
+            size += sum(sizes.values())
+        if count > 1:
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2))
+        return True
+
+
+def _write_config(model: Any, folder: Path, layout: str, fmt: str, plain: list[str]) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.quantization_config = _quantization(layout, fmt, plain)
+    config.save_pretrained(folder)
+    if layout == "modelopt":
+        declared = {"quant_algo": "MXFP8", "kv_cache_quant_algo": None, "group_size": BLOCK, "exclude_modules": plain}
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": declared}, indent=2))
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _quantization(layout: str, fmt: str, plain: list[str]) -> dict[str, Any]:
+    """config.json's quantization_config. plain: modules that are not quantized."""
+    if layout == "mxfp4":
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]  # as gpt-oss
+        return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    deepseek = {"activation_scheme": "dynamic", "fmt": "e4m3"}
+    if layout == "mxfp8":
+        block = {"scale_fmt": "ue8m0", "weight_block_size": [1, BLOCK]}
+        return {"quant_method": "mxfp8", **deepseek, **block, "ignored_layers": plain}
+    if layout == "fp8":
+        return {"quant_method": "fp8", **deepseek, "weight_block_size": [*BLOCK_FP8], "modules_to_not_convert": plain}
+    if layout == "modelopt":
+        group = {"dynamic": False, "num_bits": 8, "type": "float", "group_size": BLOCK}
+        groups = {"group_0": {"input_activations": group, "weights": group, "targets": ["Linear"]}}
+        return {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": plain, "config_groups": groups}
+    packing = "mxfp8-quantized" if fmt == "mxfp8" else "mxfp4-pack-quantized"
+    weights: dict[str, Any] = {"num_bits": 8 if fmt == "mxfp8" else 4, "type": "float", "strategy": "group"}
+    weights |= {"group_size": BLOCK, "symmetric": True, "dynamic": False}
+    weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    inputs = weights | {"dynamic": True}
+    groups = {"group_0": {"format": packing, "targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": packing,
+        "ignore": plain,
+        "config_groups": groups,
+    }

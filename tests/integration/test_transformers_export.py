@@ -1,0 +1,202 @@
+"""save_quantized writes what other libraries read, and the bytes that forward multiplied."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from integration.quantized_checkpoints import write
+from integration.tiny_models import tiny
+from mxep.gemm import Recipe
+from mxep.gemm.backends.reference import Reference
+from mxep.integration.reference import snr
+from mxep.integration.transformers import expert_parallel, export, freeze_experts, load_quantized, save_quantized
+from ranks import Context, distributed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def experts_of(model: Any) -> dict[str, Tensor]:
+    """fp32 values of all experts' weights (E, N, K) by name."""
+    found = {}
+    for name, module in model.named_modules():
+        for each in ("gate_up_proj", "down_proj") if hasattr(module, "has_gate") else ():
+            w = getattr(module, each)
+            values = w.detach().float() if isinstance(w, Tensor) else w.shipped().dequantize(torch.float32)
+            found[f"{name}.{each}"] = values.mT if module.is_transposed else values
+    return found
+
+
+def equal(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "fmt", "layout"),
+    [
+        ("gpt_oss", "gpt-oss", "mxfp4", "mxfp4"),
+        ("qwen3_moe", "minimax-m3", "mxfp8", "mxfp8"),
+        ("mixtral", "modelopt", "mxfp8", "modelopt"),
+        ("deepseek_v3", "ct-mxfp8", "mxfp8", "compressed-tensors"),
+        ("qwen3_moe", "ct-mxfp4", "mxfp4", "compressed-tensors"),
+        ("qwen3_moe", "ue8m0", "fp8_block", "fp8"),
+    ],
+)
+def test_experts_leave_as_they_came(tmp_path: Path, model: str, kind: str, fmt: Any, layout: str) -> None:
+    """Byte for byte under the same names; scales of fp8_block become fp32."""
+    write(tmp_path / "in", model, kind)
+    loaded = load_quantized(tmp_path / "in")
+    told = save_quantized(loaded, tmp_path / "out", fmt, layout=layout)
+    assert set(told.values()) == {math.inf}
+    came, left = ({n: x for n, x in stored(tmp_path / each).items() if ".experts." in n} for each in ("in", "out"))
+    assert came.keys() == left.keys()
+    for name, x in came.items():
+        assert torch.equal(x.float(), left[name]) if x.dtype == torch.float8_e8m0fnu else equal({0: x}, {0: left[name]})
+    again = load_quantized(tmp_path / "out")
+    assert equal(dict(again.state_dict()), dict(loaded.state_dict()))
+    assert loaded._weight_conversions == [], "as before"
+
+
+def trained(kind: str, implementation: str = "mxep_mxfp8", **changes: Any) -> Any:
+    return tiny(kind, implementation, torch.bfloat16, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fmt"), [("qwen3_moe", "mxfp8"), ("qwen3_moe", "fp8_block"), ("gpt_oss", "mxfp4"), ("mixtral", "mxfp8")]
+)
+def test_transformers_reads_it(tmp_path: Path, kind: str, fmt: Any) -> None:
+    """Sizes are multiples of 128: transformers dequantizes others wrongly."""
+    model = trained(kind, hidden_size=128, moe_intermediate_size=128, intermediate_size=128)
+    save_quantized(model, tmp_path, fmt)
+    how = {"quantization_config": transformers.Mxfp4Config(dequantize=True)} if fmt == "mxfp4" else {}
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how)
+    ours = load_quantized(tmp_path, rescale=True)
+    if fmt == "fp8_block":
+        assert min(snr(x, experts_of(model)[name]) for name, x in experts_of(read).items()) > 28
+    else:
+        assert equal(experts_of(read), experts_of(ours))
+    rest = {n: p for n, p in model.named_parameters() if ".experts." not in n}
+    assert all(torch.equal(p.float(), read.get_parameter(n)) for n, p in rest.items())
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+def test_compressed_tensors_reads_it(tmp_path: Path, fmt: Any) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model = trained("qwen3_moe")
+    freeze_experts(model, fmt)
+    save_quantized(model, tmp_path, fmt, layout="compressed-tensors")
+    declared = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    config = quantization.QuantizationConfig.model_validate(declared)
+    compressor = compressors.BaseCompressor.get_value_from_registry(config.format)
+    tensors = stored(tmp_path)
+    want = experts_of(model)["model.layers.1.mlp.experts.gate_up_proj"][3]
+    found = []
+    for part in ("gate", "up"):
+        stem = f"model.layers.1.mlp.experts.3.{part}_proj."
+        state = {n.removeprefix(stem): x for n, x in tensors.items() if n.startswith(stem)}
+        found.append(compressor.decompress(state, config.config_groups["group_0"])["weight"])
+    assert torch.equal(torch.cat(found).float(), want)
+
+
+class Rows(Reference):
+    """Quantizes weights as Hopper does."""
+
+    wants_rowwise = True
+
+
+@pytest.mark.parametrize("backend", [Reference(), Rows()])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32"])
+def test_trained_experts_leave_as_forward_multiplied_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, backend: Reference
+) -> None:
+    model = trained("qwen3_moe", f"mxep_{recipe}")
+    monkeypatch.setattr(export, "select", lambda *_: backend)
+    told = save_quantized(model, tmp_path, "mxfp8")
+    assert all(28 < each < 40 for each in told.values())
+    again = experts_of(load_quantized(tmp_path))
+    for name, w in experts_of(model).items():
+        want, _ = backend.quantize_weight_rowwise(w.bfloat16(), Recipe.named(recipe))
+        assert torch.equal(again[name], want.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("held", "fmt", "lowest"),
+    [
+        ("bf16", "mxfp4", 15),
+        ("bf16", "fp8_block", 28),
+        ("mxfp4", "mxfp8", math.inf),
+        ("mxfp8", "mxfp4", 15),
+        ("mxfp8", "fp8_block", 28),
+    ],
+)
+def test_the_snr_of_what_is_written_is_told(tmp_path: Path, held: str, fmt: Any, lowest: float) -> None:
+    model = trained("qwen3_moe")
+    if held != "bf16":
+        freeze_experts(model, held)
+    told = save_quantized(model, tmp_path, fmt)
+    assert lowest <= min(told.values()) <= lowest + 8
+    assert told.keys() == {
+        n.removesuffix("_packed") for n, x in stored(tmp_path).items() if x.itemsize == 1 and "scale" not in n
+    }
+    again = experts_of(load_quantized(tmp_path, rescale=True))
+    for name, w in experts_of(model).items():
+        assert snr(w, again[name]) > min(lowest, 100) - 4, "rescaled, where blocks have other scales"
+
+
+def test_files_are_split_and_tied_embeddings_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "SHARD", 40_000)
+    model = trained("qwen3_moe", tie_word_embeddings=True)
+    save_quantized(model, tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 2
+    assert set(index) == set(stored(tmp_path))
+    assert "lm_head.weight" not in index
+    loaded = load_quantized(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_errors_name_the_cure_before_anything_is_written(tmp_path: Path) -> None:
+    model, gpt = trained("qwen3_moe"), trained("gpt_oss")
+    for given, how, message in (
+        (model, {"fmt": "fp8"}, "expected fmt mxfp8, mxfp4, fp8_block, got 'fp8'"),
+        (model, {"layout": "fp8"}, "expected mxfp8 or modelopt or compressed-tensors for mxfp8 .*, got 'fp8'"),
+        (model, {"fmt": "mxfp4", "layout": "mxfp4"}, "expected compressed-tensors for mxfp4"),
+        (gpt, {"fmt": "mxfp8"}, "expected fmt mxfp4 for .*gate_up_proj, stored stacked as gpt-oss's, got mxfp8"),
+        (torch.nn.Linear(2, 2), {}, "expected a model with experts that mxep runs, got Linear"),
+        (trained("qwen3_moe", "mxep_bf16", moe_intermediate_size=16), {}, "expected input features in multiples of 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_quantized(given, tmp_path, **how)
+        assert not list(tmp_path.iterdir())
+    save_quantized(gpt, tmp_path, "mxfp4")
+    with pytest.raises(ValueError, match="expected a folder without safetensors"):
+        save_quantized(gpt, tmp_path, "mxfp4")
+
+
+@distributed(2, device="cpu")
+def test_ranks_write_one_checkpoint(ctx: Context, tmp_path: Path) -> None:
+    model = trained("gpt_oss")
+    freeze_experts(model, "mxfp4")
+    expert_parallel(model, init_device_mesh("cpu", (2,)))
+    save_quantized(model, tmp_path, "mxfp4")
+    dist.barrier(ctx.group)
+    whole = trained("gpt_oss")
+    freeze_experts(whole, "mxfp4")
+    assert equal(dict(load_quantized(tmp_path).state_dict()), dict(whole.state_dict()))
