@@ -179,6 +179,7 @@ def test_errors_name_the_cure_before_anything_is_written(tmp_path: Path) -> None
         (model, {"layout": "fp8"}, "expected mxfp8 or modelopt or compressed-tensors for mxfp8 .*, got 'fp8'"),
         (model, {"fmt": "mxfp4", "layout": "mxfp4"}, "expected compressed-tensors for mxfp4"),
         (gpt, {"fmt": "mxfp8"}, "expected fmt mxfp4 for .*gate_up_proj, stored stacked as gpt-oss's, got mxfp8"),
+        (torch.nn.ModuleList([model]), {}, "expected a PreTrainedModel, got ModuleList: merge PEFT's adapters"),
         (torch.nn.Linear(2, 2), {}, "expected a model with experts that mxep runs, got Linear"),
         (trained("qwen3_moe", "mxep_bf16", moe_intermediate_size=16), {}, "expected input features in multiples of 32"),
     ):

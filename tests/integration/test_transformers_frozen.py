@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 pytest.importorskip("transformers")
 
@@ -241,3 +242,24 @@ def test_ranks_hold_their_frozen_experts_alone(ctx: Context, first: str) -> None
     ids = token_ids(seed=ctx.rank)
     wanted, got = step(whole, ids=ids), step(model, ids=ids)
     assert snr(wanted["logits"], got["logits"]) > 40
+
+
+@distributed(2, device="cpu")
+def test_fsdp2_gathers_bytes(ctx: Context) -> None:
+    """Mixed precision casts what is no byte. The same logits and gradients as of a model that is not sharded."""
+    whole = tiny("gpt_oss", "mxep_mxfp8", torch.float32)
+    model = copy.deepcopy(whole)
+    for each in (whole, model):
+        freeze_experts(each, "mxfp4")
+    mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert model.model.layers[0].mlp.experts.down_proj_qdata.to_local().dtype == torch.uint8
+    ids = token_ids()
+    whole.bfloat16()
+    wanted, got = step(whole, ids=ids), step(model, ids=ids)
+    assert snr(wanted["logits"], got["logits"]) > 35
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert snr(wanted[name], got[name].full_tensor()) > 30

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -88,6 +89,10 @@ def save_quantized(
     experts = {name: module for name, module in model.named_modules() if is_experts(module)}
     if not experts:
         raise ValueError(f"save_quantized: expected a model with experts that mxep runs, got {type(model).__name__}")
+    if not isinstance(model, PreTrainedModel):  # names would be others
+        raise ValueError(
+            f"save_quantized: expected a PreTrainedModel, got {type(model).__name__}: merge PEFT's adapters"
+        )
     held = {f"{name}.{each}": (module, each) for name, module in experts.items() for each in weight_names(module)}
     folder, told = Path(folder), {}
     if folder.is_dir() and any(folder.glob("*.safetensors")):

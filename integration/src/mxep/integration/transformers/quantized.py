@@ -197,7 +197,8 @@ class _ExpertsWeight:
         weight = stored[e] if len(stored) > 1 or len(stored[0].shape) == 2 else stored[0]
         x: Any = weight.read(slice(e, e + 1) if len(weight.shape) == 3 else None)
         if isinstance(x, MXTensor):
-            return MXTensor.from_qdata_and_scales(x.qdata.to(device), x.scale.to(device))
+            qdata, scale = (part.view(torch.uint8).to(device) for part in (x.qdata, x.scale))
+            return MXTensor.from_qdata_and_scales(qdata.view(x.qdata.dtype), scale)
         x = BlockFP8(x.qdata.to(device), x.scale.to(device), x.block_size)
         if x.scale_exponents() is None:
             if not rescale:
