@@ -8,8 +8,8 @@ implementations of experts and, where transformers has expert parallelism of its
 docs/guides/transformers.md is the page to paste from.
 
 Files: `implementation` and `layer` for the experts' forward, `frozen` for quantized experts, `quantized` and `export`
-for their checkpoints, `parallel` for expert parallelism, `callback` and `checks` for a Trainer, `model` for the `mxep`
-command.
+for their checkpoints, `replay` for the routing of a rollout, `parallel` for expert parallelism, `callback` and `checks`
+for a Trainer, `model` for the `mxep` command.
 """
 
 from mxep.gemm import Recipe
@@ -22,6 +22,7 @@ from .frozen import FrozenExperts, freeze_experts
 from .implementation import Implementation, route_experts, route_llama4
 from .parallel import check_tensor_parallelism, expert_parallel, register
 from .quantized import load_quantized
+from .replay import joined_routing, record_routing, replay_routing
 from .versions import own_tensor_parallel
 
 __all__ = [
@@ -32,9 +33,12 @@ __all__ = [
     "check",
     "expert_parallel",
     "freeze_experts",
+    "joined_routing",
     "load_quantized",
     "load_report",
+    "record_routing",
     "register",
+    "replay_routing",
     "route_experts",
     "route_llama4",
     "save_quantized",

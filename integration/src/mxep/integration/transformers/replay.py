@@ -1,0 +1,170 @@
+"""Routing replay: a forward that sends tokens to the experts of an earlier one, for RL.
+
+    rollout, or the old policy's forward          training
+    ids of each token's experts            ->     with replay_routing(model, ids):   loss and backward within
+                                                      weights are the router's own, with gradients
+
+Only the choice is replayed. The router computes its scores, and takes those of the given experts where it would take
+the top k: normalization, scaling and selection bias are the model's own code. It is found by its call of `torch.topk`
+over (T, E), which is replaced within the MoE block alone.
+
+T tokens (batch times length), E experts, K experts a token, L layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .layer import is_experts
+
+Ids = Tensor | Sequence[Tensor]
+
+
+@contextmanager
+def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
+    """Within it, forwards of `model` send tokens to the experts `ids`; with gradient checkpointing, backward too.
+
+    ids: (..., L, K) of any integer dtype, tokens in the model's order, as (batch, length, L, K) or (T, L, K). L counts
+        the model's layers, dense ones included and ignored, or its MoE layers. Or a sequence of (..., K), one for each
+        MoE layer. -1: the router chooses for this token, as for a last one that a rollout has no ids of.
+
+    An id twice in a row runs that expert twice, with both weights. Routing weights are summed in the order of ids, so a
+    forward equals another bit for bit only if both have the same order.
+
+    Raises ValueError for other shapes and dtypes and for ids that are no experts, and in a forward with another number
+    of tokens or of a router that does not use `torch.topk`. Waits for the device once. Not for torch.compile.
+    """
+    blocks = _blocks(model)
+    given = _of_layers(model, ids, blocks)
+    own = [block.__dict__.get("forward") for block in blocks.values()]
+    for (name, block), chosen in zip(blocks.items(), given):
+        block.forward = _Replay(name, block.forward, _num_experts(name, block), chosen)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks.values(), own):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
+    """Within it, each MoE layer appends the ids (T, K) of each forward to its list; `joined_routing` joins them."""
+    blocks = _blocks(model)
+    found: list[list[Tensor]] = [[] for _ in blocks]
+    hooks = []
+    for block, into in zip(blocks.values(), found):
+        experts = next(module for module in block.modules() if is_experts(module))
+
+        def keep(module: nn.Module, given: Any, how: Any, into: list[Tensor] = into) -> None:
+            into.append((given[1] if len(given) > 1 else how["top_k_index"]).detach())
+
+        hooks.append(experts.register_forward_pre_hook(keep, with_kwargs=True))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def joined_routing(found: list[list[Tensor]], batch: int) -> Tensor:
+    """int32 (batch, length, L, K) of what `record_routing` found, L MoE layers: the forwards of a `generate` in a row.
+
+    The last generated token was never an input, so length is one less than that of its result.
+    """
+    layers = [torch.cat([ids.view(batch, -1, ids.shape[-1]) for ids in calls], 1) for calls in found]
+    return torch.stack(layers, 2).int()
+
+
+class _Replay:
+    """The forward of an MoE block in which the router's choice is replaced."""
+
+    def __init__(self, name: str, forward: Any, num_experts: int, ids: Tensor) -> None:
+        self.name, self.forward, self.num_experts, self.ids = name, forward, num_experts, ids
+
+    def __call__(self, *given: Any, **how: Any) -> Any:
+        mode = _Chosen(self.name, self.num_experts, self.ids)
+        with mode:
+            out = self.forward(*given, **how)
+        if not mode.done:
+            raise ValueError(f"{self.name}: expected a router that calls torch.topk over {self.num_experts} experts")
+        return out
+
+
+class _Chosen(TorchFunctionMode):
+    """Gives top k over experts the ids (T, K), and the scores at them."""
+
+    def __init__(self, name: str, num_experts: int, ids: Tensor) -> None:
+        super().__init__()
+        self.name, self.num_experts, self.ids, self.done = name, num_experts, ids, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return out
+        scores = args[0] if args else kwargs["input"]
+        if scores.shape[-1] != self.num_experts or out.indices.shape[-1] != self.ids.shape[-1] or scores.dim() != 2:
+            return out  # of groups of experts, or of an auxiliary loss
+        if len(scores) != len(self.ids):
+            raise ValueError(f"{self.name}: expected ids of {len(scores)} tokens, got {len(self.ids)}")
+        self.done = True
+        ids = self.ids.to(scores.device)
+        ids = torch.where((ids < 0).any(-1, keepdim=True), out.indices, ids)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+
+def _blocks(model: nn.Module) -> dict[str, Any]:
+    """The modules around routers and experts, by name."""
+    names = [name for name, module in model.named_modules() if is_experts(module)]
+    while wrapped := [name for name in names if name.endswith(".base_layer")]:  # by PEFT
+        names = [name.removesuffix(".base_layer") if name in wrapped else name for name in names]
+    if not names:
+        raise ValueError(f"routing: expected a model with experts that mxep runs, got {type(model).__name__}")
+    return {parent: model.get_submodule(parent) for parent in (name.rpartition(".")[0] for name in names)}
+
+
+def _num_experts(name: str, block: nn.Module) -> int:
+    experts: Any = next(module for module in block.modules() if is_experts(module))
+    return int(experts.num_experts)
+
+
+def _of_layers(model: nn.Module, ids: Ids, blocks: dict[str, Any]) -> list[Tensor]:
+    """int64 (T, K) for each MoE layer."""
+    if isinstance(ids, Tensor):
+        layers = ids.shape[-2] if ids.dim() > 2 else 0
+        numbers = [int(found[1]) for name in blocks if (found := re.search(r"\.layers\.(\d+)\.", f".{name}."))]
+        config: Any = getattr(model, "config", None)
+        depth = None if config is None else config.get_text_config().num_hidden_layers
+        if layers == len(blocks):
+            numbers = list(range(layers))
+        elif layers != depth or len(numbers) != len(blocks):
+            raise ValueError(
+                f"ids: expected (..., L, K) with L {len(blocks)} MoE layers or {depth} layers, got {tuple(ids.shape)}"
+            )
+        given = [ids[..., number, :] for number in numbers]
+    else:
+        given = list(ids)
+        if len(given) != len(blocks):
+            raise ValueError(f"ids: expected (T, K) for each of {len(blocks)} MoE layers, got {len(given)}")
+    chosen = []
+    for each in given:
+        if each.is_floating_point() or each.is_complex() or each.dtype == torch.bool:
+            raise ValueError(f"ids: expected integers, got {each.dtype}")
+        chosen.append(each.reshape(-1, each.shape[-1]).long())
+    if not all(each.numel() for each in chosen):
+        return chosen
+    bounds = torch.stack([torch.stack(each.aminmax()) for each in chosen])
+    for (name, block), (low, high) in zip(blocks.items(), bounds.tolist()):
+        num_experts = _num_experts(name, block)
+        if low < -1 or high >= num_experts:
+            raise ValueError(f"{name}: expected ids from -1 to {num_experts - 1}, got {low} to {high}")
+    return chosen

@@ -1,0 +1,165 @@
+"""Routing replay: tokens go to the experts of another forward, with weights and gradients of the router."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from integration.tiny_models import force_routing, step, tiny, token_ids, worst
+from mxep.integration.transformers import (
+    freeze_experts,
+    joined_routing,
+    record_routing,
+    replay_routing,
+    route_llama4,
+)
+from mxep.integration.transformers.layer import layers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BATCH, LENGTH, LAYERS, TOP_K, EXPERTS = 2, 24, 2, 2, 4
+KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v4", "gpt_oss")
+
+
+def random_ids(seed: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+    """(batch, length, L, K), distinct in a row."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(BATCH, LENGTH, LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K].to(dtype)
+
+
+def used(model: Any) -> Tensor:
+    """Ids of the last forward, (T, L, K)."""
+    return torch.stack([layer.last_routing.expert_ids for _, layer in layers(model)], 1).long()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replaying_its_own_routing_changes_no_bit(kind: str) -> None:
+    model = tiny(kind, "mxep_mxfp8", torch.bfloat16)
+    with record_routing(model) as found:
+        wanted = step(model)
+    ids = joined_routing(found, BATCH)
+    assert ids.shape == (BATCH, LENGTH, LAYERS, TOP_K)
+    assert ids.dtype == torch.int32
+    with replay_routing(model, ids):
+        got = step(model)
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    assert "forward" not in model.model.layers[0].mlp.__dict__
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_weights_are_the_routers_own_with_gradients(kind: str) -> None:
+    """Equal to transformers' own code with a hook that computes each router's formula at these ids."""
+    model, other = (tiny(kind, name, norm_topk_prob=True) for name in ("mxep_bf16", "eager"))
+    ids = random_ids()
+    force_routing(other, list(ids.flatten(0, 1).unbind(1)))
+    with replay_routing(model, ids):
+        got = step(model)
+    assert torch.equal(used(model), ids.flatten(0, 1))
+    wanted = step(other)
+    router = next(name for name in wanted if ".mlp.gate.weight" in name or ".mlp.router.weight" in name)
+    assert got[router].abs().sum() > 0
+    assert worst(wanted, got)[0] > 90
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_ids_come_in_any_shape_and_integer_type(dtype: torch.dtype) -> None:
+    """SGLang's and vLLM's (T, L, K), verl's (batch, length, L, K), Megatron's (T, K) a layer; dense layers in L."""
+    model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
+    ids = random_ids(dtype=dtype)
+    for given in (ids, ids.flatten(0, 1), ids.flatten(0, 1).unbind(1), list(ids.unbind(2))):
+        with replay_routing(model, given):
+            model(input_ids=token_ids())
+        assert torch.equal(used(model), ids.flatten(0, 1).long())
+    deep = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16, num_hidden_layers=3, mlp_only_layers=[1])
+    with_dense = torch.stack([ids[:, :, 0], torch.zeros_like(ids[:, :, 0]), ids[:, :, 1]], 2)
+    for given in (ids, with_dense):
+        with replay_routing(deep, given):
+            deep(input_ids=token_ids())
+        assert torch.equal(used(deep), ids.flatten(0, 1).long())
+
+
+def test_a_token_without_ids_is_routed_by_the_router() -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
+    ids = random_ids()
+    ids[:, -1] = -1
+    own = model.model.layers[0].mlp.gate
+    choice: list[Tensor] = []
+    hook = own.register_forward_hook(lambda module, given, out: choice.append(out[0].topk(TOP_K).indices))
+    with replay_routing(model, ids):
+        model(input_ids=token_ids())
+    hook.remove()
+    got = used(model).view(BATCH, LENGTH, LAYERS, TOP_K)
+    assert torch.equal(got[:, :-1], ids[:, :-1])
+    assert torch.equal(got[:, -1, 0], choice[0].view(BATCH, LENGTH, TOP_K)[:, -1])
+
+
+def test_checkpointing_recomputes_with_the_same_experts() -> None:
+    model = tiny("gpt_oss", "mxep_mxfp8", torch.bfloat16).train()
+    ids = random_ids()
+    with replay_routing(model, ids):
+        wanted = step(model)
+        model.gradient_checkpointing_enable()
+        got = step(model)
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+def test_a_generations_routing_is_replayed_in_training() -> None:
+    """As in GRPO: the policy generates, and trains on what it generated with the experts that it used."""
+    model = tiny("gpt_oss", "mxep_mxfp8", torch.bfloat16)
+    freeze_experts(model, "mxfp4")
+    with record_routing(model) as found:
+        sequences = model.generate(token_ids(), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    ids = joined_routing(found, BATCH)
+    assert ids.shape == (BATCH, LENGTH + 3, LAYERS, TOP_K)
+    assert sequences.shape == (BATCH, LENGTH + 4)
+    with replay_routing(model, ids):
+        logits = model(input_ids=sequences[:, :-1]).logits
+        logits.float().log_softmax(-1).gather(-1, sequences[:, 1:, None]).sum().backward()
+    assert torch.equal(used(model), ids.flatten(0, 1).long())
+    assert all(layer.mlp.router.weight.grad.abs().sum() > 0 for layer in model.model.layers)
+
+
+def test_an_evaluation_has_the_bits_of_a_training_forward() -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
+    ids = random_ids()
+    with replay_routing(model, ids):
+        wanted = model.train()(input_ids=token_ids()).logits
+        with torch.no_grad():
+            got = model.eval()(input_ids=token_ids()).logits
+    assert torch.equal(wanted, got)
+
+
+def test_llama_4_replays_too() -> None:
+    model = tiny("llama4")
+    route_llama4(model, "mxep_bf16")
+    ids = random_ids()[..., :1]
+    with replay_routing(model, ids):
+        step(model)
+    assert torch.equal(used(model).view(-1, LAYERS, 1), ids.flatten(0, 1))
+
+
+def test_errors_say_what_is_expected_and_leave_the_model() -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
+    ids = random_ids()
+    for given, message in (
+        (ids[:, :, :1], r"expected \(..., L, K\) with L 2 MoE layers or 2 layers, got \(2, 24, 1, 2\)"),
+        (ids[0, 0], "expected .* got .2, 2."),
+        ([ids[:, :, 0]], "expected .T, K. for each of 2 MoE layers, got 1"),
+        (ids.float(), "expected integers, got torch.float32"),
+        (ids + 1, "mlp: expected ids from -1 to 3, got 1 to 4"),
+        (ids - 2, "mlp: expected ids from -1 to 3, got -2 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message), replay_routing(model, given):
+            pass
+    with pytest.raises(ValueError, match="expected a model with experts"), replay_routing(torch.nn.Linear(2, 2), ids):
+        pass
+    with pytest.raises(ValueError, match="mlp: expected ids of 48 tokens, got 24"), replay_routing(model, ids[:1]):
+        model(input_ids=token_ids())
+    with (
+        pytest.raises(ValueError, match=r"expected a router that calls torch\.topk over 4 experts"),
+        replay_routing(model, ids[..., :1]),
+    ):
+        model(input_ids=token_ids())
+    assert "forward" not in model.model.layers[0].mlp.__dict__
