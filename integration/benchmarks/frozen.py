@@ -63,7 +63,7 @@ def layer(kind: str, gate_up: Any, down: Any, lora: LoRAWeights | None = None) -
     return lambda x, ids, weights: run_experts(x, ids, weights, gate_up, down, **how)[0]
 
 
-def lora_of(gate_up: Tensor, down: Tensor) -> LoRAWeights:
+def join_lora(gate_up: Tensor, down: Tensor) -> LoRAWeights:
     """Of rank 16."""
     (experts, wide, dim), hidden = gate_up.shape, down.shape[2]
     shapes = (experts, RANK, dim), (experts, wide, RANK), (experts, RANK, hidden), (experts, dim, RANK)
@@ -88,7 +88,7 @@ def measure(name: str) -> dict[str, Any]:
     d_out = torch.randn_like(x)
     pairs: dict[str, Any] = {"grouped_mm": (gate_up, down), "bf16": (gate_up, down)}
     pairs |= {fmt: (freeze(gate_up, fmt), freeze(down, fmt)) for fmt in ("mxfp8", "mxfp4")}
-    given, lora = (x, ids, weights, d_out), lora_of(gate_up, down)
+    given, lora = (x, ids, weights, d_out), join_lora(gate_up, down)
     steps = {kind: functools.partial(gradient, layer(kind, *pair), (), *given) for kind, pair in pairs.items()}
     for kind in ("bf16", "mxfp8", "mxfp4"):
         steps[f"{kind} + lora"] = functools.partial(

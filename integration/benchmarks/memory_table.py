@@ -3,7 +3,7 @@
     python integration/benchmarks/memory_table.py
 
 Nothing is allocated and no GPU is needed: `Layout` gives the buffers, `Capacity` and `make_plan` the plan, and
-`saved_of_shapes` what the forward of a layer leaves to its backward on Hopper. The measured column is of
+`fake_saved` what the forward of a layer leaves to its backward on Hopper. The measured column is of
 docs/results/layer-h200.json, of a commit whose layers kept h, too.
 
 T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, W ranks, N = T K pairs.
@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 
 from mxep.comms import Capacity, RoutingPlan, make_plan
 from mxep.comms.layout import Layout
-from mxep.ep.autograd import saved_of_shapes
+from mxep.ep.autograd import fake_saved
 from mxep.ep.layer import Needs
 from mxep.ep.mlp import LayerConfig
 from mxep.ep.wire import keeps_rows
@@ -83,7 +83,7 @@ def memory(
         x = torch.empty(tokens, dim, dtype=torch.bfloat16)
         w13, w2 = x.new_empty(local, 2 * hidden_dim, dim), x.new_empty(local, dim, hidden_dim)
         config, needs = LayerConfig(how, Hopper(), SwiGLU()), Needs(True, True, False)
-        saved = saved_of_shapes(x, plan, (w13, w2), config, needs, copied=True)
+        saved = fake_saved(x, plan, (w13, w2), config, needs, copied=True)
         names = {field.name for field in dataclasses.fields(RoutingPlan)} - {"alignment", "dispatch"}
         fields = [getattr(plan, name) for name in names]
         return Memory(

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, run_experts, swiglu
-from mxep.ep.autograd import forward_op, plan_of_shapes, saved_of_shapes
+from mxep.ep.autograd import fake_plan, fake_saved, forward_op
 from mxep.ep.layer import ForwardInput, Needs, layer_forward
 from mxep.ep.mlp import LayerConfig
 from mxep.ep.shares import local_tensor
@@ -315,8 +315,8 @@ def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     saved = tensors_in(made.saved)
     with FakeTensorMode() as mode:
         x, ids, weights, *experts = map(mode.from_tensor, given)
-        plan = plan_of_shapes(ids, weights, moe.dispatcher, config)
-        fake = tensors_in(saved_of_shapes(x, plan, tuple(experts), config, needs, copied=False))
+        plan = fake_plan(ids, weights, moe.dispatcher, config)
+        fake = tensors_in(fake_saved(x, plan, tuple(experts), config, needs, copied=False))
     assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 

@@ -263,6 +263,7 @@ def test_on_hopper_it_has_the_values_of_its_weights_and_makes_no_bf16_copy(fmt: 
     assert sizes.largest[torch.float32] < elements
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 takes floating-point parameters only")
 @distributed(2, device="cpu", fmt=("mxfp8", "mxfp4"))
 def test_fsdp_shards_the_bytes_and_gathers_them(ctx, fmt: str) -> None:
     """With LoRA, under a policy that casts parameters: bytes are none that it casts. Gradients are means."""

@@ -148,9 +148,3 @@ def test_the_wgrad_kernel_is_its_reference(kind: str, rank: int, transposed: boo
     got = torch.full(A.mT.shape if transposed else A.shape, torch.nan, dtype=out_dtype, device=DEVICE)
     kernels.lora_wgrad(got.mT if transposed else got, put(inner), *parts, put(offs), SCALE)  # type: ignore[arg-type]
     near(got.mT if transposed else got, want, out_dtype)
-
-
-def test_other_blocks_are_refused() -> None:
-    x = quantize(normal(64, 128), fmt=E4M3, block_size=64)
-    with pytest.raises(ValueError, match=r"expected scales of 32 elements or of a row, got \(64, 2\) of \(64, 128\)"):
-        kernels.lora_shrink(x.qdata, x.scale, None, normal(1, 8, 128), torch.tensor([64]).int(), 1.0, BF16)

@@ -43,7 +43,7 @@ def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
     return x, dy
 
 
-def weight_of(device: torch.device) -> Tensor:
+def join_parts(device: torch.device) -> Tensor:
     return torch.randn(H, D, generator=torch.Generator().manual_seed(2)).to(device)
 
 
@@ -96,7 +96,7 @@ def test_quantized_tokens_travel_as_bytes(ctx: Context) -> None:
     from torch.distributed.tensor.debug import CommDebugMode
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
-    x, weight = inputs(ctx.device)[0], weight_of(ctx.device)
+    x, weight = inputs(ctx.device)[0], join_parts(ctx.device)
     w = distribute_tensor(weight, mesh, [Shard(0)])
     part = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
     with CommDebugMode() as comm:
@@ -114,7 +114,7 @@ def test_replicated_weights_take_tokens_of_every_rank(ctx: Context) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
-    x, weight = inputs(ctx.device)[0], weight_of(ctx.device).requires_grad_()
+    x, weight = inputs(ctx.device)[0], join_parts(ctx.device).requires_grad_()
     (wanted,) = torch.autograd.grad(linear(x, weight, recipe="mxfp8_wgrad_bf16").sum(), weight)
     w = distribute_tensor(weight.detach(), mesh, [Replicate()]).requires_grad_()
     for placement in (Shard(1), Shard(2), Replicate()):
@@ -133,7 +133,7 @@ def test_what_is_not_supported_says_so(ctx: Context) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp"))
-    x, weight = inputs(ctx.device)[0], weight_of(ctx.device)
+    x, weight = inputs(ctx.device)[0], join_parts(ctx.device)
     with pytest.raises(ValueError, match=r"w: got a DTensor on a mesh of 2 dimensions, want one, such as mesh\['tp'\]"):
         linear(x, distribute_tensor(weight, mesh, [Replicate(), Shard(0)]), recipe="mxfp8")
     w = distribute_tensor(weight, mesh["tp"], [Shard(0)])
@@ -281,7 +281,7 @@ def test_operands_of_which_only_one_is_a_dtensor_are_refused(ctx: Context) -> No
     from mxep.gemm import grouped_mm, linear_together
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
-    x, weight = inputs(ctx.device)[0], weight_of(ctx.device)
+    x, weight = inputs(ctx.device)[0], join_parts(ctx.device)
     sharded = shard(x, mesh, Shard(1))
     for function in (linear, lambda x, w, **how: linear_together(x, [w], **how)):
         with pytest.raises(ValueError, match=r"x: got a DTensor, want a plain tensor: .to_local\(\), or for `linear`"):

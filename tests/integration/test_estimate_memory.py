@@ -16,7 +16,7 @@ from integration.test_estimate import RATES, RESULTS
 from mxep.comms import Capacity, make_plan
 from mxep.comms.layout import Layout as Buffer
 from mxep.ep import HierarchicalDispatcher, run_experts
-from mxep.ep.autograd import saved_of_shapes
+from mxep.ep.autograd import fake_saved
 from mxep.ep.dispatchers.local import LocalDispatcher
 from mxep.ep.layer import Needs
 from mxep.ep.mlp import LayerConfig
@@ -51,7 +51,7 @@ def test_kept_is_what_the_layer_saves_on_hopper(recipe: str, dispatcher: str, to
         x = torch.empty(shape.tokens, shape.dim, dtype=torch.bfloat16)
         weights = torch.empty(own, 2 * shape.hidden, shape.dim), torch.empty(own, shape.dim, shape.hidden)
         args = x, plan, weights, LayerConfig(made, Hopper(), SwiGLU()), Needs(True, True, False)
-        saved = tensors_in(saved_of_shapes(*args, copied=dispatcher == "symmetric"))
+        saved = tensors_in(fake_saved(*args, copied=dispatcher == "symmetric"))
         del mode
     of_plan = sum(x.nbytes for x in (plan.row_slot, plan.row_weight, plan.slot_rows))
     layout = Layout(shape, ranks, case(recipe, dispatcher), capacity)

@@ -88,7 +88,7 @@ def test_a_rank_holds_its_part_alone(make_config: Callable[..., Config], tmp_pat
     assert shares == pytest.approx([0.25] * 4)
 
 
-def tensors_of(trainer: object) -> dict[str, torch.Tensor]:
+def weight_parts(trainer: object) -> dict[str, torch.Tensor]:
     named = dict(trainer.model.named_parameters())
     moments = {f"first.{name}": trainer.optimizer.state[p]["exp_avg"] for name, p in named.items()}
     return {name: whole(tensor) for name, tensor in (named | moments).items()}
@@ -99,7 +99,7 @@ def train_and_save(rank: Rank, config: Config, folder: Path) -> dict[str, torch.
     for _ in range(2):
         trainer.train_step()
     trainer.save()
-    return tensors_of(trainer)
+    return weight_parts(trainer)
 
 
 def load(rank: Rank, config: Config, folders: list[Path]) -> list[dict[str, torch.Tensor]]:
@@ -108,7 +108,7 @@ def load(rank: Rank, config: Config, folders: list[Path]) -> list[dict[str, torc
         trainer = make_trainer(rank, config, folder)
         trainer.load(run_folder.find(folder)["bf16"])
         assert trainer.step == 2
-        found.append(tensors_of(trainer))
+        found.append(weight_parts(trainer))
     return found
 
 

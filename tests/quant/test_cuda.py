@@ -15,7 +15,7 @@ from mxep.quant import (
     ScaleMode,
     fold,
     quantize,
-    quantize_columns_of_amax,
+    quantize_columns_with_amax,
     quantize_with_amax,
     requantize,
     swiglu_quantize,
@@ -50,7 +50,7 @@ def on_both(fn: Callable[[Tensor], MXTensor | Tensor], x: Tensor) -> None:
 
 def by_column(x: Tensor, **how: Any) -> MXTensor:
     """A scale a column, of the amax that quantizing the rows gave."""
-    return quantize_columns_of_amax(x, quantize_with_amax(x, **how)[1], **how)
+    return quantize_columns_with_amax(x, quantize_with_amax(x, **how)[1], **how)
 
 
 def inputs() -> list[Tensor]:

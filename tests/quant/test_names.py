@@ -19,7 +19,7 @@ def x(columns: int = 64) -> Tensor:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "quantize": lambda **how: quant.quantize(x(), **how),
     "quantize_with_amax": lambda **how: quant.quantize_with_amax(x(), **how),
-    "quantize_columns_of_amax": lambda **how: quant.quantize_columns_of_amax((x(), x()), torch.ones(64), **how),
+    "quantize_columns_with_amax": lambda **how: quant.quantize_columns_with_amax((x(), x()), torch.ones(64), **how),
     "requantize": lambda **how: quant.requantize(quant.quantize(x()), **how),
     "swiglu_quantize": lambda **how: quant.swiglu_quantize(x(), **how),
     "swiglu_backward_quantize": lambda **how: quant.swiglu_backward_quantize(x(32), x(), h_fmt=how.get("fmt"), **how),

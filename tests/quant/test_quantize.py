@@ -14,7 +14,7 @@ from mxep.quant import (
     MXTensor,
     ScaleMode,
     quantize,
-    quantize_columns_of_amax,
+    quantize_columns_with_amax,
     quantize_with_amax,
 )
 from quant import exact
@@ -191,7 +191,7 @@ def test_the_axes_agree_for_any_shape(shape: tuple[int, ...], fmt: MXFormat, mod
     assert_same(columns, quantize(x.mT, fmt=fmt, mode=mode).mT)
     if x.shape[-2] and x.shape[-1]:
         by_row, amax = quantize_with_amax(x, fmt=fmt, mode=mode)
-        by_column = quantize_columns_of_amax(x, amax, fmt=fmt, mode=mode)
+        by_column = quantize_columns_with_amax(x, amax, fmt=fmt, mode=mode)
         for axis, by_amax in ((-1, by_row), (-2, by_column)):
             alone = quantize(x, fmt=fmt, mode=mode, axis=axis, block_size=None)
             assert_same(by_amax, alone)
@@ -270,18 +270,18 @@ def test_columns_may_come_later_than_rows(mode: ScaleMode) -> None:
     rows, amax = quantize_with_amax(x, mode=mode)
     assert torch.equal(amax, x.float().abs().amax(-2))
     assert_same(rows, quantize(x, mode=mode, block_size=None))
-    columns = quantize_columns_of_amax(x, amax, mode=mode)
+    columns = quantize_columns_with_amax(x, amax, mode=mode)
     assert_same(columns, quantize(x, mode=mode, axis=-2, block_size=None))
     for wrong in (amax[0], amax[:, :1], amax.bfloat16(), amax.to("meta")):
         with pytest.raises(ValueError, match=r"amax: got .*want torch.float32 \(3, 24\) on cpu"):
-            quantize_columns_of_amax(x, wrong, mode=mode)
+            quantize_columns_with_amax(x, wrong, mode=mode)
 
 
 def test_a_nan_takes_its_whole_row_and_column_and_no_more() -> None:
     x = gaussian(3, 40, 24, dtype=torch.bfloat16)
     x[1, 5, 7] = float("nan")
     by_row, amax = quantize_with_amax(x)
-    for by_column in (quantize_columns_of_amax(x, amax), quantize(x, axis=-2, block_size=None)):
+    for by_column in (quantize_columns_with_amax(x, amax), quantize(x, axis=-2, block_size=None)):
         rows, columns = by_row.dequantize().isnan(), by_column.dequantize().isnan()
         assert rows[1, 5].all()
         assert columns[1, :, 7].all()
@@ -301,7 +301,9 @@ def test_rceil_and_e4m3_are_the_defaults() -> None:
     assert_same(quantize(x), quantize(x, fmt=E4M3, mode=ScaleMode.RCEIL, axis=-1, block_size=32))
     by_row, amax = quantize_with_amax(x)
     assert_same(by_row, quantize_with_amax(x, fmt=E4M3, mode=ScaleMode.RCEIL)[0])
-    assert_same(quantize_columns_of_amax(x, amax), quantize_columns_of_amax(x, amax, fmt=E4M3, mode=ScaleMode.RCEIL))
+    assert_same(
+        quantize_columns_with_amax(x, amax), quantize_columns_with_amax(x, amax, fmt=E4M3, mode=ScaleMode.RCEIL)
+    )
 
 
 @pytest.mark.parametrize("axis", [-1, -2, TILES])

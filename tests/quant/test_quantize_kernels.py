@@ -12,7 +12,7 @@ from mxep.quant import (
     ScaleMode,
     ops,
     quantize,
-    quantize_columns_of_amax,
+    quantize_columns_with_amax,
     quantize_joined,
     quantize_with_amax,
 )
@@ -189,7 +189,7 @@ def test_any_number_of_matrices_below_each_other() -> None:
     for heights in ((96,), (64, 32), (32, 32, 32), (24, 24, 24, 24)):
         stacked, found = quantize_with_amax(whole.split(heights, 1))
         assert torch.equal(found, amax)
-        for got, want in ((stacked, rows), (quantize_columns_of_amax(whole.split(heights, 1), amax), columns)):
+        for got, want in ((stacked, rows), (quantize_columns_with_amax(whole.split(heights, 1), amax), columns)):
             assert (got.axis, got.block_size, got.dtype) == (want.axis, want.block_size, torch.float32)
             assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
             assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
@@ -202,7 +202,7 @@ def test_any_number_of_matrices_below_each_other() -> None:
         with pytest.raises(ValueError, match=r"quantize_with_amax: got parts .*, want \(..., N of each, K\)"):
             quantize_with_amax(parts)
     with pytest.raises(ValueError, match=r"amax: got torch.float32 \(2, 41\)"):
-        quantize_columns_of_amax([whole, whole], torch.zeros(2, 41))
+        quantize_columns_with_amax([whole, whole], torch.zeros(2, 41))
 
 
 def test_programs_of_a_weight_are_busy_to_the_end() -> None:

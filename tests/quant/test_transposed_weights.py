@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.quant import MXTensor, quantize, quantize_columns_of_amax, quantize_with_amax
+from mxep.quant import MXTensor, quantize, quantize_columns_with_amax, quantize_with_amax
 from quant.exact import parts
 
 TILES = (-2, -1)
@@ -22,7 +22,7 @@ def stored(device: str = "cpu") -> Tensor:
 
 
 def later(w: Tensor) -> MXTensor:
-    return quantize_columns_of_amax(w, quantize_with_amax(w)[1])
+    return quantize_columns_with_amax(w, quantize_with_amax(w)[1])
 
 
 WAYS: dict[str, Callable[[Tensor], Any]] = {

@@ -37,7 +37,7 @@ from mxep.gemm.backends import BACKENDS, select
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import rowwise_and_saved, weights_are_held
-from mxep.gemm.several import Weight, tensors_of, weight_of
+from mxep.gemm.several import Weight, join_parts, weight_parts
 from mxep.quant import E4M3, MXTensor, SwiGLU
 from mxep.quant.parts import MXParts
 from mxep.runtime.bundle import build, take_apart, tensors_in
@@ -90,7 +90,7 @@ def parameter_needs(each: Sequence[bool]) -> Needs:
     return Needs(gate_up or up, down, bias, any(lora))
 
 
-def lora_of(parameters: Parameters, scale: float) -> LoRAWeights | None:
+def join_lora(parameters: Parameters, scale: float) -> LoRAWeights | None:
     """The LoRA among this rank's parameters."""
     four = parameters.gate_up_A, parameters.gate_up_B, parameters.down_A, parameters.down_B
     return None if four[0] is None else LoRAWeights(*four, scale)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class Layer(torch.autograd.Function):
         mine, made = parameters.local(), state.made
         gate, up = mine.gate_up_proj, mine.up_proj
         proj = state.frozen or (gate if up is None else (gate, up), mine.down_proj)
-        tensors, ctx.form = take_apart((proj, made.saved, lora_of(mine, state.lora_scale)))
+        tensors, ctx.form = take_apart((proj, made.saved, join_lora(mine, state.lora_scale)))
         ctx.save_for_backward(*tensors)
         given = x, weights, *parameters
         ctx.places = [sum(each is not None for each in given[:i]) for i in range(len(given))]
@@ -137,7 +137,7 @@ class Layer(torch.autograd.Function):
         if not retained:
             ctx.saved_operands = None
         if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out) and _has(kept.operands, wanted):
-            return None, None, *_of_parameters(ctx, *_deferred_gradients(ctx, kept.operands, wanted))
+            return None, None, *_parameter_gradients(ctx, *_deferred_gradients(ctx, kept.operands, wanted))
         (gate_up, down), saved, lora = build(ctx.form, iter(ctx.saved_tensors))
         given = BackwardInput(
             d_out if routing.room is None else d_out.contiguous(),
@@ -162,7 +162,7 @@ class Layer(torch.autograd.Function):
         if deferred is not None and (deferred.gate_up or deferred.down):
             ctx.saved_operands = SavedOperands.of(deferred, d_out)
         of_parameters = grads.gate_up_proj, grads.down_proj, grads.gate_up_bias, grads.lora
-        return dx, d_weights, *_of_parameters(ctx, *of_parameters)
+        return dx, d_weights, *_parameter_gradients(ctx, *of_parameters)
 
 
 def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
@@ -188,7 +188,7 @@ def _deferred_gradients(
     return gate_up, down, bias
 
 
-def _of_parameters(
+def _parameter_gradients(
     ctx: Any, gate_up: Any, down: Tensor | None, bias: Tensor | None, lora: LoRAGradients | None = None
 ) -> tuple[Tensor | None, ...]:
     """Results of `Layer.backward` after dx and d_weights."""
@@ -232,9 +232,9 @@ def compiled_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """out (T, D) of `run_experts`, if there is no `unsupported_reason`; and the pairs with a row, if `drops`."""
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
-    proj, down_proj = tuple(local_weight(half) for half in tensors_of(gate_up_proj)), local_weight(down_proj)
+    proj, down_proj = tuple(local_weight(half) for half in weight_parts(gate_up_proj)), local_weight(down_proj)
     bias = None if gate_up_bias is None else local_weight(gate_up_bias)
-    check_weights(x, weight_of(proj), down_proj, bias, dispatcher, config)
+    check_weights(x, join_parts(proj), down_proj, bias, dispatcher, config)
     needs = [any(half.requires_grad for half in proj), down_proj.requires_grad, bias is not None and bias.requires_grad]
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
     names = dispatcher.key, config.recipe.name, config.backend.name
@@ -262,7 +262,7 @@ def forward_op(
 ) -> list[Tensor]:
     found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
     found.begin(0)  # one graph serves many layers
-    given = ForwardInput(x, weights, expert_ids, weight_of(gate_up_proj), down_proj, gate_up_bias)
+    given = ForwardInput(x, weights, expert_ids, join_parts(gate_up_proj), down_proj, gate_up_bias)
     with found.watched(), torch.no_grad():
         made = layer_forward(given, found, config, needs=Needs(*needs) if backward else None, drops=drops)
     kept = [] if made.kept is None else [made.kept]
@@ -273,7 +273,7 @@ def forward_op(
         # The graph may overwrite its outputs, so held tensors, which come last, are returned as copies.
         own = sum(_num_parts(config.recipe, Needs(*needs)))
         saved[own:] = [part.clone() for part in saved[own:]]
-    return [made.out, *saved, *tensors_of_plan(made.routing.plan), *kept]
+    return [made.out, *saved, *plan_tensors(made.routing.plan), *kept]
 
 
 @forward_op.register_fake
@@ -283,9 +283,9 @@ def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Te
     if not backward:
         return [out, *kept]
     found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
-    plan = plan_of_shapes(ids, weights, found, config)
-    saved = saved_of_shapes(x, plan, (weight_of(proj), down_proj), config, Needs(*needs), copied=found.borrows)
-    return [out, *tensors_in(saved), *tensors_of_plan(plan), *kept]
+    plan = fake_plan(ids, weights, found, config)
+    saved = fake_saved(x, plan, (join_parts(proj), down_proj), config, Needs(*needs), copied=found.borrows)
+    return [out, *tensors_in(saved), *plan_tensors(plan), *kept]
 
 
 @torch.library.custom_op("mxep::layer_backward", mutates_args=())
@@ -306,9 +306,9 @@ def backward_op(
     fields: Any = dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
     routing, which = Routing(plan, expert_ids, found.num_local_experts), Needs(*needs)
-    kept = _saved_of_list(saved[: -len(PLAN)], d_out.dtype, down_proj.dtype, config.recipe, which)
+    kept = _join_saved(saved[: -len(PLAN)], d_out.dtype, down_proj.dtype, config.recipe, which)
     with found.watched(), torch.no_grad():
-        given = BackwardInput(d_out, routing, kept, weight_of(gate_up_proj), down_proj)
+        given = BackwardInput(d_out, routing, kept, join_parts(gate_up_proj), down_proj)
         made = layer_backward(given, found, config, needs=which, wgrad_scale=wgrad_scale)
     return tensors_in(made)
 
@@ -360,14 +360,12 @@ def _config(device: torch.device, recipe: str, backend: str, activation: Sequenc
 _recipe = functools.cache(Recipe.named)
 
 
-def tensors_of_plan(plan: RoutingPlan) -> list[Tensor]:
+def plan_tensors(plan: RoutingPlan) -> list[Tensor]:
     """The plan's tensors as an op returns them, in the order of `PLAN`."""
     return [getattr(plan, name) for name in PLAN]
 
 
-def plan_of_shapes(
-    expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher, config: LayerConfig
-) -> RoutingPlan:
+def fake_plan(expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher, config: LayerConfig) -> RoutingPlan:
     """The plan that `dispatch` would make, from fake tensors."""
     sizes = dispatcher.static_tokens(expert_ids.shape[0])
     assert sizes is not None
@@ -385,7 +383,7 @@ def plan_of_shapes(
     return dataclasses.replace(plan, dispatch=expert_ids.new_empty(1))
 
 
-def saved_of_shapes(
+def fake_saved(
     x: Tensor,
     plan: RoutingPlan,
     weights: tuple[Weight, Tensor],
@@ -420,7 +418,7 @@ def _num_parts(recipe: Recipe, needs: Needs) -> tuple[int, int]:
     return needs.gate_up_proj * (1 if recipe.scaling == "none" else 2), 2 if recipe.saved_gate_up == "fp8" else 1
 
 
-def _saved_of_list(
+def _join_saved(
     tensors: list[Tensor], dtype: torch.dtype, weight_dtype: torch.dtype, recipe: Recipe, needs: Needs
 ) -> Saved:
     """`Saved` from its tensors. dtype: of x."""

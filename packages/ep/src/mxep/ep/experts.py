@@ -15,7 +15,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs
-from mxep.gemm.several import Weight, joined, tensors_of
+from mxep.gemm.several import Weight, joined, weight_parts
 from mxep.quant import SwiGLU
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import check_no_tangent
@@ -26,7 +26,7 @@ from .autograd import (
     NodeState,
     Parameters,
     compiled_layer,
-    lora_of,
+    join_lora,
     parameter_needs,
     unsupported_reason,
 )
@@ -185,7 +185,7 @@ def run_experts(
     if unquantized_wgrad:
         here_bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
         if not torch.compiler.is_compiling():
-            gate, *halves = map(local_tensor, tensors_of(dense[0]))
+            gate, *halves = map(local_tensor, weight_parts(dense[0]))
             whole = (gate, *halves) if halves else gate
             check_weights(x, whole, local_tensor(dense[1]), here_bias, dispatcher, config, main_grads)
         how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
@@ -200,7 +200,7 @@ def run_experts(
         four = {} if lora is None else dict(zip(Parameters._fields[-4:], lora.tensors))
         parameters = Parameters(gate_up_bias=gate_up_bias, **four)
         if frozen is None:
-            gate, *halves = tensors_of(dense[0])
+            gate, *halves = weight_parts(dense[0])
             up = halves[0] if halves else None
             parameters = parameters._replace(gate_up_proj=gate, down_proj=dense[1], up_proj=up)
         mine = parameters.local()
@@ -218,7 +218,7 @@ def run_experts(
             # The router's weights may have any layout. With room, tokens are read in place, so they must be dense.
             room = dispatcher.room_for(x, per_token)
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
-            given = ForwardInput(*of_tokens, ids, whole[0], whole[1], mine.gate_up_bias, lora_of(mine, scale))
+            given = ForwardInput(*of_tokens, ids, whole[0], whole[1], mine.gate_up_bias, join_lora(mine, scale))
             needs = parameter_needs(grads) if backward else None
             made = layer_forward(given, dispatcher, config, needs=needs, drops=drops, room=room)
             made = dataclasses.replace(made, out=first_rows(made.out, len(x)))

@@ -19,7 +19,7 @@ import mxep.gemm.steps as steps
 from mxep.gemm.backends import BACKENDS, Backend, select
 from mxep.gemm.quantize_once import is_held, weights_are_held
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import weight_of
+from mxep.gemm.several import join_parts
 from mxep.quant import BLOCK, E4M3, MXTensor
 from mxep.quant.parts import MXParts
 
@@ -64,7 +64,7 @@ def _forward(
         ws = _grouped(ws)
         out, rows, w, amax = steps.run_forward(a, ws, bias, offs, *how, out_dtype, (needs[0], needs[1]))
         saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
-        if is_held(weight_of(ws), how[0]):  # the graph may overwrite outputs
+        if is_held(join_parts(ws), how[0]):  # the graph may overwrite outputs
             saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
     return [out, *(a.new_empty(()) if x is None else x for x in saved)]
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import Weight, quantize_colwise, quantize_rowwise, tensors_of
+from mxep.gemm.several import Weight, quantize_colwise, quantize_rowwise, weight_parts
 from mxep.quant import MXTensor
 from mxep.runtime.bundle import as_whole, tensors_in
 from mxep.runtime.replay import Replayed, replayed
@@ -151,7 +151,7 @@ class QuantizedOnce:
         return sum(part.nbytes for held in list(self._held.values()) for part in held.plain())
 
     def _get(self, quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:
-        parts = tensors_of(w)
+        parts = weight_parts(w)
         first, version = parts[0], [None if x.is_inference() else x._version for x in parts]
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         places = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in parts)
@@ -248,7 +248,9 @@ def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
         return False
     if isinstance(w, FrozenWeight):
         return False
-    return all(type(x) in (Tensor, nn.Parameter) for x in tensors_of(w)) and not in_graph_tree(tensors_of(w)[0].device)
+    return all(type(x) in (Tensor, nn.Parameter) for x in weight_parts(w)) and not in_graph_tree(
+        weight_parts(w)[0].device
+    )
 
 
 def weights_are_held() -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, quantize_columns_of_amax, quantize_with_amax
+from mxep.quant import MXTensor, quantize_columns_with_amax, quantize_with_amax
 
 Weight = Tensor | tuple[Tensor, ...]
 """(G, N, K), or its parts (G, N of each, K), which are joined only when they are quantized."""
@@ -29,13 +29,13 @@ def joined(w: Weight) -> Tensor:
     return w if isinstance(w, Tensor) else torch.cat(w, 1)
 
 
-def tensors_of(w: Weight) -> tuple[Tensor, ...]:
+def weight_parts(w: Weight) -> tuple[Tensor, ...]:
     """Tensors that a weight consists of."""
     return (w,) if isinstance(w, Tensor) else w
 
 
-def weight_of(parts: Sequence[Any]) -> Any:
-    """The weight made of these tensors, the inverse of `tensors_of`. A single tensor (or stand-in) is the weight."""
+def join_parts(parts: Sequence[Any]) -> Any:
+    """The weight made of these tensors, the inverse of `weight_parts`. A single tensor (or stand-in) is the weight."""
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
@@ -56,7 +56,7 @@ def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor |
         return _join([backend.quantize_weight_colwise(part, recipe) for part in w])
     if amax is None:
         return backend.quantize_weight_colwise(joined(w), recipe)
-    return quantize_columns_of_amax(w, amax, fmt=recipe.fmt, mode=recipe.mode)
+    return quantize_columns_with_amax(w, amax, fmt=recipe.fmt, mode=recipe.mode)
 
 
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:

@@ -14,7 +14,7 @@ from mxep.gemm.backends.base import Backend
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import tensors_of, weight_of
+from mxep.gemm.several import join_parts, weight_parts
 from mxep.quant import MXTensor, group_sums
 from mxep.runtime.bundle import Operands, as_parts
 from mxep.runtime.replay import replayed
@@ -178,20 +178,20 @@ def run_forward(
     needs: tuple[bool, bool],
 ) -> SavedProduct:
     """Run `forward`, with the held weight if there is one."""
-    whole, saved = weight_of(ws), None
+    whole, saved = join_parts(ws), None
     w: Any = whole
     if is_held(whole, recipe):
         w, saved = rowwise_and_saved(whole, recipe, backend, dgrad=needs[0])
     how: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype, "needs": needs}
     made: Product = forward(as_parts(a), as_parts(w), bias, offs, **how)
     if saved is not None:
-        return SavedProduct(made.out, made.a, tensors_of(saved.weight), saved.amax)
+        return SavedProduct(made.out, made.a, weight_parts(saved.weight), saved.amax)
     return SavedProduct(made.out, made.a, tuple(ws) if made.blocks is None else (made.blocks,), made.amax)
 
 
 def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, recipe: Recipe, backend: Backend) -> tuple[Any, Any]:
     """A saved weight and its amax for `backward`; the held colwise form if there is one."""
-    whole = weight_of(ws)
+    whole = join_parts(ws)
     if isinstance(ws[0], Tensor) and is_held(whole, recipe):
         return as_parts(SavedWeight(whole, amax).colwise(recipe, backend)), None
     return whole, amax

@@ -11,7 +11,7 @@ from mxep.quant.fold_for_wgrad import WgradOperands, fold_for_wgrad
 from mxep.quant.formats import BLOCK, E2M1, E4M3, E5M2, MXFormat, ScaleMode, format_of
 from mxep.quant.group_sums import group_sums
 from mxep.quant.groups import PaddedGroups, group_of_rows, pad_groups, unpad_groups, valid_rows
-from mxep.quant.quantize import quantize, quantize_columns_of_amax, quantize_joined, quantize_with_amax
+from mxep.quant.quantize import quantize, quantize_columns_with_amax, quantize_joined, quantize_with_amax
 from mxep.quant.requantize import requantize
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from mxep.quant.swizzle import gather_swizzled, swizzle_scales
@@ -50,7 +50,7 @@ __all__ = [
     "pad_groups",
     "quantize",
     "quantize_blocks",
-    "quantize_columns_of_amax",
+    "quantize_columns_with_amax",
     "quantize_joined",
     "quantize_with_amax",
     "requantize",

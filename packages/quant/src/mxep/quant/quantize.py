@@ -3,7 +3,7 @@
     quantize            x -> blocks along rows, along columns, or square 2-D blocks
     quantize_joined     several x -> one scale per row of all side by side
     quantize_with_amax  x, or several below each other -> one scale per row, and the amax of columns, which makes one
-                        scale per column cheaper later: quantize_columns_of_amax
+                        scale per column cheaper later: quantize_columns_with_amax
 
 The numerics (element rule, scales) are those of `mxep.quant.ops` and `mxep.quant.scales`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
@@ -116,7 +116,7 @@ def quantize_with_amax(
 
     x: (..., N, K), or several (..., N of each, K) below each other: the bits are those of `torch.cat(x, -2)`. Up to
         three of one dtype are joined only as qdata.
-    amax: (..., K) fp32, NaN for a column with NaN. It is for :func:`quantize_columns_of_amax`.
+    amax: (..., K) fp32, NaN for a column with NaN. It is for :func:`quantize_columns_with_amax`.
     Raises ValueError as `quantize`, for parts that do not fit, and for parts without elements.
     """
     parts, transposed = _parts("quantize_with_amax", x)
@@ -130,7 +130,7 @@ def quantize_with_amax(
     return MXTensor(qdata, scale, None, -1, qdata.shape[-1], parts[0].dtype, trusted=True), amax
 
 
-def quantize_columns_of_amax(
+def quantize_columns_with_amax(
     x: Tensor | Sequence[Tensor],
     amax: Tensor,
     *,
@@ -138,7 +138,7 @@ def quantize_columns_of_amax(
     mode: ScaleMode | str = ScaleMode.RCEIL,
 ) -> MXTensor:
     """`quantize(x, axis=-2, block_size=None)` with one read less. x, amax: as in `quantize_with_amax`."""
-    parts, transposed = _parts("quantize_columns_of_amax", x)
+    parts, transposed = _parts("quantize_columns_with_amax", x)
     first, wanted = parts[0], _but_rows(parts[0])
     if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, first.device):
         got = f"{amax.dtype} {tuple(amax.shape)} on {amax.device}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from .driver import ON_DEVICE, CopyParams, KernelParams, MemsetParams, call, driver, patient_driver, relaxed
 from .lengths import Length
 from .memory import Sizes, cut, forms_of, nbytes_of, pieces_of
-from .record import Call, Copy, Fill, Launch, Record, Step, View, tensors_of
+from .record import Call, Copy, Fill, Launch, Record, Step, View, weight_parts
 
 TENSOR_MAP = 128
 """Bytes of a CUtensorMap."""
@@ -162,7 +162,7 @@ class _Called(_Work):
                 def call_(held: list[Any], bases: list[int]) -> None:
                     out = op(*[get(held) for get in got], **{name: get(held) for name, get in named})
                     if made:
-                        outs = tensors_of(out)
+                        outs = weight_parts(out)
                         for i, view in made:
                             held[view.source] = outs[i]
                             bases[view.source] = outs[i].data_ptr()

@@ -218,7 +218,7 @@ def _kind_of(op: Any) -> str:
     return "view" if is_view and not set(op.tags) & _NEVER else "pure"
 
 
-def tensors_of(out: Any) -> list[Tensor]:
+def weight_parts(out: Any) -> list[Tensor]:
     """The tensors among an op's results, in order."""
     return [out] if isinstance(out, Tensor) else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
 
@@ -333,7 +333,7 @@ class Recorder(TorchDispatchMode):
             return None
         if _NEVER & set(op.tags):
             return self.refuse(f"{op} reads from the device, or changes what a tensor is")
-        outs = tensors_of(out)
+        outs = weight_parts(out)
         made: dict[int, int] = {}
         for i, x in enumerate(outs):
             cdata = _storage_of(x)

@@ -82,7 +82,7 @@ def sum_slots_kernel(
 
 
 @triton.jit
-def rows_of_slots(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K: tl.constexpr, KP: tl.constexpr):
+def load_slot_rows(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K: tl.constexpr, KP: tl.constexpr):
     """(BLOCK_T, KP) rows of slots (peer, token), -1 where there is none."""
     mask = token < tl.load(num_tokens_ptr + peer)
     k = tl.arange(0, KP)[None, :]
@@ -183,7 +183,7 @@ def combine_kernel(
     chunk = 0
     stored = 0
     tile = next_ticket(counters_ptr, TILE_COUNTER) * TICKET_TILES
-    row = rows_of_slots(slot_rows_ptr, num_tokens_ptr, tile * BLOCK_T + tokens, (rank + tile) % W, max_tokens, K, KP)
+    row = load_slot_rows(slot_rows_ptr, num_tokens_ptr, tile * BLOCK_T + tokens, (rank + tile) % W, max_tokens, K, KP)
     while tile < (chunks + lag) * chunk_tiles:
         now = tile // chunk_tiles
         if now > chunk:
@@ -208,7 +208,7 @@ def combine_kernel(
                 else:
                     next_token = next_tile * BLOCK_T + tokens
                     next_peer = (rank + next_tile) % W
-                next_row = rows_of_slots(slot_rows_ptr, num_tokens_ptr, next_token, next_peer, max_tokens, K, KP)
+                next_row = load_slot_rows(slot_rows_ptr, num_tokens_ptr, next_token, next_peer, max_tokens, K, KP)
                 store_sum(
                     rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, tl.load(pointers_ptr + peer),
                     max_tokens, rank, rows_start, values_start, K, KP, D, BLOCK, ROW_ELEMENTS, BLOCK_T,
@@ -258,7 +258,7 @@ class Combine(Launches):
     ) -> None:
         key = rows.dtype, rows.shape[1]
         if key not in self._known:
-            self._known[key] = self._of_combine(*key)
+            self._known[key] = self._combine_args(*key)
         programs, scalars, constants = self._known[key]
         launch(combine_kernel, (programs,),
             rows.contiguous(), None if row_values is None else row_values.contiguous(), plan.slot_rows,
@@ -268,7 +268,7 @@ class Combine(Launches):
         )  # fmt: skip
         self.arena.exchanges += 1
 
-    def _of_combine(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    def _combine_args(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
         """(programs, scalars, constexprs)."""
         layout, block = self.layout, next_power_of_2(dim)
         programs = PER_SM * self.max_sms

@@ -235,7 +235,7 @@ class Dispatch(Launches):
             part1 = as_words(payload[1], payload[0].shape[1])
             key = *key, part1.dtype, part1.shape[1]
         if key not in self._known:
-            self._known[key] = self._of_dispatch(sms, part0, part1)
+            self._known[key] = self._dispatch_args(sms, part0, part1)
         op_id, tile_tokens, constants = self._known[key]
         tokens, layout = expert_ids.shape[0], self.layout
         room = layout.room_for(tokens)
@@ -247,7 +247,7 @@ class Dispatch(Launches):
         )  # fmt: skip
         self.arena.exchanges += 1
 
-    def _of_dispatch(self, sms: int, part0: Tensor, part1: Tensor | None) -> tuple[int, int, dict[str, Any]]:
+    def _dispatch_args(self, sms: int, part0: Tensor, part1: Tensor | None) -> tuple[int, int, dict[str, Any]]:
         """(op id, tokens of the largest tile, constexprs)."""
         last = part0 if part1 is None else part1
         block0 = next_power_of_2(part0.shape[1])

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.comms.kernels.combine import is_sent, rows_of_slots, store_sum, sum_arrived
+from mxep.comms.kernels.combine import is_sent, load_slot_rows, store_sum, sum_arrived
 from mxep.comms.kernels.dispatch import tokens_per_tile
 from mxep.comms.layout import Layout
 from mxep.comms.plan import RoutingPlan
@@ -30,7 +30,7 @@ def stage_sums_kernel(
     """Write slot (r, t)'s sum and row values to slot (r, t) of the staging, its destination to `destinations`."""
     peer = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    row = rows_of_slots(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K, KP)
+    row = load_slot_rows(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K, KP)
     store_sum(
         rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, staging_ptr.to(tl.int64), max_tokens, peer,
         rows_start, values_start, K, KP, D, BLOCK, ROW_ELEMENTS, BLOCK_T,

@@ -12,7 +12,7 @@ from mxep.quant import (
     Axis,
     MXFormat,
     quantize,
-    quantize_columns_of_amax,
+    quantize_columns_with_amax,
     quantize_joined,
     quantize_with_amax,
     to_mxfp8,
@@ -94,7 +94,7 @@ class Backend(Protocol):
         if (block_size := self.block_size(recipe)) is not None:
             return quantize(w, fmt=fmt, mode=mode, axis=_axis(recipe, -2), block_size=block_size)
         if amax is not None:
-            return quantize_columns_of_amax(w, amax, fmt=fmt, mode=mode)
+            return quantize_columns_with_amax(w, amax, fmt=fmt, mode=mode)
         return quantize(w, fmt=fmt, mode=mode, axis=-2, block_size=None)
 
     def expand_rowwise(self, w: FrozenWeight) -> Tensor:
