@@ -20,6 +20,7 @@ have the same weights and can be compared. bench.activation_checkpointing: each 
 alone and is computed again in backward.
 
 tokens/s       of all ranks together
+TFLOP/s        of a rank, model FLOPs as Megatron-LM counts them (mxep.integration.flops), T / 2 tokens a sequence
 ms             a step: median of sustained stretches, the slowest rank's
 x bf16         how many times as fast as the baseline
 of step        share of the step that `no experts` does not take, whose experts get no gradients
@@ -28,7 +29,7 @@ dB             of the head's gradient against the baseline's, of the rank where 
 held GiB       parameters and the optimizer's moments, of a rank; they are there between steps, and in no peak
 peak GiB       most memory of a step above that, gradients included (memory_of; JSON has what of it is where)
 
-T tokens of a rank, in two sequences; D model dim, F hidden dim, E experts, K experts a token.
+T tokens of a rank, in two sequences; V vocabulary; D model dim, F hidden dim, E experts, K experts a token.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from mxep.ep import parameter_groups
 from mxep.ep.shares import local_tensor, local_weight
 from mxep.gemm import Recipe
 from mxep.integration.collective import FailedOnRanks, from_all_ranks, on_all_ranks
+from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
 from mxep.integration.reference import snr
 from mxep.integration.results import Row
@@ -75,8 +77,9 @@ CAPACITY = 2.0  # times the balanced load; random routers stay below, and check(
 LEAST_SNR = 12.0  # experts flip between any two kinds of products, the more the more layers; without experts: up to 10
 
 LINEAR = ", linear"
-FIGURES = "tokens/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB, MHz, W"
-SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, tokens, what", FIGURES)}
+FIGURES = "tokens/s, TFLOP/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB, MHz, W"
+TITLE = f"whole models of vocabulary {VOCABULARY}; x: how many times as fast as {BASELINE}"
+SECTIONS = {"model": table(TITLE, "model, tokens, what", FIGURES)}
 
 
 class Shape(NamedTuple):
@@ -111,6 +114,7 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
     names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or MODELS))))
     rows: dict[str, Row] = {name: {"what": name, "held GiB": subject.held / GIB} for name in names}
     runs, reference = {}, list[Tensor]()
+    flops = sum(flops_per_token(subject.model.config, subject.ids.shape[1]).values())
     for name, row in rows.items():
 
         def inspect(got: tuple[Tensor, Tensor], name: str = name, row: Row = row) -> None:
@@ -139,6 +143,7 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
         row |= timed.get(name, {})
         if name in ms:
             row |= {"ms": ms[name], "tokens/s": subject.shape.tokens * bench.rank.world_size / ms[name] * 1e3}
+            row |= {"TFLOP/s": flops * subject.shape.tokens / ms[name] / 1e9}
             row |= {"x bf16": ms[BASELINE] / ms[name]} if BASELINE in ms else {}
             row |= {"of step": 1 - ms[PLAIN] / ms[name]} if PLAIN in ms else {}
         yield row

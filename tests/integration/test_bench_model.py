@@ -15,9 +15,10 @@ pytest.importorskip("transformers")
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from benchmarks import runner
-from benchmarks.model import BASELINE, LEAST_SNR, PLAIN, Shape, Subject, measure
+from benchmarks.model import BASELINE, LEAST_SNR, PLAIN, Shape, Subject, _config, measure
 from benchmarks.names import MODELS
 from mxep.integration.config import ConfigError
+from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
 from mxep.integration.results import Report
 from mxep.integration.transformers.versions import own_expert_parallel
@@ -44,8 +45,10 @@ def test_every_kind_of_experts_is_compared_and_timed(mxep, tmp_path: Path, ranks
     assert list(rows) == list(MODELS)
     if ranks > 1 and own_expert_parallel is None:
         assert rows.pop("transformers bf16")["note"] == "wants transformers 5.23"
+    flops = sum(flops_per_token(_config("tiny", Shape(*SHAPE)), SHAPE[0] // 2).values())
     for name, row in rows.items():
         assert row["tokens/s"] == pytest.approx(32 * ranks / row["ms"] * 1e3, rel=1e-3)
+        assert row["TFLOP/s"] * 1e12 * ranks == pytest.approx(flops * row["tokens/s"], rel=1e-3)
         assert row["x bf16"] == pytest.approx(rows[BASELINE]["ms"] / row["ms"], rel=1e-3)
         assert (row["dB"] >= LEAST_SNR) == (name != PLAIN), "the check would find experts that do nothing"
     assert rows[BASELINE]["dB"] > rows["mxep bf16"]["dB"] > rows["mxep mxfp8"]["dB"] > rows["mxep mxfp8, linear"]["dB"]

@@ -16,12 +16,13 @@ from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Run
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
+SPEED = "Speed (TFLOP/s: Megatron's count, 2 layers, vocabulary 256, sequence 32)"
 SECTIONS = {
     "Loss in nats a byte",
     "Curves",
     "Rows routed, over all steps, layers and ranks",
     "Expert load, busiest / mean, last 20 steps",
-    "Speed",
+    SPEED,
     "Where it ran",
     "Config",
 }
@@ -88,7 +89,7 @@ def test_the_page_has_all_sections_the_numbers_of_metrics_jsonl_and_needs_no_net
     assert page.sections.keys() == SECTIONS
 
     routing = page.table("Rows routed, over all steps, layers and ranks")
-    speed = page.table("Speed")
+    speed = page.table(SPEED)
     loads = page.table("Expert load, busiest / mean, last 20 steps")
     assert routing.keys() == speed.keys() == {"bf16", "mxfp8"}
     for name in ("bf16", "mxfp8"):

@@ -1,14 +1,10 @@
 """A run's metrics: its progress line, metrics.jsonl, TensorBoard and W&B, and how fast a step was.
 
-    tokens_per_s   of all ranks
-    tflops         of a rank, 10^12 FLOPs of the model a second: what a step must compute, so that neither padding nor
-                   what checkpointed blocks compute again counts
-    mfu            tflops over the peak of this GPU in bf16, whatever the recipe; none where no peak is known
-    peak_gib       the most memory that torch's tensors took on any rank since the run began; none on CPUs
-
-A token costs 6 FLOPs, 2 forward and 4 backward, for each weight of a matrix that it meets (of E experts K, of the
-embedding none), and 6 S (query-key width + value width) for the attention of a layer, S the length of its sequence:
-causality gives no discount, as is usual.
+tokens_per_s   of all ranks
+tflops         of a rank, 10^12 model FLOPs a second as Megatron-LM counts them (flops.py): neither padding nor what
+               checkpointed blocks compute again counts. Compare it at equal vocabulary and sequence length alone
+mfu            tflops over the peak of this GPU in bf16, whatever the recipe; none where no peak is known
+peak_gib       the most memory that torch's tensors took on any rank since the run began; none on CPUs
 """
 
 from __future__ import annotations
@@ -21,17 +17,18 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from torch import nn
 
 from mxep.gemm.backends import select
 
 from .config import to_json
+from .flops import count_name, flops_per_token
 from .launch import Rank
 from .schema import Config
 
@@ -164,18 +161,15 @@ PEAKS = {
 """Dense bf16 TFLOP/s of vendors' data sheets, by part of the device's name: the first that is in it."""
 
 
-def weights_met(model: nn.Module, experts: Iterable[nn.Module], share: float) -> float:
-    """Elements of matrices that a token is multiplied by. share: K / E, of the weights in ``experts``."""
-    routed = {p for module in experts for p in module.parameters()}
-    looked_up = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    matrices = (p for p in model.parameters() if p.dim() >= 2 and p not in looked_up)
-    return sum(p.numel() * (share if p in routed else 1.0) for p in matrices)
-
-
-def flops_per_token(model: Transformer | CausalLM, config: Config) -> float:
-    """FLOPs of loss and gradients."""
-    met = weights_met(model, model.experts, config.model.top_k / config.model.experts)
-    return 6 * met + 6 * config.model.layers * config.data.length * model.attention_width
+def sizes_of(model: Transformer | CausalLM, config: Config) -> SimpleNamespace:
+    """Sizes of a model under the names of transformers, as `flops_per_token` reads them."""
+    m = config.model
+    named = {"hidden_size": m.dim, "num_hidden_layers": m.layers, "num_attention_heads": m.heads}
+    named |= {"moe_intermediate_size": m.hidden_dim, "num_experts_per_tok": m.top_k}
+    if m.transformers is None:
+        return SimpleNamespace(**named, n_shared_experts=m.shared_experts, vocab_size=model.vocabulary)
+    decoder: Any = model.model
+    return SimpleNamespace(**vars(decoder.config.get_text_config()) | named)
 
 
 def peak_of(name: str) -> float | None:
@@ -184,11 +178,16 @@ def peak_of(name: str) -> float | None:
 
 
 class Speed:
-    """Speed of a run's steps on this rank. Creating it starts the count of peak memory."""
+    """Speed of a run's steps on this rank. Creating it starts the count of peak memory.
+
+    count: what its TFLOP/s count and depend on, in words.
+    """
 
     def __init__(self, model: Transformer | CausalLM, config: Config, device: torch.device) -> None:
         self.tokens = config.data.batch * config.data.length
-        self.tflop = self.tokens / config.ranks * flops_per_token(model, config) / 1e12
+        sizes = sizes_of(model, config)
+        self.count = count_name(sizes, config.data.length)
+        self.tflop = self.tokens / config.ranks * sum(flops_per_token(sizes, config.data.length).values()) / 1e12
         self.device = device
         self.peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if device.type == "cuda":

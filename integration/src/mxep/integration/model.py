@@ -103,7 +103,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         dim, experts, top_k = config.dim, config.experts, config.top_k
-        self.head_dim = dim // config.heads
+        self.head_dim, self.vocabulary = dim // config.heads, vocabulary
         self.embedding = nn.Embedding(vocabulary, dim)
         self.blocks = nn.ModuleList()
         for _ in range(config.layers):
@@ -153,11 +153,6 @@ class Transformer(nn.Module):
     @property
     def experts(self) -> list[Experts]:
         return [moe.experts for moe in self.moes]
-
-    @property
-    def attention_width(self) -> int:
-        """Width of queries and keys plus width of values, over all heads."""
-        return 2 * self.norm.normalized_shape[0]
 
     @property
     def moes(self) -> list[MoE]:

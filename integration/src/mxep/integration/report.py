@@ -6,6 +6,7 @@ load and speed, where it ran, and the config. Curves of all other metrics are Te
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -99,6 +100,8 @@ def details(groups: Groups) -> list[Section]:
     """Routing and speed with a row for each run, expert load with a row for each layer."""
     runs = {f"{group} {name}".strip(): run for group, each in groups.items() for name, run in each.items()}
     _, routing, speed = tables({"runs": [_summarize(run) | {"name": name} for name, run in runs.items()]})
+    counts = "; ".join(dict.fromkeys(run.tflops_count for run in runs.values()))
+    speed = dataclasses.replace(speed, title=f"{speed.title} (TFLOP/s: {counts})")
     loads = {}
     for name, run in runs.items():
         rows = [row["expert_loads"] for row in run.taken[-LAST:] if "expert_loads" in row]  # a checkpoint's may lack it
@@ -156,6 +159,7 @@ def _summarize(run: Run) -> dict[str, Any]:
         "seconds": run.seconds,
         "ms_a_step": run.ms_a_step,
         "tokens_per_s": tokens / max(run.seconds, 1e-9),
+        "tflops_count": run.tflops_count,
         **{key: _mean(run, key) for key in ("tflops", "mfu")},
         "peak_gib": max((row.get("peak_gib") or 0.0 for row in run.metrics), default=0.0) or None,
     }

@@ -56,6 +56,7 @@ class Run:
 
     name: the recipe's. steps: done. stopped: by a signal, before the last step or during the loss on held-out text.
     metrics: a dict for each step, as in metrics.jsonl. valid_loss: nats a byte on held-out text; None if stopped.
+    tflops_count: what the TFLOP/s of its metrics count.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Run:
     stopped: bool
     metrics: list[dict[str, Any]]
     valid_loss: float | None
+    tflops_count: str = "Megatron's count"
 
     @property
     def taken(self) -> list[dict[str, Any]]:
@@ -185,7 +187,7 @@ class Trainer:
                 self.save()
             self._close_graphs()  # held-out text wants their memory
             valid_loss = None if self.step < steps else self.validate()
-            return Run(self.name, self.step, valid_loss is None, self.metrics, valid_loss)
+            return Run(self.name, self.step, valid_loss is None, self.metrics, valid_loss, self.speed.count)
 
     def train_step(self) -> None:
         """One optimizer step, or one left out; appends its row to ``metrics``."""

@@ -158,16 +158,6 @@ class CausalLM(nn.Module):
                 "(model.transformers.output_router_logits=true trains some to balance)"
             )
 
-    @property
-    def attention_width(self) -> int:
-        """Width of queries and keys plus width of values, over all heads."""
-        sizes = self.model.config
-        width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-        query_key, value = 2 * (width,)
-        if getattr(sizes, "qk_nope_head_dim", None):  # DeepSeek's
-            query_key, value = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, sizes.v_head_dim
-        return int(sizes.num_attention_heads * (query_key + value))
-
     def forward(self, inputs: Tensor) -> Any:
         """``inputs`` (b, S) int64 -> the model's output with `logits` (b, S, V)."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.autocast):
