@@ -61,7 +61,7 @@ from mxep.integration.results import Row
 from mxep.integration.schema import RECIPES
 from mxep.integration.transformers import Implementation, check, expert_parallel, register
 from mxep.integration.transformers.layer import layers
-from mxep.integration.transformers.model import CAUSAL, multiply_by
+from mxep.integration.transformers.optimize import CAUSAL, multiply_by
 from mxep.integration.transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
 
 from .baseline import BaselineLayer

@@ -8,8 +8,8 @@ implementations of experts and, where transformers has expert parallelism of its
 docs/guides/transformers.md is the page to paste from.
 
 Files: `implementation` and `layer` for the experts' forward, `frozen` for quantized experts, `quantized` and `export`
-for their checkpoints, `replay` for the routing of a rollout, `parallel` for expert parallelism, `callback` and `checks`
-for a Trainer, `model` for the `mxep` command.
+for their checkpoints, `replay` for the routing of a rollout, `parallel` for expert parallelism, `optimize` and `loss`
+for what is not expert, `callback` and `checks` for a Trainer, `model` for the `mxep` command.
 """
 
 from mxep.gemm import Recipe
@@ -20,6 +20,8 @@ from .checks import check, load_report
 from .export import save_quantized
 from .frozen import FrozenExperts, freeze_experts
 from .implementation import Implementation, route_experts, route_llama4
+from .loss import linear_cross_entropy
+from .optimize import optimize
 from .parallel import check_tensor_parallelism, expert_parallel, register
 from .quantized import load_quantized
 from .replay import joined_routing, record_routing, replay_routing
@@ -34,8 +36,10 @@ __all__ = [
     "expert_parallel",
     "freeze_experts",
     "joined_routing",
+    "linear_cross_entropy",
     "load_quantized",
     "load_report",
+    "optimize",
     "record_routing",
     "register",
     "replay_routing",

@@ -121,7 +121,7 @@ def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]
     none_called = not any(layer.called for _, layer in layers(model))
     for name, module, config in _modules_of_experts(model):
         layer: Layer | None = module.__dict__.get(KEY)
-        if layer is not None and layer.called:
+        if layer is not None and layer.called and _reaches_mxep(module.forward):
             continue
         own = getattr(module, "config", config)
         wanted, named = _implementation(config), _implementation(own)

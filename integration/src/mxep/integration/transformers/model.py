@@ -22,7 +22,6 @@ place of autocast. Gradients are reduced in fp32.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Iterable
@@ -36,16 +35,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.output_capturing import OutputRecorder
 
 from mxep.ep import load_balancing_loss
 from mxep.ep.recomputation import recomputing
 from mxep.ep.shares import init_normal_
-from mxep.gemm import Recipe, convert, join_linears
+from mxep.gemm import Recipe
 
 from ..choices import linear_recipe, make_dispatch
 from ..config import ConfigError
@@ -54,16 +51,11 @@ from ..mesh import Mesh
 from ..schema import Config
 from .implementation import Implementation
 from .layer import KEY, Layer
+from .optimize import CAUSAL, multiply_by
 from .parallel import expert_parallel, register
 
 _numbers = itertools.count()
 """Numbers of the models' registered names, as two of one recipe may differ otherwise."""
-
-
-CAUSAL = "mxep_causal"
-"""SDPA with is_causal and no mask. transformers (5.17 to 5.23) makes none for a name of others; for "sdpa" it does
-while a graph is captured, and attention takes longer with it."""
-ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
 
 
 BIAS = "e_score_correction_bias"
@@ -230,15 +222,6 @@ class RouterView:
             towards_balance = torch.sign(self.load.sum() - len(self.load) * self.load)
             self.bias.add_(towards_balance.to(self.bias.dtype), alpha=rate)
         self.load.zero_()
-
-
-def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:
-    """Convert the linears of a part that has any; those that read one tensor become one product."""
-    if recipe is None or not any(isinstance(module, nn.Linear) for module in part.modules()):
-        return
-    convert(part, recipe, backend=backend)
-    with contextlib.suppress(ValueError):  # there are none of the names that are known
-        join_linears(part)
 
 
 def _recorders(model: Any) -> list[OutputRecorder]:

@@ -1,0 +1,172 @@
+"""The head's loss in chunks: as exact as logits in fp32, and the same for a Trainer."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("transformers")
+
+from transformers import Trainer, TrainingArguments
+
+from integration.tiny_models import TOKENS, tiny, token_ids
+from mxep.integration.reference import snr
+from mxep.integration.transformers.loss import defer_head, linear_cross_entropy, reason_to_keep_loss
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def inputs(dtype: torch.dtype, tokens: int = 50, dim: int = 32, vocabulary: int = 96) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, dim, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, dim, generator=generator).mul(dim**-0.5).to(dtype).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), generator=generator)
+    labels[::7] = -100
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("rows", [1, 16, 50, 4096])
+@pytest.mark.parametrize("num_items", [None, 11, torch.tensor(11)])
+def test_loss_and_gradients_are_those_of_whole_logits(rows: int, num_items: Any) -> None:
+    hidden, weight, labels = inputs(torch.float64)
+    loss = linear_cross_entropy(hidden, weight, labels, num_items=num_items, rows=rows, weight_gradient=torch.float64)
+    found = torch.autograd.grad(3 * loss, (hidden, weight))
+    whole = F.cross_entropy(hidden @ weight.T, labels, reduction="sum") / (num_items or (labels >= 0).sum())
+    torch.testing.assert_close(loss.double(), whole, rtol=1e-6, atol=0)
+    for one, other in zip(found, torch.autograd.grad(3 * whole, (hidden, weight))):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)  # softmax is in fp32
+
+
+@pytest.mark.parametrize("weight_gradient", [torch.float32, torch.bfloat16])
+def test_gradients_in_bf16_lose_a_rounding_of_their_operands(weight_gradient: torch.dtype) -> None:
+    """An error of at most 2^-9 in each operand is -20 log10(2^-9 / sqrt 3) = 59 dB: three such leave over 50 dB. In
+    bf16 each of 16 chunks rounds the sum once more."""
+    hidden, weight, labels = inputs(torch.bfloat16, tokens=256)
+    loss = linear_cross_entropy(hidden, weight, labels, rows=16, weight_gradient=weight_gradient)
+    loss.backward()
+    exact = [each.detach().float().requires_grad_() for each in (hidden, weight)]
+    whole = F.cross_entropy(exact[0] @ exact[1].T, labels)
+    whole.backward()
+    torch.testing.assert_close(loss, whole, rtol=1e-3, atol=0)
+    assert snr(exact[0].grad, hidden.grad) > 44
+    assert snr(exact[1].grad, weight.grad) > (44 if weight_gradient == torch.float32 else 36)
+
+
+def test_under_autocast_products_are_bf16_and_gradients_the_parameters_dtype() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_cross_entropy(hidden, weight, labels, rows=16).backward()
+    assert (hidden.grad.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
+    whole = [each.detach().bfloat16().requires_grad_() for each in (hidden, weight)]
+    linear_cross_entropy(*whole, labels, rows=16).backward()
+    assert torch.equal(weight.grad, whole[1].grad.float())
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    for frozen in (0, 1):
+        tensors = inputs(torch.float32)
+        tensors[frozen].requires_grad_(False)
+        linear_cross_entropy(*tensors).backward()
+        assert tensors[frozen].grad is None
+        assert tensors[1 - frozen].grad.any()
+
+
+def test_a_second_backward_is_refused() -> None:
+    loss = linear_cross_entropy(*inputs(torch.float32))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="expected one backward, got a second"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("kwargs", [{}, {"num_items_in_batch": 100}, {"return_dict": False}, {"shift": True}])
+def test_a_models_loss_and_gradients_stay(kind: str, kwargs: dict[str, Any]) -> None:
+    ids, kwargs = token_ids(), dict(kwargs)
+    if kwargs.pop("shift", False):
+        kwargs["shift_labels"] = ids.roll(3, 1)
+    plain, deferred = tiny(kind), tiny(kind)
+    assert reason_to_keep_loss(deferred) is None
+    defer_head(deferred, rows=16)
+    found = []
+    for model in (plain, deferred):
+        model.train()
+        out = model(input_ids=ids, labels=ids, **kwargs)
+        loss = out[0] if isinstance(out, tuple) else out.loss
+        loss.backward()
+        found.append((loss, out, [parameter.grad for parameter in model.parameters()]))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    for one, other in zip(found[0][2], found[1][2]):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    if kwargs.get("return_dict", True):
+        assert found[1][1].logits is None
+        assert "logits" not in found[1][1]
+    else:
+        assert len(found[1][1]) == len(found[0][1]) - 1
+
+
+def test_an_auxiliary_loss_is_added() -> None:
+    plain, deferred = (tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5) for _ in range(2))
+    defer_head(deferred)
+    ids = token_ids()
+    losses = [model.train()(input_ids=ids, labels=ids).loss for model in (plain, deferred)]
+    torch.testing.assert_close(*losses)
+    assert losses[0] > tiny("qwen3_moe")(input_ids=ids, labels=ids).loss
+
+
+def test_logits_are_there_without_labels_in_evaluation_and_without_gradients() -> None:
+    model, ids = tiny(), token_ids()
+    expected = model.eval()(input_ids=ids).logits
+    defer_head(model)
+    assert torch.equal(model(input_ids=ids, labels=ids).logits, expected)
+    model.train()
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids, labels=ids).logits, expected)
+    with pytest.raises(IndexError):
+        model(input_ids=ids + 1000, labels=ids)  # no state is left behind an error
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_copies_and_pickles_have_their_own_head() -> None:
+    model, ids = tiny(), token_ids()
+    defer_head(model)
+    expected = model.train()(input_ids=ids, labels=ids).loss
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            other.lm_head.weight.zero_()
+        loss = other.train()(input_ids=ids, labels=ids).loss
+        assert loss.item() == pytest.approx(torch.log(torch.tensor(64.0)).item(), rel=1e-5)
+        loss.backward()
+        assert other.lm_head.weight.grad.any()
+    assert model.lm_head.weight.grad is None
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, expected)
+
+
+def test_a_model_that_changes_its_heads_output_is_told() -> None:
+    model, ids = tiny(), token_ids()
+    defer_head(model)
+    model.lm_head.register_forward_hook(lambda head, args, out: out * 2)
+    with pytest.raises(RuntimeError, match=r"expected what lm_head returned.*optimize\(model, loss=False\)"):
+        model.train()(input_ids=ids, labels=ids)
+
+
+def test_a_trainer_with_accumulation_has_the_same_losses(tmp_path: Any) -> None:
+    """num_items_in_batch reaches the loss: rows have different numbers of labels."""
+    rows = token_ids(8)
+    texts = [{"input_ids": row, "labels": row.where(torch.arange(TOKENS) > 2 * i, -100)} for i, row in enumerate(rows)]
+    found = []
+    for defers in (False, True):
+        model = tiny()
+        if defers:
+            defer_head(model, rows=16)
+        how: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": []}
+        how |= {"per_device_train_batch_size": 2, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+        trainer = Trainer(model, TrainingArguments(str(tmp_path), **how), train_dataset=texts)
+        trainer.train()
+        found.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert len(found[0]) == 2
