@@ -1,8 +1,10 @@
 """transformers' Trainer on two ranks, experts over both, against its Trainer in one process on the same batches."""
 
+import contextlib
 import copy
 import math
 import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from integration.tiny_models import tiny, token_ids
-from mxep.integration.transformers import MxepCallback, expert_parallel, load_report
+from mxep.gemm import QuantizedOnce, quantize_weights_once
+from mxep.integration.transformers import MxepCallback, callback, expert_parallel, load_report
 from mxep.integration.transformers.callback import restore
 from mxep.integration.transformers.versions import own_expert_parallel
 from ranks import Context, distributed
@@ -237,3 +240,33 @@ def test_a_trainer_on_two_ranks_equals_one_process(ctx: Context, one_process: Pa
         assert all(each["grad_norm"] > 0 for each in logs)
     with pytest.raises(ValueError, match=r"save_strategy: got 'steps', want 'no' after expert_parallel"):
         train(model, one_process, 2, save_strategy="steps")
+
+
+@pytest.mark.parametrize(
+    ("options", "quantized"),
+    [
+        ({"gradient_accumulation_steps": 1}, 0),
+        ({"gradient_accumulation_steps": 2}, 8),
+        ({"gradient_accumulation_steps": 4}, 8),
+        ({"gradient_accumulation_steps": 1, "gradient_checkpointing": True}, 8),
+    ],
+)
+def test_each_weight_is_quantized_once_a_step_where_it_is_used_again(
+    options: dict[str, Any], quantized: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """Two layers of two weights, each way."""
+    opened: list[QuantizedOnce] = []
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[None]:
+        with quantize_weights_once() as once:
+            opened.append(once)
+            yield
+
+    monkeypatch.setattr(callback, "quantize_weights_once", watched)
+    how: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 1, "report_to": [], "save_strategy": "no"}
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, **how, **options)
+    texts = [{"input_ids": row, "labels": row} for row in token_ids(8)]
+    model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
+    Trainer(model, arguments, train_dataset=texts, callbacks=[MxepCallback()]).train()
+    assert [once.quantizations for once in opened] == ([quantized] * 2 if quantized else [])

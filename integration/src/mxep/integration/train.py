@@ -12,7 +12,8 @@ ends the run, on all ranks alike (train.skip_bad_steps): no weight and no checkp
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 
 N micro-batches have the loss and the gradients of one batch: means of means over equally many tokens. They share one
-quantization of each weight. An auxiliary loss of routers is computed for each micro-batch.
+quantization of each weight, as does what checkpointing computes again. An auxiliary loss of routers is computed for
+each micro-batch.
 """
 
 from __future__ import annotations
@@ -228,7 +229,10 @@ class Trainer:
     def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Run forward and backward. Returns the loss of this rank's batch, 0-d, and its rows, as `backward` does."""
         self.gradients.zero()
-        return backward(self.model, inputs, targets, self.config.train.micro_batches)
+        train = self.config.train
+        again = train.micro_batches > 1 or train.activation_checkpointing  # else each weight is used once each way
+        with quantize_weights_once() if again else contextlib.nullcontext():
+            return backward(self.model, inputs, targets, train.micro_batches)
 
     def _reduce(self) -> tuple[Tensor]:
         """The norm of all ranks' gradients, 0-d, the same on every rank, which are left reduced and clipped."""
@@ -319,13 +323,12 @@ def backward(model: Any, inputs: Tensor, targets: Tensor, micro_batches: int) ->
     device = inputs.device
     loss = torch.zeros((), device=device, dtype=torch.float32)
     rows = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
-    with quantize_weights_once() if micro_batches > 1 else contextlib.nullcontext():
-        for micro_batch in cut(inputs, targets, micro_batches):
-            share = model.loss(*micro_batch) / micro_batches
-            rows += _rows(model)
-            with torch.autograd.set_multithreading_enabled(False):  # a thread of its own costs the host more
-                share.backward()
-            loss += share.detach()
+    for micro_batch in cut(inputs, targets, micro_batches):
+        share = model.loss(*micro_batch) / micro_batches
+        rows += _rows(model)
+        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own costs the host more
+            share.backward()
+        loss += share.detach()
     return loss, rows
 
 

@@ -49,8 +49,9 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     It loads the experts of the checkpoint that training resumes from, and of the best one (`load_best_model_at_end`),
     which a Trainer of transformers 5 leaves out. ValueError where it does not find the checkpoint.
 
-    With accumulated gradients, micro-batches share one quantization of each weight. It takes 2 bytes and a
-    little for each element of the experts until the optimizer steps. share_quantized_weights=False: they do not.
+    Micro-batches of accumulated gradients, and what checkpointing computes again, share one quantization of each
+    weight. It takes 2 bytes and a little for each element of the experts until the optimizer steps.
+    share_quantized_weights=False: they do not.
 
     After `expert_parallel` a Trainer cannot save: unless `save_strategy` is "no", ValueError as training begins.
 
@@ -94,7 +95,8 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
-        if self.share_quantized_weights and args.gradient_accumulation_steps > 1:
+        used_again = args.gradient_accumulation_steps > 1 or args.gradient_checkpointing
+        if self.share_quantized_weights and used_again:
             self._shared.enter_context(quantize_weights_once())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -22,7 +22,12 @@ from mxep.gemm.fp32_linear import fp32_linear
 from mxep.gemm.frozen import FrozenWeight, freeze
 from mxep.gemm.functional import grouped_mm
 from mxep.gemm.linear import Linear, linear, quantize_input
-from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
+from mxep.gemm.quantize_once import (
+    QuantizedOnce,
+    quantize_after_step,
+    quantize_weights_once,
+    quantize_weights_once_a_step,
+)
 from mxep.gemm.recipe import GROUP_ALIGNMENT, Recipe
 from mxep.gemm.together import linear_together
 from mxep.gemm.top_k import top_k
@@ -52,6 +57,7 @@ __all__ = [
     "join_linears",
     "linear",
     "linear_together",
+    "quantize_after_step",
     "quantize_input",
     "quantize_weights_once",
     "quantize_weights_once_a_step",

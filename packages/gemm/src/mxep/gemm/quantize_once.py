@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import Weight, quantize_colwise, quantize_rowwise, weight_parts
+from mxep.gemm.several import Weight, join_parts, quantize_colwise, quantize_rowwise, weight_parts
 from mxep.quant import MXTensor
 from mxep.runtime.bundle import as_whole, tensors_in
 from mxep.runtime.replay import Replayed, replayed
@@ -135,6 +135,18 @@ def quantize_weights_once_a_step() -> "QuantizedOnce":
         return _open
 
 
+def quantize_after_step(optimizer: torch.optim.Optimizer) -> "QuantizedOnce":
+    """Open `quantize_weights_once_a_step`, and quantize the optimizer's weights anew right after each of its steps.
+
+    So no micro-batch quantizes, from the second step on. Weights are quantized as the step before used them. What is
+    not the optimizer's own memory, as weights that FSDP2 gathers, is quantized when it is next used. Of several
+    optimizers give the one that steps last.
+    """
+    once = quantize_weights_once_a_step()
+    optimizer.register_step_post_hook(once._after_step)
+    return once
+
+
 class QuantizedOnce:
     """Cache of an open `quantize_weights_once`. quantizations: number of quantizations made."""
 
@@ -143,6 +155,7 @@ class QuantizedOnce:
         self._users = 0
         self._steps = steps
         self._held: dict[tuple[Any, ...], _Held] = {}
+        self._used: dict[tuple[Any, ...], _Used] = {}  # of the last step
         self._hook = register_optimizer_step_pre_hook(_before_step)
 
     @property
@@ -154,7 +167,7 @@ class QuantizedOnce:
         parts = weight_parts(w)
         first, version = parts[0], [None if x.is_inference() else x._version for x in parts]
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        places = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in parts)
+        places = tuple((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in parts)
         key = quantize, *places, capturing, recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, id(backend)
         with _lock:
             held = self._held.get(key)
@@ -164,7 +177,8 @@ class QuantizedOnce:
                     del self._held[gone]
                 made = _made(quantize, w, recipe=recipe, backend=backend, **how)
                 storages = [StorageWeakRef(x.untyped_storage()) for x in parts]
-                held = self._held[key] = _Held(made, storages, version, backend, *_point_in_time(first, capturing))
+                where = _point_in_time(first, capturing)
+                held = self._held[key] = _Held(made, places, storages, version, recipe, backend, *where)
                 self.quantizations += 1
         held.wait()
         if held.version != version:
@@ -177,6 +191,26 @@ class QuantizedOnce:
                 "values: close it before weights change"
             )
         return held.made
+
+    def _forget(self) -> None:
+        """Free all that is held, before a step; `_after_step` quantizes it again."""
+        for (quantize, *_), held in self._held.items():
+            key = held.places, held.recipe, id(held.backend)
+            used = self._used.setdefault(key, _Used(held.places, held.recipe, held.backend))
+            used.colwise |= quantize is _colwise
+        self._held.clear()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        own: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+        local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in own]
+        storages = {x.untyped_storage()._cdata: x for x in local}
+        used, self._used = self._used, {}
+        for each in used.values():
+            if all(storage in storages for storage, *_ in each.places):
+                parts = [storages[at].as_strided(shape, stride, offset) for at, offset, shape, stride, _ in each.places]
+                _, saved = rowwise_and_saved(join_parts(parts), each.recipe, each.backend, dgrad=each.colwise)
+                if each.colwise:
+                    saved.colwise(each.recipe, each.backend)
 
     def _close(self) -> None:
         self._hook.remove()
@@ -200,12 +234,25 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @dataclass
+class _Used:
+    """A weight that a step quantized. places: storage, offset, shape, stride, dtype of parts. colwise: both ways."""
+
+    places: tuple[Any, ...]
+    recipe: Recipe
+    backend: Backend
+    colwise: bool = False
+
+
+@dataclass
 class _Held:
-    """Held tensors of a weight. backend: kept alive, because the key has its id. stream, event: where and when made."""
+    """Held tensors of a weight. places: as of _Used. backend: kept alive, because the key has its id. stream, event:
+    where and when made."""
 
     made: Any
+    places: tuple[Any, ...]
     storages: list[StorageWeakRef]
     version: list[int | None]
+    recipe: Recipe
     backend: Backend
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None
@@ -287,4 +334,4 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "quantized before: close it before the optimizer steps"
         )
     with _lock:
-        _open._held.clear()
+        _open._forget()
