@@ -49,7 +49,8 @@ def run(
 def test_calls_that_differ_in_anything_have_graphs_of_their_own() -> None:
     dispatcher = LocalDispatcher(EXPERTS, capacity=Capacity.worst_case())
     kinds = [{}, {"needs": (False, True)}, {"needs": (True, False)}, {"backward": False}, {"scale": 0.5}]
-    kinds += [{"recipe": recipe} for recipe in ("mxfp8_32x32", "bf16", "mxfp8_gate_up_fp8")] + [{"halves": True}]
+    kinds += [{"recipe": recipe} for recipe in ("mxfp8_32x32", "mxfp8_mxfp4_weights", "bf16", "mxfp8_gate_up_fp8")]
+    kinds += [{"halves": True}]
     with no_replays():
         wanted = [[run(dispatcher, **kind, seed=seed) for kind in kinds] for seed in range(4)]
     assert not any(each.replays for each in dispatcher.passes.values())
@@ -59,7 +60,7 @@ def test_calls_that_differ_in_anything_have_graphs_of_their_own() -> None:
                 assert (got is None) == (other is None), kind
                 assert got is None or torch.equal(got, other), kind
     forward, backward = (each.replays for each in dispatcher.passes.values())
-    assert forward == 4 * len(kinds) - 2 * 8, "all but the first two of each; a scale of gradients is not forward's"
+    assert forward == 4 * len(kinds) - 2 * 9, "all but the first two of each; a scale of gradients is not forward's"
     assert backward == 2 * (len(kinds) - 1)
 
 
@@ -84,7 +85,7 @@ def test_a_dispatcher_is_asked_before_and_told_after_each_graph() -> None:
     assert dispatcher.exchanges == 8
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "mxfp8_mxfp4_weights", "bf16"])
 @pytest.mark.parametrize("halves", [False, True])
 def test_weights_that_are_held_are_arguments_of_the_graphs(recipe: str, halves: bool) -> None:
     dispatcher, how = LocalDispatcher(EXPERTS), {"recipe": recipe, "halves": halves}
@@ -147,7 +148,7 @@ def test_a_dispatcher_that_is_closed_has_no_graphs_and_a_pickled_one_neither() -
     assert not dispatcher.passes
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8", "bf16", "mxfp8_32x32", "mxfp8_gate_up_fp8"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8", "bf16", "mxfp8_32x32", "mxfp8_mxfp4_weights", "mxfp8_gate_up_fp8"])
 def test_passes_are_recorded_in_their_second_call(recipe: str) -> None:
     dispatcher = LocalDispatcher(EXPERTS, capacity=Capacity.worst_case())
     for _ in range(4):

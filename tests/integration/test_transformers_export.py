@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from integration.quantized_checkpoints import write
-from integration.tiny_models import tiny
+from integration.tiny_models import step, tiny
 from mxep.gemm import Recipe
 from mxep.gemm.backends.reference import Reference
 from mxep.integration.reference import snr
@@ -133,6 +133,22 @@ def test_trained_experts_leave_as_forward_multiplied_them(
     for name, w in experts_of(model).items():
         want, _ = backend.quantize_weight_rowwise(w.bfloat16(), Recipe.named(recipe))
         assert torch.equal(again[name], want.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_a_model_trained_with_mxfp4_weights_is_exported_at_the_same_loss(tmp_path: Path, kind: str) -> None:
+    """Bit for bit: forward multiplied what is written."""
+    trained(kind).save_pretrained(tmp_path / "from")  # read again, as `tiny` casts what from_pretrained does not
+    how = {"dtype": torch.bfloat16, "experts_implementation": "mxep_mxfp8_mxfp4_weights"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "from", **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    first = step(model)["logits"]
+    optimizer.step()
+    wanted = step(model)["logits"]
+    assert not torch.equal(first, wanted)
+    told = save_quantized(model, tmp_path / "to", "mxfp4")
+    assert max(told.values()) < 25, "weights are not MXFP4 themselves"
+    assert torch.equal(step(load_quantized(tmp_path / "to"))["logits"], wanted)
 
 
 @pytest.mark.parametrize(

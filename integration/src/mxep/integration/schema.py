@@ -26,7 +26,7 @@ BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
 DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
 RECIPES = ("bf16", "fp8", "mxfp8")
 ALIGNMENT = {"bf16": 1, "fp8": 16, "mxfp8": 32}  # of sizes that a recipe multiplies
-CHANGES = ("e5m2", "32x32", "wgrad_bf16", "gate_up_fp8", "floor", "ceil", "even")
+CHANGES = ("e5m2", "32x32", "mxfp4_weights", "wgrad_bf16", "gate_up_fp8", "floor", "ceil", "even")
 """Changes of the last two recipes, in this order, as in mxfp8_e5m2."""
 MODES = CHANGES[-3:]
 """Scale modes: a recipe has at most one."""
@@ -47,7 +47,7 @@ def is_recipe(name: str) -> bool:
         return True
     changes = "".join(f"(?:_{change})?" for change in CHANGES if change not in MODES)
     found = re.fullmatch(rf"(fp8|mxfp8){changes}(?:_(?:{'|'.join(MODES)}))?", name)
-    return found is not None and not (found[1] == "fp8" and "32x32" in name)
+    return found is not None and ("32x32" in name) + ("mxfp4_weights" in name) <= (found[1] == "mxfp8")
 
 
 @dataclass(frozen=True)

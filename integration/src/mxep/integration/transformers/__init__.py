@@ -48,7 +48,8 @@ __all__ = [
     "save_quantized",
 ]
 
-_RECIPES = ("bf16", "fp8", "fp8_e5m2", *(f"mxfp8{c}" for c in ("", "_e5m2", "_32x32", "_wgrad_bf16", "_gate_up_fp8")))
+_CHANGES = "", "_e5m2", "_32x32", "_mxfp4_weights", "_wgrad_bf16", "_gate_up_fp8"
+_RECIPES = ("bf16", "fp8", "fp8_e5m2", *(f"mxfp8{change}" for change in _CHANGES))
 
 for _recipe in _RECIPES:
     register(Implementation(f"mxep_{_recipe}", Recipe.named(_recipe)))

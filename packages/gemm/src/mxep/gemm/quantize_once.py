@@ -168,7 +168,8 @@ class QuantizedOnce:
         first, version = parts[0], [None if x.is_inference() else x._version for x in parts]
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         places = tuple((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in parts)
-        key = quantize, *places, capturing, recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, id(backend)
+        how_recipe = recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, recipe.weight_rounding
+        key = quantize, *places, capturing, *how_recipe, id(backend)
         with _lock:
             held = self._held.get(key)
             if held is None:

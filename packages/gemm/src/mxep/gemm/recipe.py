@@ -29,6 +29,7 @@ _BASES: Final[dict[str, Scaling]] = {"bf16": "none", "fp8": "row", "mxfp8": "mx"
 _CHANGES: Final[dict[str, dict[str, Any]]] = {
     "e5m2": {"grad_fmt": E5M2},
     "32x32": {"weight_block": "32x32"},
+    "mxfp4_weights": {"weight_rounding": "mxfp4"},
     "wgrad_bf16": {"wgrad": "bf16"},
     "gate_up_fp8": {"saved_gate_up": "fp8"},
     **{str(mode): {"mode": mode} for mode in ScaleMode if mode != ScaleMode.RCEIL},
@@ -47,10 +48,15 @@ class Recipe:
     wgrad: "mx" makes the weight gradient from the qdata of both operands, and saves only qdata for backward. Scaling
         "mx" requantizes them along tokens without bf16 in between; "row" multiplies their dequantized values. "bf16"
         saves the unquantized activation, if there is one, and multiplies unquantized operands.
+    weight_rounding: "none", or "mxfp4": weights are rounded to MXFP4 along K first, in forward and dgrad alike, and
+        their gradients pass unchanged: quantization-aware training (scaling "mx", blocks "1x32"). FP8 holds the rounded
+        values exactly if the scales that meet in one block or row lie within 2^14. fp32 weights are rounded to bf16
+        before, as they are exported. It takes a bf16 copy of the weight for each quantization.
     saved_gate_up: form of gate and up that a layer of `mxep.ep` saves for backward: "unquantized", or "fp8". "fp8" is
         `fmt` with one scale per row: half of the bytes. All gradients are made from it. Forward and GEMMs ignore it.
 
-    Raises ValueError for other values, for tiles without MX scales, and for saved_gate_up "fp8" with scaling "none".
+    Raises ValueError for other values, for tiles without MX scales, for rounding with tiles or without MX scales, and
+    for saved_gate_up "fp8" with scaling "none".
     """
 
     scaling: Scaling
@@ -60,15 +66,19 @@ class Recipe:
     weight_block: Literal["1x32", "32x32"] = "1x32"
     wgrad: Literal["mx", "bf16"] = "mx"
     saved_gate_up: Literal["unquantized", "fp8"] = "unquantized"
+    weight_rounding: Literal["none", "mxfp4"] = "none"
 
     def __post_init__(self) -> None:
         allowed = {"scaling": tuple(GROUP_ALIGNMENT), "weight_block": ("1x32", "32x32"), "wgrad": ("mx", "bf16")}
-        allowed["saved_gate_up"] = "unquantized", "fp8"
+        allowed |= {"saved_gate_up": ("unquantized", "fp8"), "weight_rounding": ("none", "mxfp4")}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}: got {getattr(self, field)!r}, want one of {', '.join(values)}")
         if self.weight_block == "32x32" and self.scaling != "mx":
             raise ValueError(f"weight_block 32x32: got scaling {self.scaling!r}, want 'mx'")
+        if self.weight_rounding == "mxfp4" and (self.scaling, self.weight_block) != ("mx", "1x32"):
+            got = f"{self.scaling!r} and {self.weight_block!r}"
+            raise ValueError(f"weight_rounding mxfp4: expected scaling 'mx' and weight_block '1x32', got {got}")
         if self.saved_gate_up == "fp8" and self.scaling == "none":
             raise ValueError("saved_gate_up fp8: got scaling 'none', want 'row' or 'mx'")
 
@@ -91,15 +101,16 @@ class Recipe:
     def named(name: str) -> "Recipe":
         """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16".
 
-        Changes, in this order: e5m2 (gradients), 32x32 (weight tiles, of mxfp8), wgrad_bf16, gate_up_fp8 (saved), and
-        one of floor, ceil, even (scale mode). Raises ValueError, listing these, for any other name.
+        Changes, in this order: e5m2 (gradients), 32x32 (weight tiles) or mxfp4_weights (rounding), both of mxfp8 alone,
+        wgrad_bf16, gate_up_fp8 (saved), and one of floor, ceil, even (scale mode). Raises ValueError, listing these,
+        for any other name.
         """
         if name not in _NAMED:
             meant = "".join(f"; did you mean {each}?" for each in _NAMED if _words(each) == _words(name))
             changes = ", ".join(f"_{change}" for change in _CHANGES)
             raise ValueError(
                 f"recipe: got {name!r}, want {', '.join(_BASES)}; after fp8 and mxfp8 also {changes} (in this order, "
-                f"one of the last three, 32x32 after mxfp8 alone), as in 'mxfp8_e5m2'{meant}"
+                f"one of the last three, 32x32 or mxfp4_weights after mxfp8 alone), as in 'mxfp8_e5m2'{meant}"
             )
         return _NAMED[name]
 
@@ -145,6 +156,12 @@ class Recipe:
             x = x.with_parts(x.qdata, x.scale, torch.nn.functional.pad(index, (0, missing), value=-1))
         return requantize(x, mode=self.mode, offs=offs)
 
+    def rounded_weight(self, w: Tensor) -> Tensor:
+        """The values (G, N, K) that GEMMs quantize: w, or with weight_rounding "mxfp4" its values in MXFP4, in bf16."""
+        if self.weight_rounding == "none":
+            return w
+        return quantize(w.bfloat16(), fmt=E2M1).dequantize(torch.bfloat16)
+
     def quantize_rows(self, x: Tensor, fmt: MXFormat | None = None, room: int | None = None) -> Tensor:
         """Quantize x (..., D) bf16 or fp32 along D; x itself if scaling is "none". Gradients pass unchanged.
 
@@ -164,7 +181,8 @@ def _all() -> Iterator[Recipe]:
     for scaling, count in itertools.product(scalings, range(6)):
         for changes in itertools.combinations(_CHANGES.items(), count):
             fields = [field for _, change in changes for field in change.items()]
-            if len(dict(fields)) == len(fields) and not (scaling == "row" and ("weight_block", "32x32") in fields):
+            of_mx = sum(name in ("weight_block", "weight_rounding") for name, _ in fields)
+            if len(dict(fields)) == len(fields) and of_mx <= (scaling == "mx"):
                 yield Recipe(scaling, **dict(fields))
 
 

@@ -79,7 +79,7 @@ class Backend(Protocol):
         """
         if recipe.scaling == "none":
             return w, None
-        w, fmt, mode = w.detach(), recipe.fmt, recipe.mode
+        w, fmt, mode = recipe.rounded_weight(w.detach()), recipe.fmt, recipe.mode
         if (block_size := self.block_size(recipe)) is not None:
             return quantize(w, fmt=fmt, mode=mode, axis=_axis(recipe, -1), block_size=block_size), None
         if with_amax:
@@ -90,7 +90,7 @@ class Backend(Protocol):
         """Quantize w (G, N, K) for dgrad, blocked along N. No gradient. amax: from `quantize_weight_rowwise`."""
         if recipe.scaling == "none":
             return w
-        w, fmt, mode = w.detach(), recipe.fmt, recipe.mode
+        w, fmt, mode = recipe.rounded_weight(w.detach()), recipe.fmt, recipe.mode
         if (block_size := self.block_size(recipe)) is not None:
             return quantize(w, fmt=fmt, mode=mode, axis=_axis(recipe, -2), block_size=block_size)
         if amax is not None:
