@@ -244,6 +244,7 @@ def test_ranks_hold_their_frozen_experts_alone(ctx: Context, first: str) -> None
     assert snr(wanted["logits"], got["logits"]) > 40
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 takes floating-point parameters only")
 @distributed(2, device="cpu")
 def test_fsdp2_gathers_bytes(ctx: Context) -> None:
     """Mixed precision casts what is no byte. The same logits and gradients as of a model that is not sharded."""
