@@ -1,0 +1,405 @@
+"""Compare mxep with its peers on one GPU: layers, forward + backward, and GEMMs alone.
+
+    python integration/benchmarks/peers.py compile                     fills the caches of compiled kernels, in parallel
+    python integration/benchmarks/peers.py layers --out layers.json
+    python integration/benchmarks/peers.py products --out gemms.json
+    python integration/benchmarks/peers.py table layers.json gemms.json --out docs/results/peers-h100
+
+docs/lab/peers.md lists the peers, their packages, and the method. Each run writes one JSON file; `table` makes OUT.md
+and OUT.svg from such files.
+
+layers: each peer has one process for the whole run. Each shape and number of tokens takes three stages:
+
+    reference   one process computes it in fp64 and writes it to a file
+    prepare     each peer makes the same inputs from the same seed, compiles, runs, and reports SNR and memory
+    stretch     all peers are timed in turn, `rounds` times
+
+A peer that exceeds its limit is ended, and its row says so. The JSON file is written after each number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peer_layers import PACKAGES, PEERS, RESULTS, SHAPES, Inputs, Layer, Shape, reference, snr
+from benchmarks.peer_table import by_cell, markdown, picture
+from mxep.integration.results import provenance, shortened, write
+
+Row = dict[str, Any]
+
+REFERENCE = "reference"
+WARM_STEPS = 4  # after the first; mxep replays from the third call of a shape on
+LEAD_SECONDS = 0.1  # of a stretch, not timed
+LEAST_FREE = 0.45  # of the device; with less, a process gives its inputs back until its next stretch
+LATE = "no answer within"
+CACHES = {"TRITON_CACHE_AUTOTUNING": "1", "QUACK_CACHE_AUTOTUNING": "1"}
+"""Environment of a measurement: what a peer has tuned is tuned for the next run, too."""
+
+
+class Worker:
+    """A peer within its own process, at one shape and number of tokens at a time."""
+
+    def __init__(self, peer: str, device: torch.device) -> None:
+        self.peer, self.device = peer, device
+        self.stack = contextlib.ExitStack()
+        self.at: tuple[Shape, int] | None = None
+        self.layer: Layer | None = None
+        self.d_out: Tensor | None = None
+
+    def prepare(self, shape: str, tokens: int, file: str | None) -> Row:
+        """Compile and warm up; SNR against the reference in `file`; bytes above inputs."""
+        self.release()
+        if self.at is not None and self.at[0] != SHAPES[shape]:
+            importlib.import_module("torch._dynamo").reset()  # other widths would be variables of its code
+        self.at = SHAPES[shape], tokens
+        began = time.perf_counter()
+        if self.peer == REFERENCE:
+            torch.save(reference(Inputs.draw(*self.at, self.device)), file)  # type: ignore[arg-type]
+            self.release()
+            return {}
+        layer = self._make()
+        before = self._bytes()
+        self.step()
+        self._wait()
+        row: Row = {"first step s": time.perf_counter() - began}
+        for _ in range(WARM_STEPS):
+            self.step()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        got = self.step()
+        self._wait()
+        if self.device.type == "cuda":
+            row["peak"] = torch.cuda.max_memory_allocated() - before
+        if file:
+            wanted = torch.load(file, mmap=True)
+            got[3] = layer.gate_first(got[3])
+            row["dB"] = {name: snr(wanted[name], each) for name, each in zip(RESULTS, got)}
+        del got
+        if self.device.type == "cuda":
+            out = layer.call()
+            row["kept"] = self._bytes() - before - out.nbytes
+            torch.autograd.grad(out, layer.leaves, self.d_out)
+        self._make_room()
+        return row
+
+    def stretch(self, seconds: float) -> Row:
+        """Milliseconds of a step. The host waits every five steps, as a training loop does more often."""
+        if self.layer is None:
+            self._make()
+            for _ in range(WARM_STEPS):
+                self.step()
+        for least in (LEAD_SECONDS, seconds):
+            self._wait()
+            began, steps = time.perf_counter(), 0
+            while (took := time.perf_counter() - began) < min(least, seconds) or not steps:
+                for _ in range(5):
+                    self.step()
+                self._wait()
+                steps += 5
+            took = time.perf_counter() - began
+        self._make_room()
+        return {"ms": 1e3 * took / steps}
+
+    def release(self) -> Row:
+        self.layer = self.d_out = None
+        self.stack.close()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {}
+
+    def step(self) -> list[Tensor]:
+        assert self.layer is not None
+        out = self.layer.call()
+        return [out.detach(), *torch.autograd.grad(out, self.layer.leaves, self.d_out)]
+
+    def _make(self) -> Layer:
+        assert self.at is not None
+        given = Inputs.draw(*self.at, self.device)
+        self.d_out, self.layer = given.d_out, PEERS[self.peer](given, self.stack)
+        return self.layer
+
+    def _make_room(self) -> None:
+        """Give the allocator's cache back, and the inputs too if other processes could run short."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info()
+            if free < LEAST_FREE * total:
+                self.release()
+
+    def _bytes(self) -> int:
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def serve(connection: Any, peer: str, device: str, log: str) -> None:
+    """A process's main: answer (method, arguments) until the other end closes. What libraries print goes to `log`."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    worker = Worker(peer, torch.device(device))
+    with contextlib.suppress(EOFError):
+        while True:
+            method, args = connection.recv()
+            try:
+                row = getattr(worker, method)(*args)
+            except Exception as error:
+                traceback.print_exc()
+                row = {"error": last_line(f"{type(error).__name__}: {error}")}
+                worker.release()
+            connection.send(row)
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, cut to 160 characters, as it stands in a table."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:160].replace("|", "/") if lines else "no message"
+
+
+class Process:
+    """A peer's process, started when it is first asked, and again after it was ended."""
+
+    def __init__(self, peer: str, device: str, logs: Path) -> None:
+        self.peer, self.device, self.log = peer, device, logs / f"{peer.replace(' ', '_')}.log"
+        self.process: Any = None
+        self.connection: Any = None
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, self.peer, self.device, str(self.log)))
+        self.process.start()
+        theirs.close()
+
+    def ask(self, limit: float, method: str, *args: Any) -> Row:
+        """The answer; {"error": why} if there is none within `limit` seconds."""
+        if self.process is None:
+            self.start()
+        try:
+            self.connection.send((method, args))
+            if self.connection.poll(limit):
+                answer: Row = self.connection.recv()
+                if "error" in answer:
+                    log(f"{self.peer}: {self._said()}")
+                    if "CUDA error" in self._said():  # which stays
+                        self.close()
+                return answer
+            why = f"{method}: {LATE} {limit:.0f} s"
+        except (EOFError, OSError):
+            self.process.join(5)
+            why = f"{method}: ended with exit code {self.process.exitcode}: {last_line(self._said())}"
+        log(f"{self.peer}: {why}: {self._said()}")
+        self.close()
+        return {"error": why}
+
+    def _said(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.connection.close()
+        self.process = None
+
+
+def cells(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Shapes and token counts, most tokens first: a peer that tunes once per width tunes where it matters."""
+    for shape in given.shapes:
+        for tokens in sorted(given.tokens, reverse=True):
+            yield shape, tokens
+
+
+def layers(given: argparse.Namespace) -> None:
+    os.environ |= CACHES
+    began = time.monotonic()
+    result = about(given)
+
+    def left() -> float:
+        return float(given.total) - (time.monotonic() - began)
+
+    with tempfile.TemporaryDirectory() as folder:
+        processes = {peer: Process(peer, given.device, Path(folder)) for peer in (*given.peers, REFERENCE)}
+        file, tried = str(Path(folder, "reference.pt")), dict[tuple[str, str], Row]()
+        try:
+            for process in processes.values():
+                process.start()
+            for shape, tokens in cells(given):
+                if left() < given.least:
+                    log(f"{shape}, {tokens} tokens: not started, {left():.0f} s of --total are left")
+                    continue
+                found = cell(given, processes, tried, shape, tokens, file, left)
+                result["layers"] += [shortened(row) for row in found]
+                result["seconds"] = round(time.monotonic() - began)
+                if given.out:
+                    write(result, [given.out])
+        finally:
+            for process in processes.values():
+                process.close()
+    print(markdown([result]), flush=True)
+
+
+def cell(
+    given: argparse.Namespace,
+    processes: dict[str, Process],
+    tried: dict[tuple[str, str], Row],
+    shape: str,
+    tokens: int,
+    file: str,
+    left: Callable[[], float],
+) -> list[Row]:
+    """Rows of all peers at a shape and number of tokens.
+
+    tried: (peer, shape) -> its last answer there; filled here. A peer that exceeded its limit is not asked again.
+    """
+    sizes = SHAPES[shape]
+    name = {"shape": shape, "sizes": list(sizes), "tokens": tokens}
+    name["rows an expert"] = tokens * sizes.arriving * sizes.top_k / sizes.experts
+    made = processes[REFERENCE].ask(given.limit, "prepare", shape, tokens, file)
+    reference_file = None if "error" in made else file
+    rows: dict[str, Row] = {}
+    for peer in given.peers:
+        process, last = processes[peer], tried.get((peer, shape), {"error": ""})
+        limit = max(10.0, min(given.first if "error" in last else given.limit, left()))
+        row = last if LATE in last.get("error", "") else process.ask(limit, "prepare", shape, tokens, reference_file)
+        if "out of memory" in row.get("error", "").lower():
+            for other in processes.values():
+                if other.process is not None:
+                    other.ask(given.limit, "release")
+            row = process.ask(limit, "prepare", shape, tokens, reference_file)
+        rows[peer] = name | {"peer": peer} | row
+        tried[peer, shape] = row
+        if "error" in made:
+            rows[peer].setdefault("note", f"no reference: {made['error']}")
+        log(f"{shape}, {tokens}: {peer} {json.dumps(shortened(row))}")
+    times: dict[str, list[float]] = {peer: [] for peer, row in rows.items() if "error" not in row}
+    for _ in range(given.rounds):
+        for peer in times:
+            if "error" not in rows[peer]:
+                row = processes[peer].ask(given.limit, "stretch", given.seconds)
+                times[peer] += [row["ms"]] if "ms" in row else []
+                rows[peer] |= {key: value for key, value in row.items() if key == "error"}
+    for peer, ms in times.items():
+        if ms:
+            median = statistics.median(ms)
+            rows[peer] |= {"ms": median, "spread": max(ms) / min(ms) - 1, "TF": sizes.flop(tokens) / median / 1e9}
+    for process in processes.values():
+        if process.process is not None:
+            process.ask(given.limit, "release")
+    log(f"{shape}, {tokens}: " + ", ".join(f"{peer} {row['ms']:.2f} ms" for peer, row in rows.items() if "ms" in row))
+    return list(rows.values())
+
+
+def compile_all(given: argparse.Namespace) -> None:
+    """Run a step of each peer at each shape, many at a time, so that later runs find compiled kernels."""
+
+    def one(task: tuple[str, str], logs: Path) -> None:
+        peer, shape = task
+        process, began = Process(peer, given.device, logs / shape.replace(" ", "_")), time.monotonic()
+        for tokens in sorted(given.tokens):
+            row = process.ask(given.total - (time.monotonic() - start), "prepare", shape, tokens, None)
+            log(f"{shape}, {tokens}: {peer} {time.monotonic() - began:.0f} s {json.dumps(shortened(row))}")
+        process.close()
+
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.processes) as pool:
+        for shape in given.shapes:
+            Path(folder, shape.replace(" ", "_")).mkdir()
+        tasks = [(peer, shape) for peer in given.peers for shape in given.shapes]
+        list(pool.map(functools.partial(one, logs=Path(folder)), tasks))
+
+
+def products(given: argparse.Namespace) -> None:
+    """GEMMs alone, operands ready: mxep, torch, DeepGEMM. Imports hydra, as the benches do."""
+    from benchmarks import peer_gemms
+
+    result = about(given) | {"layers": []}
+    for row in peer_gemms.measure([SHAPES[name] for name in given.shapes], given.shapes, given.tokens, result):
+        result.setdefault("products", []).append(shortened(row))
+        log(json.dumps(shortened(row)))
+        if given.out:
+            write(result, [given.out])
+    print(markdown([result]), flush=True)
+
+
+def about(given: argparse.Namespace) -> Row:
+    where = provenance(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), given.commit)
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            where["versions"][package] = importlib.metadata.version(package)
+    return {"what": "mxep and its peers, one GPU", **where, "layers": []}
+
+
+def log(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def table(given: argparse.Namespace) -> None:
+    results = [json.loads(file.read_text()) for file in given.files]
+    given.out.with_suffix(".md").write_text(markdown(results))
+    tokens = sorted({tokens for _, tokens in by_cell(results)})
+    if tokens:
+        given.out.with_suffix(".svg").write_text(picture(results, tokens[len(tokens) // 2]))
+
+
+def names_in(text: str) -> list[str]:
+    """Names with a semicolon between them."""
+    return [name.strip() for name in text.split(";")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(required=True)
+    run = argparse.ArgumentParser(add_help=False)
+    run.add_argument("--out", type=Path)
+    run.add_argument("--peers", type=names_in, default=list(PEERS), help="names, a semicolon between them")
+    run.add_argument("--shapes", type=names_in, default=[name for name in SHAPES if name != "tiny"])
+    run.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[1024, 4096, 16384])
+    run.add_argument("--seconds", type=float, default=0.3, help="of a stretch")
+    run.add_argument("--rounds", type=int, default=3)
+    run.add_argument("--first", type=float, default=200, help="seconds for a peer's first steps at a shape")
+    run.add_argument("--limit", type=float, default=90, help="seconds for any other answer")
+    run.add_argument("--total", type=float, default=540, help="seconds for all")
+    run.add_argument("--least", type=float, default=40, help="seconds that must be left to start a shape")
+    run.add_argument("--processes", type=int, default=8, help="of compile")
+    run.add_argument("--device", default="cuda")
+    run.add_argument("--commit", help="the code's version, where there is no git")
+    for action in (layers, products, compile_all):
+        actions.add_parser(action.__name__.partition("_")[0], parents=[run]).set_defaults(action=action)
+    shown = actions.add_parser("table")
+    shown.add_argument("files", type=Path, nargs="+")
+    shown.add_argument("--out", type=Path, required=True)
+    shown.set_defaults(action=table)
+    given = parser.parse_args(argv)
+    for known, asked in ((PEERS, getattr(given, "peers", [])), (SHAPES, getattr(given, "shapes", []))):
+        if unknown := [name for name in asked if name not in known]:
+            parser.error(f"expected some of {'; '.join(known)}, got {'; '.join(unknown)}")
+    given.action(given)
+
+
+if __name__ == "__main__":
+    main()
