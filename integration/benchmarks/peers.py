@@ -229,9 +229,11 @@ class Process:
 
 
 def cells(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Shapes and token counts, most tokens first: a peer that tunes once per width tunes where it matters."""
+    """Shapes and token counts, the middle one first: Liger tunes its kernels once per width, at the first count."""
+    counts = sorted(given.tokens)
+    counts.insert(0, counts.pop(len(counts) // 2))
     for shape in given.shapes:
-        for tokens in sorted(given.tokens, reverse=True):
+        for tokens in counts:
             yield shape, tokens
 
 
