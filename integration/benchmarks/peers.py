@@ -12,7 +12,7 @@ layers: each peer has one process for the whole run. Each shape and number of to
 
     reference   one process computes it in fp64 and writes it to a file
     prepare     each peer makes the same inputs from the same seed, compiles, runs, and reports SNR and memory
-    stretch     all peers are timed in turn, `rounds` times
+    stretch     all peers are timed in turn, `rounds` times, in shuffled orders
 
 A peer that exceeds its limit is ended, and its row says so. The JSON file is written after each number of tokens.
 """
@@ -28,6 +28,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -300,8 +301,8 @@ def cell(
             rows[peer].setdefault("note", f"no reference: {made['error']}")
         log(f"{shape}, {tokens}: {peer} {json.dumps(shortened(row))}")
     times: dict[str, list[float]] = {peer: [] for peer, row in rows.items() if "error" not in row}
-    for _ in range(given.rounds):
-        for peer in times:
+    for turn in range(given.rounds):
+        for peer in random.Random(turn).sample(list(times), len(times)):  # other neighbours, other heat
             if "error" not in rows[peer]:
                 row = processes[peer].ask(given.limit, "stretch", given.seconds)
                 times[peer] += [row["ms"]] if "ms" in row else []
