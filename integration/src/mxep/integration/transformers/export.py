@@ -5,6 +5,7 @@
                 modelopt             X.weight E4M3, X.weight_scale u8                          vLLM, SGLang
                 compressed-tensors   X.weight E4M3, X.weight_scale u8                          vLLM
     mxfp4       mxfp4 (gpt-oss)      X_blocks u8 (E, N, K/32, 16), X_scales u8                 transformers, both
+                deepseek-v4          X.weight i8 (N, K/2), X.scale e8m0, of that model alone   transformers, both
                 compressed-tensors   X.weight_packed u8 (N, K/2), X.weight_scale u8            transformers, vLLM
     fp8_block   fp8                  X.weight E4M3, X.weight_scale_inv fp32, one for 128x128   transformers, both
 
@@ -55,7 +56,7 @@ from .versions import ALL_EXPERTS_FUNCTIONS
 Format = Literal["mxfp8", "mxfp4", "fp8_block"]
 LAYOUTS = {
     "mxfp8": ("mxfp8", "modelopt", "compressed-tensors"),
-    "mxfp4": ("mxfp4", "compressed-tensors"),
+    "mxfp4": ("mxfp4", "deepseek-v4", "compressed-tensors"),
     "fp8_block": ("fp8",),
 }
 BLOCK_FP8 = (128, 128)
@@ -98,7 +99,8 @@ def save_quantized(
     if folder.is_dir() and any(folder.glob("*.safetensors")):
         raise ValueError(f"save_quantized: expected a folder without safetensors, got {folder}")
     with _conversions(model) as converters:
-        layout = _layout(fmt, layout, [name for name in held if not _is_apart(name, converters)])
+        stacked = [name for name in held if not _is_apart(name, converters)]
+        layout = _layout(fmt, layout, stacked, is_v4=model.config.model_type == "deepseek_v4")
         for name, (module, each) in held.items():
             n, k = getattr(module, each).shape[-1 if module.is_transposed else -2], _inputs(module, each)
             if k % BLOCK:
@@ -150,10 +152,12 @@ def _is_apart(name: str, converters: list[WeightConverter]) -> bool:
     return False
 
 
-def _layout(fmt: str, layout: str | None, stacked: list[str]) -> str:
+def _layout(fmt: str, layout: str | None, stacked: list[str], *, is_v4: bool) -> str:
     if stacked and fmt != "mxfp4":
         raise ValueError(f"save_quantized: expected fmt mxfp4 for {stacked[0]}, stored stacked as gpt-oss's, got {fmt}")
-    possible = [each for each in LAYOUTS[fmt] if (each == "mxfp4") is bool(stacked)]
+    possible = [
+        each for each in LAYOUTS[fmt] if (each == "mxfp4") is bool(stacked) and (each != "deepseek-v4" or is_v4)
+    ]
     if layout is not None and layout not in possible:
         raise ValueError(f"layout: expected {' or '.join(possible)} for {fmt} of this model, got {layout!r}")
     return layout or possible[0]
@@ -239,6 +243,8 @@ def _stored(name: str, x: MXTensor | BlockFP8, layout: str) -> dict[str, Tensor]
     packed = x.qdata.view(torch.uint8)
     if layout == "mxfp4":
         return {f"{name}_blocks": packed.unflatten(-1, (-1, BLOCK // 2)), f"{name}_scales": scale}
+    if layout == "deepseek-v4":
+        return {name: packed.view(torch.int8), f"{name.removesuffix('weight')}scale": x.scale}
     return {f"{name}_packed": packed, f"{name}_scale": scale}
 
 
@@ -284,6 +290,8 @@ class _Writer:
 def _write_config(model: Any, folder: Path, layout: str, fmt: str, plain: list[str]) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    if layout == "deepseek-v4":
+        config.expert_dtype = "fp4"
     config.quantization_config = _quantization(layout, fmt, plain)
     config.save_pretrained(folder)
     if layout == "modelopt":
@@ -302,7 +310,9 @@ def _quantization(layout: str, fmt: str, plain: list[str]) -> dict[str, Any]:
     if layout == "mxfp8":
         block = {"scale_fmt": "ue8m0", "weight_block_size": [1, BLOCK]}
         return {"quant_method": "mxfp8", **deepseek, **block, "ignored_layers": plain}
-    if layout == "fp8":
+    if layout == "deepseek-v4":
+        deepseek |= {"scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+    if layout in ("fp8", "deepseek-v4"):
         return {"quant_method": "fp8", **deepseek, "weight_block_size": [*BLOCK_FP8], "modules_to_not_convert": plain}
     if layout == "modelopt":
         group = {"dynamic": False, "num_bits": 8, "type": "float", "group_size": BLOCK}
