@@ -26,5 +26,6 @@ Scripts, `python integration/benchmarks/NAME.py`, each with its command in its d
     memory_table  what a layer holds, for docs/guides/dispatchers.md
     parity        runs of task=train, in one file
     peers         layers and GEMMs of peers and of mxep, each in its own process (docs/lab/peers.md)
+    step          a whole training step with its optimizer, in TFLOP/s as NVIDIA counts them
     titan         torchtitan 0.2's trainer with its experts and with mxep's
 """

@@ -51,7 +51,7 @@ def compiled(fn: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(fn)
     def call(*tensors: Tensor) -> T:
-        if not tensors[0].is_cuda:
+        if not tensors[0].is_cuda or torch.compiler.is_compiling():  # then it is part of that graph
             return fn(*tensors)
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -43,15 +43,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from mxep.comms import Capacity
 from mxep.ep import parameter_groups
-from mxep.ep.shares import local_tensor, local_weight
+from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe
 from mxep.integration.collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from mxep.integration.flops import flops_per_token
@@ -64,10 +63,10 @@ from mxep.integration.transformers.layer import layers
 from mxep.integration.transformers.optimize import CAUSAL, multiply_by
 from mxep.integration.transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
 
-from .baseline import BaselineLayer
 from .layer import GIB, memory_of
 from .names import MODELS
 from .runner import Bench, models, table
+from .step import all_to_all_experts, baseline_experts
 from .timer import Alternative, Timer, failure
 
 BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
@@ -170,7 +169,7 @@ class Subject:
         limits: dict[str, Any] = {"max_tokens": shape.tokens, "capacity": Capacity.factor(CAPACITY)}
         for recipe in RECIPES:
             register(Implementation(f"bench mxep {recipe}", Recipe.named(recipe), **limits))
-        ALL_EXPERTS_FUNCTIONS.register(f"bench {BASELINE}", _baseline)
+        ALL_EXPERTS_FUNCTIONS.register(f"bench {BASELINE}", baseline_experts)
         ALL_EXPERTS_FUNCTIONS.register(f"bench {PLAIN}", lambda experts, hidden_states, *_: hidden_states)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=CAUSAL)
@@ -179,7 +178,9 @@ class Subject:
             expert_parallel(model, mesh, "bench mxep bf16")
             if own_expert_parallel is not None:
                 alone = init_device_mesh(rank.device.type, (rank.world_size, 1), mesh_dim_names=("ep", "tp"))["tp"]
-                ALL_EXPERTS_FUNCTIONS.register(f"bench {TRANSFORMERS}", functools.partial(_all_to_all, mesh, alone))
+                ALL_EXPERTS_FUNCTIONS.register(
+                    f"bench {TRANSFORMERS}", functools.partial(all_to_all_experts, mesh, alone)
+                )
         model.to_empty(device=rank.device)
         for buffer in model.buffers():
             buffer.zero_()
@@ -296,29 +297,3 @@ def _compile(module: Any, device: torch.device) -> Any:
     if device.type == "cuda":
         module.forward = torch.compile(module.forward)  # without transformers' hooks, which break a graph
     return module
-
-
-def _baseline(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The baseline in a module's place, which keeps it."""
-    w13, w2 = local_weight(experts.gate_up_proj), local_weight(experts.down_proj)
-    layer = experts.__dict__.get("_baseline")
-    if layer is None:
-        group = dist.group.WORLD if len(w13) < experts.num_experts else None
-        layer = experts.__dict__["_baseline"] = BaselineLayer(w13, w2, group=group)
-    layer.w13, layer.w2 = w13, w2
-    out: Tensor = layer(hidden_states, top_k_index.int(), top_k_weights.float())
-    layer.w13 = layer.w2 = None  # which would keep a graph
-    return out
-
-
-def _all_to_all(
-    ep: DeviceMesh, tp: DeviceMesh, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """transformers' own expert parallelism, on the experts that are here. tp: of this rank alone."""
-    here = copy.copy(experts)
-    here.__dict__["_parameters"] = {name: local_weight(weight) for name, weight in experts.named_parameters()}
-    here.num_experts = len(here.down_proj)
-    exchange = own_expert_parallel.AllToAllEP(here, ep, tp)
-    exchange.experts_forward = functools.partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], here)
-    out: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
-    return out.to(hidden_states.dtype)

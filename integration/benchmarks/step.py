@@ -1,0 +1,435 @@
+"""A whole training step of Qwen3-30B-A3B cut to N layers: micro-batches, clipping, AdamW; NVIDIA's count of FLOPs.
+
+    python integration/benchmarks/step.py --layers 4 8 --kinds baseline "mxep_mxfp8 + optimize" --out FILE.json
+    torchrun --nproc-per-node 2 integration/benchmarks/step.py --layers 8 16 --out FILE.json
+
+A kind is experts, and what is done to the rest of the model:
+
+    baseline      baseline.BaselineLayer            transformers   its own grouped_mm
+    mxep_RECIPE   mxep, each weight quantized once a step
+    + optimize    mxep.integration.transformers.optimize: loss in chunks, causal SDPA, decoder layers compiled
+    + linears     attention's projections in MXFP8 too (with + optimize)
+
+Without "+ optimize" all is as transformers has it, SDPA with its check of the mask. Parameters are bf16. Several GPUs:
+experts over all ranks (EP), the rest sharded by FSDP2 and gathered once a step. BaselineLayer reads sizes on the host
+there, so "+ optimize" of other experts than mxep's compiles attention and norms alone.
+
+Weights are random, so routing is nearly balanced. Batches differ from micro-batch to micro-batch. Labels are the ids.
+
+ms            a step: median; min and max beside it in JSON
+TFLOP/s       of a GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
+peak GiB      most memory of a rank, states included
+shares        of a step: kernels of one profiled step, by name and by the autograd node that launched them, over `ms`;
+              `idle`: what is left of `ms`. Kernels that overlap count each
+t(48)         t(N2) + (48 - N2) (t(N2) - t(N1)) / (N2 - N1), for two numbers of layers; the optimizer is scaled with it
+
+Weights, gradients and moments take 5.0 GB a layer, and 5.0 GB for head and embedding; with --moments fp32 7.5 GB each;
+kept quantized weights 1.25 GB a layer. Over two GPUs each has half. By that 8 layers fit one GPU of 80 GB, and 16 two;
+with fp32 moments 6 and 12.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import gc
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.baseline import BaselineLayer
+from mxep.comms import Capacity
+from mxep.ep import clip_grad_norm_, parameter_groups
+from mxep.ep.shares import local_tensor, local_weight
+from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
+from mxep.integration.flops import count_name, flops_per_token
+from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register
+from mxep.integration.transformers.layer import layers
+from mxep.integration.transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
+
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+CAPACITY = 2.0  # times the balanced load of a rank
+KINDS = ("baseline", "baseline + optimize", "transformers", "mxep_bf16", "mxep_mxfp8", "mxep_bf16 + optimize")
+KINDS += ("mxep_mxfp8 + optimize", "mxep_mxfp8 + optimize + linears")
+SIZES: dict[str, dict[str, int]] = {
+    "qwen3": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+              "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936},
+    "tiny": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+             "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512},
+}  # fmt: skip
+SHARES = {
+    "optimizer, clip, accumulation": r"Optimizer\.step|AccumulateGrad|\bclip\b|adamw|multi_tensor",
+    "communication": r"nccl|^(dispatch|combine|barrier|put|meet|sum_arrived|stage_sums|read_tables)_kernel",
+    "attention": r"flash|fmha|sdpa|cudnn.*attention|ScaledDotProduct|attention_",
+    "head and loss": r"head and loss|LinearCrossEntropy|NllLoss|LogSoftmax|nll_loss|log_softmax",
+    "experts GEMM": r"^grouped_(mm|wgrad)_kernel|[Gg]rouped_?[Mm]m|GroupedGemm|GroupProblem",
+    "experts other": r"^(?!triton_)\w+_kernel$|mxep::|BaselineLayer|_Spread|_Take|_Weigh|experts other",
+    "linears": r"gemm|nvjet|cutlass|xmma|MmBackward|aten::mm|aten::linear",
+}
+"""Share of a step -> what is in the names of its kernels, or of what launched them. The first that matches; else
+"norms, element-wise". MXFP8 linears run the experts' GEMM kernels and count there; an eager head's GEMMs are linears.
+"""
+
+
+def baseline_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The baseline in a module's place, which keeps it."""
+    w13, w2 = local_weight(experts.gate_up_proj), local_weight(experts.down_proj)
+    layer = experts.__dict__.get("_baseline")
+    if layer is None:
+        group = dist.group.WORLD if len(w13) < experts.num_experts else None
+        layer = experts.__dict__["_baseline"] = BaselineLayer(w13, w2, group=group)
+    layer.w13, layer.w2 = w13, w2
+    out: Tensor = layer(hidden_states, top_k_index.int(), top_k_weights.float())
+    layer.w13 = layer.w2 = None  # which would keep a graph
+    return out
+
+
+def all_to_all_experts(
+    ep: DeviceMesh, tp: DeviceMesh, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' own expert parallelism, on the experts that are here. tp: of this rank alone."""
+    here = copy.copy(experts)
+    here.__dict__["_parameters"] = {name: local_weight(weight) for name, weight in experts.named_parameters()}
+    here.num_experts = len(here.down_proj)
+    exchange = own_expert_parallel.AllToAllEP(here, ep, tp)
+    exchange.experts_forward = functools.partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], here)
+    out: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
+    return out.to(hidden_states.dtype)
+
+
+class AdamWFP32(torch.optim.Optimizer):
+    """AdamW of bf16 parameters with fp32 moments, which torch's has only for fp32 parameters: a kernel a parameter."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            corrections = torch.tensor([1 - 0.9 ** group["steps"], 1 - 0.95 ** group["steps"]], dtype=torch.float32)
+            for p in group["params"]:
+                weight, grad = local_tensor(p).view(-1), local_tensor(p.grad).view(-1)
+                state = self.state[p]
+                if not state:
+                    state |= {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+                run = _compiled_adamw if weight.is_cuda else _adamw
+                corrections = corrections.to(weight.device)
+                run(
+                    weight, grad, state["exp_avg"], state["exp_avg_sq"], corrections, group["lr"], group["weight_decay"]
+                )
+
+
+def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, corrections: Tensor, lr: float, decay: float) -> None:
+    grad = g.float()
+    m.lerp_(grad, 0.1)
+    v.lerp_(grad * grad, 0.05)
+    update = m / corrections[0] / ((v / corrections[1]).sqrt() + 1e-8)
+    w.copy_(w.float() * (1 - lr * decay) - lr * update)
+
+
+_compiled_adamw = torch.compile(_adamw, dynamic=True)
+
+
+class Subject:
+    """A model of one kind, its optimizer and its batches."""
+
+    def __init__(self, kind: str, depth: int, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device, self.kind = args, device, kind
+        experts, *rest = kind.split(" + ")
+        self.config = Qwen3MoeConfig(
+            **SIZES[args.sizes], num_hidden_layers=depth, norm_topk_prob=True, tie_word_embeddings=False,
+            max_position_embeddings=args.length, experts_implementation="eager", attn_implementation="sdpa",
+        )  # fmt: skip
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+        mesh = init_device_mesh(device.type, (RANKS,))
+        name = self._implementation(experts, mesh)
+        if RANKS > 1:
+            expert_parallel(model, mesh, name if experts.startswith("mxep") else "step mxep_bf16")
+        model.to_empty(device=device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(self.config).to(device)
+        torch.manual_seed(RANK)
+        with torch.no_grad():
+            for each, weight in model.named_parameters():
+                if weight.dim() == 1:
+                    weight.fill_(1.0)
+                else:
+                    std = 1.0 if "embed_tokens" in each else weight.shape[-1] ** -0.5
+                    local_tensor(weight).normal_(std=std)
+        if RANKS > 1:
+            for each, weight in model.named_parameters():
+                if ".experts." not in each:
+                    dist.broadcast(weight.detach(), 0)
+        model.config._experts_implementation = name
+        model.train()
+        self.changed: dict[str, str] = {}
+        if "optimize" in rest:
+            whole = RANKS == 1 or experts.startswith("mxep")
+            linears = "mxfp8" if "linears" in rest else None
+            how: dict[str, Any] = {"loss_rows": args.loss_rows, "head_gradient": getattr(torch, args.head_gradient)}
+            self.changed = optimize(model, experts=None, linears=linears, attention="causal", compile=whole, **how)
+            for layer in () if whole else model.model.layers:
+                for part in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
+                    part.forward = torch.compile(part.forward)
+        if RANKS > 1:
+            alone = {weight for each, weight in model.named_parameters() if ".experts." in each}
+            for module in (*model.model.layers, model):
+                fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=alone)
+        self.model = model
+        kwargs: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.1}
+        if args.moments == "fp32":
+            self.optimizer: torch.optim.Optimizer = AdamWFP32(parameter_groups(model), **kwargs)
+        else:
+            self.optimizer = torch.optim.AdamW(parameter_groups(model), fused=True, betas=(0.9, 0.95), **kwargs)
+        self.once = contextlib.nullcontext if not experts.startswith("mxep") else quantize_weights_once
+        if args.after_step and experts.startswith("mxep"):
+            quantize_after_step(self.optimizer)
+            self.once = contextlib.nullcontext
+        shape = args.micro_batches, args.tokens // args.length, args.length
+        self.ids = torch.randint(self.config.vocab_size, shape, device=device, dtype=torch.int64)
+
+    def _implementation(self, experts: str, mesh: DeviceMesh) -> str:
+        limits: dict[str, Any] = {"max_tokens": self.args.tokens}
+        if RANKS > 1:
+            limits["capacity"] = Capacity.factor(CAPACITY)
+        for recipe in {"bf16", experts.removeprefix("mxep_") if experts.startswith("mxep_") else "bf16"}:
+            register(Implementation(f"step mxep_{recipe}", Recipe.named(recipe), **limits))
+        ALL_EXPERTS_FUNCTIONS.register("step baseline", baseline_experts)
+        if experts == "transformers" and RANKS > 1:
+            if own_expert_parallel is None:
+                raise NotImplementedError("transformers' experts on several ranks: expected transformers 5.23 or newer")
+            alone = init_device_mesh(self.device.type, (RANKS, 1), mesh_dim_names=("ep", "tp"))["tp"]
+            ALL_EXPERTS_FUNCTIONS.register("step transformers", functools.partial(all_to_all_experts, mesh, alone))
+        return "grouped_mm" if experts == "transformers" and RANKS == 1 else f"step {experts}"
+
+    def step(self) -> Tensor:
+        """A whole step; the mean loss."""
+        model, args = self.model, self.args
+        items = args.micro_batches * args.tokens
+        total = torch.zeros((), device=self.device, dtype=torch.float32)
+        with self.once():
+            for i, ids in enumerate(self.ids):
+                if RANKS > 1:
+                    last = i == args.micro_batches - 1
+                    model.set_requires_gradient_sync(last)
+                    model.set_reshard_after_backward(last)
+                    model.set_is_last_backward(last)
+                loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=items).loss
+                loss.backward()
+                total += loss.detach()
+        if self.kind.startswith("mxep"):
+            check(model)
+        with torch.profiler.record_function("clip"):
+            clip_grad_norm_(model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def close(self) -> None:
+        for _, layer in layers(self.model):
+            layer.dispatcher.close()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    if RANKS > 1:
+        dist.barrier()
+
+
+def measure(kind: str, depth: int, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Figures of a kind. Collective."""
+    began = time.perf_counter()
+    subject = Subject(kind, depth, args, device)
+    try:
+        losses = [float(subject.step()) for _ in range(args.warm_up)]
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times: list[float] = []
+        ready = time.perf_counter() - began
+        while len(times) < 3 or (sum(times) < args.seconds and len(times) < 100):
+            synchronize(device)
+            start = time.perf_counter()
+            subject.step()
+            synchronize(device)
+            times.append(_slowest(time.perf_counter() - start, device))
+        ms, tokens = 1e3 * statistics.median(times), args.micro_batches * args.tokens
+        flops = sum(flops_per_token(subject.config, args.length).values())
+        row: dict[str, Any] = {"kind": kind, "layers": depth, "ranks": RANKS, "ms": round(ms, 2)}
+        row |= {"min ms": round(1e3 * min(times), 2), "max ms": round(1e3 * max(times), 2), "steps": len(times)}
+        row |= {"tokens/s a GPU": round(tokens / ms * 1e3, 1), "TFLOP/s a GPU": round(tokens * flops / ms / 1e9, 1)}
+        row |= {"count": count_name(subject.config, args.length), "losses": losses, "optimize": subject.changed}
+        if device.type == "cuda":
+            row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        row["seconds until timed"] = round(ready, 1)
+        if args.profile:
+            row["shares"] = shares(subject.step, ms, device)
+        return row
+    finally:
+        subject.close()
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    if RANKS == 1:
+        return seconds
+    value = torch.tensor(seconds, device=device, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def shares(step: Callable[[], object], ms: float, device: torch.device) -> dict[str, Any]:
+    """Shares by part of a step that takes `ms` without a profiler."""
+    on_gpu = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
+    step()
+    synchronize(device)
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        synchronize(device)
+    spent: dict[tuple[str, str], float] = {}  # of (kernel, part): us
+    seen: dict[str, float] = {}  # of a kernel, what its launcher is known of
+    intervals, total = [], dict[str, float]()
+    for event in profile.events():
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            name = str(event.name)
+            if event.is_user_annotation:
+                continue
+            intervals.append((event.time_range.start, event.time_range.end))
+            total[name] = total.get(name, 0.0) + event.time_range.elapsed_us()
+        elif not on_gpu and not event.cpu_children:
+            intervals.append((event.time_range.start, event.time_range.end))
+            total[event.name] = total.get(event.name, 0.0) + event.time_range.elapsed_us()
+        for kernel in event.kernels:
+            part = part_of(kernel.name, *_ancestors(event))
+            spent[kernel.name, part] = spent.get((kernel.name, part), 0.0) + kernel.duration
+            seen[kernel.name] = seen.get(kernel.name, 0.0) + kernel.duration
+    for name, us in total.items():  # graphs' kernels have no launcher
+        if (rest := us - seen.get(name, 0.0)) > 0:
+            part = part_of(name)
+            spent[name, part] = spent.get((name, part), 0.0) + rest
+    busy, until = 0.0, -float("inf")
+    for start, stop in sorted(intervals):
+        busy += max(0.0, stop - max(start, until))
+        until = max(until, stop)
+    found = dict.fromkeys((*SHARES, "norms, element-wise"), 0.0)
+    for (_, part), us in spent.items():
+        found[part] += us
+    found["idle"] = 1e3 * ms - busy
+    longest = sorted(spent.items(), key=lambda item: -item[1])[:25]
+    return {part: round(us / 1e3 / ms, 4) for part, us in found.items()} | {
+        "longest, ms": {f"{part}: {name[:90]}": round(us / 1e3, 3) for (name, part), us in longest}
+    }
+
+
+def part_of(*names: str) -> str:
+    """The part of a step that a kernel belongs to, by its name and those of what launched it."""
+    for part, pattern in SHARES.items():
+        if any(re.search(pattern, name) for name in names):
+            return part
+    return "norms, element-wise"
+
+
+def _ancestors(event: Any) -> Iterator[str]:
+    while event is not None:
+        yield str(event.name)
+        event = event.cpu_parent
+
+
+def extrapolated(rows: list[dict[str, Any]], tokens: int, length: int, sizes: str, depth: int = 48) -> list[str]:
+    """A line for each kind measured at two numbers of layers: what `depth` layers would take."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        at = sorted((row["layers"], row["ms"]) for row in rows if row["kind"] == kind and "ms" in row)
+        if len(at) >= 2:
+            (few, first), (many, last) = at[-2:]
+            ms = last + (depth - many) * (last - first) / (many - few)
+            config = Qwen3MoeConfig(**SIZES[sizes], num_hidden_layers=depth)
+            flops = sum(flops_per_token(config, length).values())
+            rate = f"{tokens * flops / ms / 1e9:.1f} TFLOP/s, {tokens / ms * 1e3:.0f} tokens/s a GPU"
+            lines.append(f"{kind}: t({depth}) = {ms:.1f} ms, {rate}, from {few} and {many} layers")
+    return lines
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS))
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch and rank")
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps a kind, three at least")
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--moments", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--loss-rows", type=int, default=4096)
+    parser.add_argument("--head-gradient", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--after-step", action="store_true", help="quantize_after_step, not within the micro-batches")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--sizes", choices=tuple(SIZES), default="qwen3")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(given)
+    if args.tokens % args.length:
+        parser.error(f"--tokens: expected a multiple of --length {args.length}, got {args.tokens}")
+    for kind in args.kinds:
+        if not re.fullmatch(r"(baseline|transformers|mxep_\w+)( \+ optimize( \+ linears)?)?", kind):
+            parser.error(f"--kinds: expected as one of {', '.join(KINDS)}, got {kind!r}")
+    return args
+
+
+def main(given: list[str] | None = None) -> list[dict[str, Any]]:
+    args, device = arguments(given), torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if RANKS > 1 and not dist.is_initialized():
+        dist.init_process_group(device_id=device if device.type == "cuda" else None)
+    elif not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows: list[dict[str, Any]] = []
+    about: dict[str, Any] = {"torch": torch.__version__, "arguments": vars(args) | {"out": str(args.out)}}
+    about["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    about["commit"] = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    for depth in args.layers:
+        for kind in args.kinds:
+            torch._dynamo.reset()
+            try:
+                row = measure(kind, depth, args, device)
+            except (torch.OutOfMemoryError, NotImplementedError) as error:
+                row = {"kind": kind, "layers": depth, "error": str(error).partition("\n")[0]}
+            rows.append(row)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            if RANK == 0:
+                print(json.dumps(row), flush=True)
+                if args.out:
+                    args.out.write_text(json.dumps(about | {"rows": rows}, indent=1))
+    tokens = args.micro_batches * args.tokens
+    if RANK == 0:
+        print(*extrapolated(rows, tokens, args.length, args.sizes), sep="\n", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()
