@@ -157,10 +157,10 @@ class Subject:
         experts, *rest = kind.split(" + ")
         self.config = Qwen3MoeConfig(
             **SIZES[args.sizes], num_hidden_layers=depth, norm_topk_prob=True, tie_word_embeddings=False,
-            max_position_embeddings=args.length, experts_implementation="eager", attn_implementation="sdpa",
+            max_position_embeddings=args.length,
         )  # fmt: skip
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+            model: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16, attn_implementation="sdpa")
         mesh = init_device_mesh(device.type, (RANKS,))
         name = self._implementation(experts, mesh)
         if RANKS > 1:
@@ -311,7 +311,7 @@ def shares(step: Callable[[], object], ms: float, device: torch.device) -> dict[
     for event in profile.events():
         if event.device_type != torch.autograd.DeviceType.CPU:
             name = str(event.name)
-            if event.is_user_annotation:
+            if getattr(event, "is_user_annotation", False):
                 continue
             intervals.append((event.time_range.start, event.time_range.end))
             total[name] = total.get(name, 0.0) + event.time_range.elapsed_us()
