@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import step
+from ranks import Context, distributed
 
 TINY = ("--sizes", "tiny", "--layers", "1", "--micro-batches", "2", "--tokens", "64", "--length", "32")
 QUICK = ("--seconds", "0.01")
@@ -111,3 +112,14 @@ def test_it_is_a_script_that_runs_optimized_kinds_without_hydra(tmp_path: Path) 
     assert done.returncode == 0, done.stderr[-3000:]
     assert all("ms" in row and row["optimize"]["compile"] for row in rows)
     assert len(rows) == 2
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_two_ranks_with_fsdp2_take_steps_of_the_same_losses(ctx: Context, tmp_path: Path) -> None:
+    step.RANK, step.RANKS = ctx.rank, ctx.world_size
+    kinds = "baseline", "mxep_mxfp8", "baseline + optimize", "mxep_mxfp8 + optimize"
+    rows = step.main([*TINY, *QUICK, "--kinds", *kinds])
+    assert [row["kind"] for row in rows] == list(kinds)
+    for row in rows:
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=5e-3)
