@@ -7,10 +7,13 @@ Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and ot
 implementations of experts and, where transformers has expert parallelism of its own, of that.
 docs/guides/transformers.md is the page to paste from.
 
-Files: `implementation` and `layer` for the experts' forward, `frozen` for quantized experts, `quantized` and `export`
-for their checkpoints, `replay` for the routing of a rollout, `parallel` for expert parallelism, `optimize` and `loss`
-for what is not expert, `callback` and `checks` for a Trainer, `model` for the `mxep` command.
+Files: `implementation` and `layer` for the experts' forward, `frozen` for quantized experts, `lora` for PEFT's LoRA on
+experts, `quantized` and `export` for their checkpoints, `replay` for the routing of a rollout, `parallel` for expert
+parallelism, `optimize` and `loss` for what is not expert, `callback` and `checks` for a Trainer, `model` for the `mxep`
+command.
 """
+
+from importlib.util import find_spec
 
 from mxep.gemm import Recipe
 from mxep.gemm.auto import AUTO
@@ -55,6 +58,11 @@ for _recipe in _RECIPES:
     register(Implementation(f"mxep_{_recipe}", Recipe.named(_recipe)))
 
 register(Implementation("mxep_auto", AUTO))
+
+if find_spec("peft") is not None:
+    from .lora import MergeError, merge_and_freeze
+
+    __all__ += ["MergeError", "merge_and_freeze"]
 
 if hasattr(own_tensor_parallel, "MoeExpertsParallel"):  # other versions shard in other ways
     check_tensor_parallelism()

@@ -19,8 +19,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from mxep.ep.frozen import frozen_weight, register_frozen
@@ -117,17 +118,22 @@ def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: boo
             if shape[inputs] % BLOCK:
                 raise ValueError(f"{name}.{each}: expected input features in multiples of {BLOCK}, got {tuple(shape)}")
     for experts in found.values():
-        num_experts = experts.down_proj.shape[0]  # LongCat has rows for zero experts in gate_up_proj
-        mesh = experts.down_proj.device_mesh if isinstance(experts.down_proj, DTensor) else None
-        weights = {}
-        for each in weight_names(experts):
-            w = local_tensor(getattr(experts, each).data)[:num_experts]
-            weights[each] = freeze(w.mT.contiguous() if experts.is_transposed else w, fmt, folded=folded)
-        strip(experts)
-        for each, weight in weights.items():
-            register_frozen(experts, each, weight, mesh)
+        freeze_module(experts, fmt, folded=folded)
     keep_names(model)
     return list(found)
+
+
+def freeze_module(experts: Any, fmt: FrozenFormat, *, folded: bool = True) -> None:
+    """Freeze one module of experts in its place."""
+    num_experts = experts.down_proj.shape[0]  # LongCat has rows for zero experts in gate_up_proj
+    mesh = experts.down_proj.device_mesh if isinstance(experts.down_proj, DTensor) else None
+    weights = {}
+    for each in weight_names(experts):
+        w = local_tensor(getattr(experts, each).data)[:num_experts]
+        weights[each] = freeze(w.mT.contiguous() if experts.is_transposed else w, fmt, folded=folded)
+    strip(experts)
+    for each, weight in weights.items():
+        register_frozen(experts, each, weight, mesh)
 
 
 CONVERSIONS = "_mxep_conversions"
@@ -144,13 +150,41 @@ def keep_names(model: nn.Module) -> None:
         model._weight_conversions = []
 
 
+def own_names(model: nn.Module) -> None:
+    """Undo `keep_names`: the model has no frozen experts any more."""
+    kept = model.__dict__.pop(CONVERSIONS, None)
+    if model.__dict__.pop("_weight_conversions", None) is not None and kept is not None:
+        model._weight_conversions = kept
+
+
 def strip(experts: Any) -> None:
     """Take the weights out of a module of experts, whose class becomes that of frozen ones."""
     for name in weight_names(experts):
         del experts._parameters[name]
     experts.requires_grad_(False)  # biases
     experts.__class__ = _frozen_class(type(experts))  # type: ignore[arg-type]  # of mypy, a type is not Hashable
-    experts.is_transposed = False
+    experts.was_transposed, experts.is_transposed = experts.is_transposed, False
+    forget_layer(experts)
+
+
+def thaw(experts: Any, weights: dict[str, Tensor]) -> None:
+    """Give a frozen module its own class back, with weights (e, N, K) of this rank in bf16 that are not trained."""
+    stored = experts.down_proj_qdata
+    mesh = stored.device_mesh if isinstance(stored, DTensor) else None
+    for name in weight_names(experts):
+        for part in FrozenWeight.field_names:
+            del experts._parameters[f"{name}_{part}"]
+    experts.__class__ = type(experts).__bases__[1]
+    experts.is_transposed = experts.was_transposed
+    for name, w in weights.items():
+        w = (w.mT if experts.is_transposed else w).to(torch.bfloat16).contiguous()
+        w = w if mesh is None else DTensor.from_local(w, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(w, requires_grad=False))
+    forget_layer(experts)
+
+
+def forget_layer(experts: Any) -> None:
+    """Let the next forward find out again what the module computes."""
     layer = experts.__dict__.get(KEY)
     if layer is not None and not layer.parallel:
         del experts.__dict__[KEY]

@@ -135,19 +135,12 @@ def expert_parallel(
         if num_experts % mesh.size():
             raise ValueError(f"{name}: got {num_experts} experts, want a multiple of the {mesh.size()} ranks")
     adapters, everywhere = adapters_on_experts(model), mesh.size() == dist.get_world_size()
-    if adapters and not everywhere:
-        raise ValueError(
-            f"mesh: got {mesh.size()} of {dist.get_world_size()} ranks, want all for a model with adapters on experts: "
-            "nobody would average their gradients over the copies"
-        )
-    if adapters and torch.__version__ < "2.13":  # 2.12 was not tried
-        raise ValueError(
-            f"adapters on experts: got torch {torch.__version__}, want 2.13, for what PEFT does to DTensors"
-        )
+    if adapters:
+        check_adapters(mesh)
     for module in found.values():
         _spread(module, mesh, how, 1 / mesh.size() if gradient_reduction == "mean" else 1.0)
     for linear in adapters:
-        _replicate(linear, mesh)
+        replicate(linear, mesh)
     if everywhere:  # else copies want a reduction: DistributedDataParallel, which knows nothing of it, refuses DTensors
         leave_to_ranks(model)
     for part in model.modules():  # of a model that PEFT wraps, its own
@@ -186,7 +179,20 @@ def adapters_on_experts(model: nn.Module) -> list[nn.Linear]:
     return [linear for module in wrappers for pair in (module.lora_A, module.lora_B) for linear in pair.values()]
 
 
-def _replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
+def check_adapters(mesh: DeviceMesh) -> None:
+    """Raise ValueError if adapters on experts cannot be on each rank of the mesh."""
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh: got {mesh.size()} of {dist.get_world_size()} ranks, want all for a model with adapters on experts: "
+            "nobody would average their gradients over the copies"
+        )
+    if torch.__version__ < "2.13":  # 2.12 was not tried
+        raise ValueError(
+            f"adapters on experts: got torch {torch.__version__}, want 2.13, for what PEFT does to DTensors"
+        )
+
+
+def replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
     """PEFT adds the adapters' product to a weight, of which each rank then computes its share; so with gradients."""
     source = None if linear.weight.is_meta else 0
     whole = distribute_tensor(linear.weight.detach(), mesh, [Replicate()], src_data_rank=source)

@@ -1,0 +1,277 @@
+"""PEFT's LoRA on modules of experts, by low-rank GEMMs of each expert (`mxep.ep.lora`).
+
+    LoraConfig(r=16, target_modules=["q_proj", "v_proj"],
+               target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+
+PEFT's own layer adds B A to the weights of all experts in every forward. Frozen experts have no such weights, and PEFT
+would not find them. Importing this module registers `ExpertsLoraModel` as PEFT's LoRA: the same class, except for
+modules of experts. Configs, adapters, `save_pretrained` and `PeftModel.from_pretrained` are PEFT's, so an adapter loads
+with the frozen model, the bf16 model and plain PEFT.
+
+    in an adapter's file                     of                A                 B
+    X.experts.lora_A.weight, lora_B.weight   down_proj         (r E, in)         (out, r E)
+    X.experts.base_layer.lora_A.weight, ..   gate_up_proj      row e r + i       column i E + e
+
+    frozen experts              always low-rank
+    experts in bf16 or fp32     low-rank if mxep runs them on one rank, with both weights adapted by one active adapter
+                                of a rank that is a multiple of 8; else PEFT's own way
+
+E experts in all, e of them here, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import init_empty_weights
+from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftModel, PeftType
+from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.utils.other import _get_submodules, get_pattern_key
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from mxep.ep.lora import RANK_MULTIPLE, LoRAWeights
+from mxep.gemm.frozen import FrozenFormat
+
+from ..reference import snr
+from .frozen import FrozenExperts, freeze_module, own_names, thaw
+from .implementation import Implementation
+from .layer import KEY, is_experts, weight_names
+from .parallel import check_adapters, replicate
+from .versions import ALL_EXPERTS_FUNCTIONS
+
+
+class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
+    """PEFT's layer for one weight of a module of experts. The outermost of the two runs both. PEFT knows it by name."""
+
+    def _get_in_out_features(self, module: nn.Module) -> Any:
+        features = super()._get_in_out_features(module)
+        stored = module._parameters.get(f"{self.parameter_name}_qdata")
+        if stored is not None:
+            self.num_experts = stored.shape[0]  # of all ranks
+        return features
+
+    def update_layer(self, adapter_name: str, r: int, *args: Any, **kwargs: Any) -> None:
+        super().update_layer(adapter_name, r, *args, **kwargs)
+        mesh = _mesh(self.get_base_layer())
+        if mesh is not None:
+            for linear in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
+                replicate(linear, mesh)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        experts = self.get_base_layer()
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or not active or kwargs.get("adapter_names"):
+            return super().forward(x, *args, **kwargs)
+        if isinstance(experts, FrozenExperts):
+            return experts(x, *args, lora=self._weights(active), **kwargs)
+        run = self._low_rank(experts, active)
+        return (
+            super().forward(x, *args, **kwargs) if run is None else run(experts, x, *args, lora=self._weights(active))
+        )
+
+    def _low_rank(self, experts: Any, active: list[str]) -> Implementation | None:
+        """What runs experts that are not frozen with LoRA; None: PEFT adds B A to their weights."""
+        run = ALL_EXPERTS_FUNCTIONS.get(getattr(experts.config, "_experts_implementation", None), None)
+        layers = _wrappers(self)
+        if not isinstance(run, Implementation) or len(layers) < 2 or len(active) > 1 or self.merged:
+            return None
+        if any(layer.r[active[0]] % RANK_MULTIPLE or layer.get_param().requires_grad for layer in layers.values()):
+            return None
+        if len({layer.scaling[active[0]] for layer in layers.values()}) > 1:
+            return None
+        layer = experts.__dict__.get(KEY)
+        layer = run.layer_of(experts) if layer is None or layer.made_for is not run else layer
+        return None if layer.parallel or layer.activation is None else run
+
+    def _weights(self, active: list[str]) -> LoRAWeights:
+        if len(active) > 1:
+            raise ValueError(f"LoRA on frozen experts: expected one active adapter, got {active}: set_adapter(NAME)")
+        layers = _wrappers(self)
+        (gate_up, down), (name,) = (layers[each] for each in weight_names(self.get_base_layer())), active
+        if gate_up.scaling[name] != down.scaling[name]:
+            scales = gate_up.scaling[name], down.scaling[name]
+            raise ValueError(f"LoRA on frozen experts: expected one scaling for both weights, got {scales}")
+        return LoRAWeights(*gate_up.pair(name), *down.pair(name), scale=gate_up.scaling[name])
+
+    def pair(self, name: str) -> tuple[Tensor, Tensor]:
+        """A (e, r, in) and B (e, out, r) of this rank's experts."""
+        (A, share), (B, _) = (_local(each[name].weight, self.num_experts) for each in (self.lora_A, self.lora_B))
+        A = A.view(self.num_experts, -1, A.shape[1])[share]
+        return A, B.view(B.shape[0], -1, self.num_experts)[..., share].permute(2, 0, 1).contiguous()
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if isinstance(self.get_base_layer(), FrozenExperts):
+            raise ValueError(
+                "merge: expected experts that are not frozen: merge_and_unload() makes them bf16, and "
+                "mxep.integration.transformers.merge_and_freeze(model) quantizes them again"
+            )
+        super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+
+    @torch.no_grad()
+    def merged_weights(self, adapter_names: list[str] | None) -> dict[str, Tensor]:
+        """W + scaling B A (e, out, in) of both weights of frozen experts, fp32. Empty: there is nothing to merge."""
+        experts: Any = self.get_base_layer()
+        found: dict[str, Tensor] = {}
+        for name, layer in _wrappers(self).items():
+            for adapter in check_adapters_to_merge(layer, adapter_names):
+                if adapter in layer.lora_A:
+                    w = found[name] if name in found else getattr(experts, name).dequantize(torch.float32)
+                    A, B = layer.pair(adapter)
+                    found[name] = w.baddbmm_(B.float(), A.float(), alpha=layer.scaling[adapter])
+                    layer.merged_adapters.append(adapter)
+        return found
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        experts = self.get_base_layer()
+        if not isinstance(experts, FrozenExperts):
+            return super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)  # type: ignore[no-any-return]
+        if merge and (weights := self.merged_weights(adapter_names)):
+            if safe_merge and not all(w.isfinite().all() for w in weights.values()):
+                raise ValueError(f"merge_and_unload: expected finite weights, got NaN or infinity from {adapter_names}")
+            thaw(experts, weights)
+        return experts
+
+
+class ExpertsLoraModel(lora.LoraModel):  # type: ignore[misc]
+    """PEFT's LoRA, which also finds the weights of frozen experts (`target_parameters`)."""
+
+    def _prepare_model(self, peft_config: LoraConfig, model: nn.Module) -> None:
+        super()._prepare_model(peft_config, model)
+        for name, experts in _frozen(model):
+            if not (wanted := _targeted(peft_config, name, experts)):
+                continue
+            if len(wanted) < 2:
+                raise ValueError(
+                    f"target_parameters: expected both {' and '.join(weight_names(experts))} of {name}, whose weights "
+                    f"are frozen, got {wanted[0]}"
+                )
+            for each in wanted:
+                key = get_pattern_key(peft_config.rank_pattern.keys(), f"{name}.{each}")
+                rank = peft_config.rank_pattern.get(key, peft_config.r)
+                if rank % RANK_MULTIPLE:
+                    raise ValueError(
+                        f"r: expected a multiple of {RANK_MULTIPLE} for {name}.{each}, which is frozen, got {rank}"
+                    )
+            if (mesh := _mesh(experts)) is not None:
+                check_adapters(mesh)
+
+    def _inject_parameters(
+        self, peft_config: LoraConfig, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool
+    ) -> list[str]:
+        how = {"adapter_name": adapter_name, "low_cpu_mem_usage": low_cpu_mem_usage}
+        found = super()._inject_parameters(peft_config=peft_config, model=model, **how)
+        found = self.targeted_parameter_names if found is None else found  # None in PEFT 0.18
+        for name, experts in list(_frozen(model)):
+            for each in _targeted(peft_config, name, experts):
+                parent, outer, child = _get_submodules(model, name)
+                target = _wrappers(outer).get(each, outer)
+                with init_empty_weights() if low_cpu_mem_usage else nullcontext():
+                    self._create_and_replace(
+                        *(peft_config, adapter_name, target, child, parent),
+                        current_key=f"{name}.{each}",
+                        parameter_name=each,
+                    )
+                found.append(f"{name}.{each}")
+        return found  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _create_new_module(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+        base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if kwargs.get("parameter_name") is None and isinstance(base, FrozenExperts):
+            raise ValueError(
+                f"target_modules: expected no module of frozen experts, got {kwargs.get('target_name')}: name its "
+                f"weights in target_parameters, {[f'mlp.experts.{each}' for each in weight_names(base)]}"
+            )
+        if kwargs.get("parameter_name") is not None and is_experts(base):
+            kwargs.pop("device_map", None)
+            return ParamWrapper(target, adapter_name, config=lora_config, **kwargs)
+        return lora.LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs)  # type: ignore[no-any-return]
+
+    def _unload_and_optionally_merge(self, merge: bool = True, **kwargs: Any) -> nn.Module:
+        was_frozen = any(True for _ in _frozen(self.model))
+        model: nn.Module = super()._unload_and_optionally_merge(merge=merge, **kwargs)
+        if was_frozen and not any(True for _ in _frozen(model)):
+            own_names(model)
+        return model
+
+
+PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = ExpertsLoraModel
+
+
+class MergeError(NamedTuple):
+    """What quantizing a merged weight did to it.
+
+    snr: of the quantized weight against the merged one, dB. changed: the share of elements that are not what they were
+    before the merge. A small update of few changed elements is lost.
+    """
+
+    snr: float
+    changed: float
+
+
+def merge_and_freeze(model: PeftModel, fmt: FrozenFormat | None = None) -> tuple[Any, dict[str, MergeError]]:
+    """PEFT's `merge_and_unload` that quantizes frozen experts again, a layer after another: the model, and the error of
+    each weight by name.
+
+    fmt: "mxfp8" or "mxfp4"; default each weight's own. Raises ValueError without active adapters on frozen experts.
+    """
+    tuner, told = model.base_model, {}
+    for name, layer in list(tuner.model.named_modules()):
+        experts = layer.get_base_layer() if isinstance(layer, ParamWrapper) else None
+        if not isinstance(experts, FrozenExperts) or not (weights := layer.merged_weights(None)):
+            continue
+        before = {each: getattr(experts, each).dequantize() for each in weights}
+        format_: FrozenFormat = fmt or experts.down_proj.format
+        thaw(experts, weights)
+        freeze_module(experts, format_)
+        for each, w in weights.items():
+            after = getattr(experts, each).dequantize()
+            changed = float((after != before[each]).float().mean())
+            told[f"{name}.{each}"] = MergeError(snr(w, after.float()), changed)
+    if not told:
+        raise ValueError("merge_and_freeze: expected active adapters on frozen experts, got none: merge_and_unload()")
+    return model.merge_and_unload(), told
+
+
+def _wrappers(layer: nn.Module) -> dict[str, ParamWrapper]:
+    """The layers of a module of experts by the weight that each adapts, from the outermost on."""
+    found = {}
+    while isinstance(layer, lora.ParamWrapper):
+        found[layer.parameter_name] = layer
+        layer = layer.base_layer
+    return found
+
+
+def _frozen(model: nn.Module) -> Iterator[tuple[str, FrozenExperts]]:
+    """Frozen experts by the names that they have without PEFT's layers."""
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenExperts):
+            yield name.replace(".base_layer", ""), module
+
+
+def _targeted(config: LoraConfig, name: str, experts: FrozenExperts) -> list[str]:
+    """Weights of a module that `target_parameters` names."""
+    targets = config.target_parameters or ()
+    return [each for each in weight_names(experts) if any(f".{name}.{each}".endswith(f".{t}") for t in targets)]
+
+
+def _mesh(experts: nn.Module) -> DeviceMesh | None:
+    stored = experts._parameters.get("down_proj_qdata")
+    return stored.device_mesh if isinstance(stored, DTensor) else None
+
+
+def _local(weight: Tensor, num_experts: int) -> tuple[Tensor, slice]:
+    """A weight that every rank has whole, and this rank's experts. Gradients are summed over ranks."""
+    if not isinstance(weight, DTensor):
+        return weight, slice(num_experts)
+    mesh, here = weight.device_mesh, num_experts // weight.device_mesh.size()
+    first = here * mesh.get_local_rank()
+    return weight.to_local(grad_placements=[Partial()]), slice(first, first + here)
