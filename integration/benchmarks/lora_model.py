@@ -1,0 +1,212 @@
+"""LoRA of a whole model on one GPU, over experts that stay quantized: tokens/s and memory.
+
+    python integration/benchmarks/lora_model.py --model qwen3-30b --kinds mxfp8 mxfp4 --layers 48 --out FILE.json
+    python integration/benchmarks/lora_model.py --model qwen3-30b --kinds mxfp8 mxep_bf16 grouped_mm --layers 12
+
+Random weights of a published config. LoRA (PEFT, rank 16) on attention and on all experts, gradient checkpointing,
+AdamW on the adapters, one batch of --tokens in sequences of --length. Head and loss are computed in chunks of rows for
+all kinds (`optimize`), norms and RoPE are transformers' own, eager.
+
+    mxfp8, mxfp4     frozen experts, made quantized: bf16 of one expert at a time
+    mxep_bf16        experts in bf16, computed by mxep, LoRA by its low-rank GEMMs
+    grouped_mm       transformers' grouped_mm experts in bf16, LoRA by PEFT, which adds B A to the weights
+
+model GiB    after loading, adapters included
+peak GiB     most memory of a step
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import mxep.integration.transformers  # registers names, and LoRA on experts
+from mxep.ep.frozen import register_frozen
+from mxep.gemm import freeze
+from mxep.gemm.frozen import FORMATS
+from mxep.integration.transformers.frozen import keep_names, strip
+from mxep.integration.transformers.layer import is_experts, weight_names
+from mxep.quant import MXTensor, quantize
+
+GIB = 2**30
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3-30b": (
+        Qwen3MoeConfig,
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 768,
+            "vocab_size": 151936,
+        },
+    ),
+    "gpt-oss-120b": (
+        GptOssConfig,
+        {
+            "hidden_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 2880,
+            "vocab_size": 201088,
+        },
+    ),
+}
+
+
+def normal(*shape: int, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+
+
+def quantized(experts: int, n: int, k: int, fmt: str, device: torch.device) -> MXTensor:
+    """Random (experts, n, k) in `fmt`, quantized expert after expert."""
+    each = [quantize(normal(n, k, device=device), fmt=FORMATS[fmt]) for _ in range(experts)]
+    parts = (torch.stack([getattr(x, name).view(torch.uint8) for x in each]) for name in ("qdata", "scale"))
+    qdata, scale = parts
+    return MXTensor.from_qdata_and_scales(qdata.view(each[0].qdata.dtype), scale.view(each[0].scale.dtype))
+
+
+def build(config: Any, kind: str, device: torch.device) -> Any:
+    """The model on the device, its experts frozen where the kind is a format."""
+    name = kind if kind not in FORMATS else "mxep_mxfp8"
+    with torch.device("meta"):
+        how = {
+            "experts_implementation": name,
+            "attn_implementation": "sdpa" if "qwen" in config.model_type else "eager",
+        }
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **how)
+    for experts in [module for module in model.modules() if is_experts(module)] if kind in FORMATS else []:
+        weights = {}
+        for each in weight_names(experts):
+            e, *sizes = getattr(experts, each).shape
+            n, k = reversed(sizes) if experts.is_transposed else sizes
+            weights[each] = freeze(quantized(e, n, k, kind, device), kind)
+        strip(experts)
+        for each, weight in weights.items():
+            register_frozen(experts, each, weight, None)
+    if kind in FORMATS:
+        keep_names(model)
+    for module in model.modules():
+        for each, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                value = normal(*p.shape, device=device) if p.dim() > 1 else torch.ones_like(p, device=device)
+                module._parameters[each] = nn.Parameter(value.zero_() if "bias" in each else value)
+    with device:
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not in the state
+    return model
+
+
+def adapted(model: Any, rank: int) -> Any:
+    """The model with LoRA on attention and experts, checkpointed."""
+    mxep.integration.transformers.optimize(model, experts=None, attention=None, compile=False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    experts = [f"mlp.experts.{each}" for each in ("gate_up_proj", "down_proj")]
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    how = {"r": rank, "lora_alpha": 2 * rank, "target_modules": linears, "target_parameters": experts}
+    return peft.get_peft_model(model, peft.LoraConfig(**how, task_type="CAUSAL_LM"))
+
+
+def measure(config: Any, kind: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(0)
+    on_gpu = device.type == "cuda"
+    began = time.perf_counter()
+    model = adapted(build(config, kind, device), args.rank).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    ids = torch.randint(config.vocab_size, (args.tokens // args.length, args.length), device=device)
+    row: dict[str, Any] = {"kind": kind, "layers": config.num_hidden_layers, "tokens": args.tokens}
+    row["trained, million"] = round(sum(p.numel() for p in trained) / 1e6, 1)
+    if on_gpu:
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        row["peak GiB while built"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+        row["model GiB"] = round(torch.cuda.memory_allocated() / GIB, 2)
+        torch.cuda.reset_peak_memory_stats()
+    seconds, losses = [], []
+    for _ in range(args.warmup + args.steps):
+        start = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+    taken = statistics.median(seconds[args.warmup :])
+    row |= {"ms": round(1e3 * taken, 1), "tokens/s": round(args.tokens / taken), "losses": [losses[0], losses[-1]]}
+    row["seconds in all"] = round(time.perf_counter() - began, 1)
+    if on_gpu:
+        row["peak GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+    return row
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b")
+    parser.add_argument("--kinds", nargs="+", default=["mxfp8"], choices=[*FORMATS, "mxep_bf16", "grouped_mm"])
+    parser.add_argument("--layers", type=int, help="default all")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a step")
+    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--sizes", type=json.loads, default={}, help="JSON that replaces sizes of the config")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> list[dict[str, Any]]:
+    args, device = arguments(given), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = args.sizes | ({} if args.layers is None else {"num_hidden_layers": args.layers})
+    config_class, own = MODELS[args.model]
+    config = config_class(**own | {"use_cache": False} | sizes)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about: dict[str, Any] = {
+        "model": args.model,
+        "commit": commit,
+        "command": " ".join(["lora_model.py", *sys.argv[1:]]),
+    }
+    about |= {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
+    about["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    rows: list[dict[str, Any]] = []
+    for kind in args.kinds:
+        try:
+            rows.append(measure(config, kind, args, device))
+        except torch.OutOfMemoryError as error:
+            rows.append({"kind": kind, "layers": config.num_hidden_layers, "error": str(error).partition("\n")[0]})
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        print(json.dumps(rows[-1]), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(about | {"rows": rows}, indent=1))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
