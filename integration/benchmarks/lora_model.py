@@ -103,7 +103,7 @@ def build(config: Any, kind: str, device: torch.device) -> Any:
         for each in weight_names(experts):
             e, *sizes = getattr(experts, each).shape
             n, k = reversed(sizes) if experts.is_transposed else sizes
-            weights[each] = freeze(quantized(e, n, k, kind, device), kind)
+            weights[each] = freeze(quantized(e, n, k, kind, device), kind)  # type: ignore[arg-type]
         strip(experts)
         for each, weight in weights.items():
             register_frozen(experts, each, weight, None)
