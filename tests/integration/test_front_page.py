@@ -4,19 +4,22 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from benchmarks import front_page
+from mxep.integration.flops import flops_per_token
 from ranks import Context, distributed
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"
 PAGE = (ROOT / "README.md").read_text()
 TEXT = " ".join(PAGE.split())
-LAYER, HUGGING_FACE, OWN = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+LAYER, HUGGING_FACE = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+(OWN,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/one-node.md").read_text(), re.S)
 
 
 def results(name: str, gpu: str = "h200") -> dict[str, Any]:
@@ -45,59 +48,39 @@ def test_the_picture_has_every_figure() -> None:
 
 
 def test_the_text_has_the_figures_of_the_results() -> None:
-    rows = [row for rows in front_page.layer_rows(results("layer")).values() for row in rows]
-    times = [row["x bf16"] for row in rows if row["what"] == "mxep mxfp8"]
-    assert f"{min(times):.1f} to {max(times):.1f} times as fast" in TEXT
     found = [results(name)["sections"]["eager"] for name in ("eager-models", "eager-llama4-mixtral")]
-    eager = {(row["model"], row["what"]): row for rows in found for row in rows}
-    times = [row["x bf16"] for (_, what), row in eager.items() if what == "mxfp8/symmetric"]
+    times = [row["x bf16"] for rows in found for row in rows if row["what"] == "mxfp8/symmetric"]
     assert len(times) == 6
-    assert f"{min(times):.1f} to {max(times):.1f} times on 2, called eagerly" in TEXT
-    for model, name in (("mixtral_8x7b", "Mixtral"), ("llama4_scout", "Llama-4 Scout")):
-        figures = [eager[model, what]["ms"] for what in ("baseline fp8", "mxfp8/symmetric")]
-        assert f"{name} {{:.1f}} and {{:.1f}}".format(*figures) in TEXT
+    assert f"six models, 2 H200s | {min(times):.1f} to {max(times):.1f} times as fast |" in TEXT
 
-    two, deep, one = (
-        {row["what"]: row for row in results(name)["sections"]["model"]} for name in ("model", "model-40", "model-1")
-    )
-    times = [x["mxep mxfp8"]["x bf16"] for x in (two, deep)]
-    assert "16 layers: {:.2f} times on 2, to 40 layers: {:.2f} times".format(*times) in TEXT
-    table = " ".join(line for line in PAGE.splitlines() if line.startswith(("| one H200", "| two")))
-    for rows, base, whose in ((one, "transformers bf16", "theirs"), (two, "baseline bf16", "baseline")):
-        ours = [rows[base]["ms"] / rows[what]["ms"] for what in ("mxep mxfp8", "mxep mxfp8, linear")]
-        assert "| {:.2f} times; {:.2f}".format(*ours) in table
-        assert (
-            "| {:.1f} GiB ({}: {:.1f}) |".format(rows["mxep mxfp8"]["peak GiB"], whose, rows[base]["peak GiB"]) in table
-        )
-
-    deepseek = {row["what"]: row["ms"] for row in results("layer")["runs"][0]["sections"]["layer"]}
-    assert f"({deepseek['fp8/symmetric']:.1f} ms on DeepSeek-V3, MXFP8 {deepseek['mxfp8/symmetric']:.1f})" in TEXT
-    assert (
-        f"takes {deepseek['standard fp8']:.1f} ms, mxep's MXFP8 layer {deepseek['mxfp8/symmetric']:.1f} (DeepSeek-V3, 4"
-        in TEXT
-    )
-    runs = [run["sections"]["eager"] for run in results("small-batches")["runs"]]
-    eager = {(row["shape"][0], row["what"]): row.get("ms", 0) for row in runs[0]}
-    few = [eager[1024, what] for what in ("bf16/symmetric", "mxfp8/symmetric", "baseline bf16")]
-    assert "mxep bf16 {:.2f} ms, MXFP8 {:.2f}, the bf16 baseline 3.6 to {:.1f}".format(*few[:2], few[2] + 0.05) in TEXT
-    host = {row["what"]: row.get("ms", 0) for row in results("host", "h100")["runs"][-1]["sections"]["host"]}
-    hosts = [host[what] for what in ("mxfp8/all_to_all", "baseline bf16", "mxfp8/symmetric")]
-    assert "takes {:.2f} ms, the bf16 baseline {:.2f} and `symmetric` {:.2f}".format(*hosts) in TEXT
-    titan = {
-        (row.get("date"), row["model"], row["case"]): row["tokens_per_second"]
-        for row in results("titan")["rows"]
-        if row["compile"]
+    steps = {
+        (row["kind"], row["layers"]): row for row in results("step-2gpu", "h100")["rows"] if "TFLOP/s a GPU" in row
     }
+    ours, theirs = (steps[f"{kind} + optimize", 8]["TFLOP/s a GPU"] for kind in ("mxep_mxfp8", "baseline"))
+    assert f"2 H100s | {ours:.0f} TFLOP/s per GPU | the same baseline: {theirs:.0f}, both optimized |" in TEXT
+    few, many = (steps["mxep_mxfp8 + optimize", layers] for layers in (8, 16))
+    whole = many["ms"] + 4 * (many["ms"] - few["ms"])  # 32 layers more, 8 apart
+    tflop = flops_of_layers(48) * 8 * 8192 / 1e12
+    assert f"| {tflop / whole * 1e3:.0f} TFLOP/s per GPU | NVIDIA's published 299" in TEXT
 
-    def times(date: str | None, model: str, case: str) -> float:
-        return titan[date, model, case] / titan[date, model, "torchtitan"]
+    peers = {row["peer"]: row["ms"] for row in results("peers-1", "h100")["layers"] if "ms" in row}
+    mine = "MXFP8 {:.2f} ms, bf16 {:.2f}".format(*(peers[f"mxep {name}"] for name in ("mxfp8", "bf16")))
+    names = "Liger bf16", "ScatterMoE bf16", "torchao fp8 row"
+    others = "Liger {:.2f}, ScatterMoE {:.2f}, torchao FP8 {:.2f}".format(*(peers[name] for name in names))
+    assert f"| {mine} | {others} |" in TEXT
 
-    many, too = (times("2026-11-24", "qwen3-30b", case) for case in ("mxfp8", "mxfp8-linear"))
-    again, deepseek = (times("2026-11-25", model, "mxfp8") for model in ("qwen3-30b", "deepseek-16b"))
-    assert f"Qwen3-30B-A3B cut to 10 layers: {many:.2f} times; with linears in MXFP8, too: {too:.2f}." in TEXT
-    assert f"DeepSeek-V3 16B cut to 13 layers: {deepseek:.2f} times." in TEXT
-    few, fp8 = (times(None, "qwen3-30b", case) for case in ("mxfp8", "torchtitan-fp8"))
-    assert f"(12 layers): {few:.2f} and {again:.2f} times in two runs; torchao 0.16's FP8: {fp8:.2f}." in TEXT
+    lora = {(row["kind"], row["layers"]): row for row in results("lora-model", "h100")["rows"]}
+    peaks = [lora[fmt, 48]["peak GiB"] for fmt in ("mxfp8", "mxfp4")]
+    assert "| {:.0f} GiB in MXFP8, {:.0f} in MXFP4 |".format(*peaks) in TEXT
+    ratio = lora["mxfp8", 12]["tokens/s"] / lora["grouped_mm", 12]["tokens/s"]
+    assert f"12 layers | {ratio:.2f} times | transformers' `grouped_mm` with PEFT |" in TEXT
+
+
+def flops_of_layers(layers: int) -> float:
+    """FLOPs of a token in Qwen3-30B-A3B, sequences of 4096."""
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    sizes |= {"moe_intermediate_size": 768, "num_experts_per_tok": 8, "vocab_size": 151936, "num_hidden_layers": layers}
+    return sum(flops_per_token(SimpleNamespace(**sizes), 4096).values())
 
 
 def test_the_layer_prints_losses_that_fall(capsys: pytest.CaptureFixture[str]) -> None:
