@@ -93,6 +93,15 @@ def test_help_names_every_group_and_choice(tmp_path: Path):
     assert all(len(line) <= 120 for line in said.splitlines())
 
 
+def test_the_module_is_the_command_and_help_needs_no_dashes(tmp_path: Path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "mxep.integration", "help"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout == alone(tmp_path, "--help").stdout
+    assert not list(tmp_path.iterdir())
+
+
 def test_version_is_that_of_the_distribution(tmp_path: Path):
     wanted = f"mxep {importlib.metadata.version('mxep-integration')}, torch {importlib.metadata.version('torch')}"
     assert alone(tmp_path, "--version").stdout.strip() == wanted

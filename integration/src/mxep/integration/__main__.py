@@ -1,0 +1,5 @@
+"""`python -m mxep.integration` is the `mxep` command."""
+
+from .start import main
+
+main()
