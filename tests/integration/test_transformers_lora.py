@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from integration.test_transformers_frozen import pair
@@ -301,3 +303,26 @@ def test_lora_on_frozen_experts_over_ranks_equals_one_process(ctx: Context, firs
         files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "again")]
         assert files[0].keys() == files[1].keys()
         assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    (merged, _), (whole, _) = merge_and_freeze(model), merge_and_freeze(one)
+    for name, part in merged.model.layers[0].mlp.experts.named_parameters():
+        stored = whole.get_parameter(f"model.layers.0.mlp.experts.{name}")
+        assert torch.equal(part.full_tensor(), stored), name
+
+
+@distributed(2, device="cpu")
+def test_fsdp2_shards_adapters_and_frozen_experts(ctx: Context) -> None:
+    """Each rank has the whole experts while it computes, and a part of all bytes and adapters else."""
+    whole = tiny("gpt_oss", "mxep_bf16", torch.bfloat16)
+    freeze_experts(whole, "mxfp4")
+    one = with_lora(whole, "gpt_oss")
+    model = copy.deepcopy(one)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    stored = dict(model.named_parameters())
+    assert all(isinstance(p, DTensor) for p in stored.values())
+    wanted, got = of_one_process(ctx, one), of_mean_loss(ctx, model)
+    lowest, name = worst(wanted, got)
+    assert lowest > 28, name

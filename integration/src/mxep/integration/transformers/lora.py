@@ -36,9 +36,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from mxep.ep.lora import RANK_MULTIPLE, LoRAWeights
+from mxep.gemm import FrozenWeight
 from mxep.gemm.frozen import FrozenFormat
 
-from ..reference import snr
 from .frozen import FrozenExperts, freeze_module, own_names, thaw
 from .implementation import Implementation
 from .layer import KEY, is_experts, weight_names
@@ -115,16 +115,22 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
 
     @torch.no_grad()
     def merged_weights(self, adapter_names: list[str] | None) -> dict[str, Tensor]:
-        """W + scaling B A (e, out, in) of both weights of frozen experts, fp32. Empty: there is nothing to merge."""
+        """W + scaling B A (e, out, in) of both weights of frozen experts, bf16. Empty: there is nothing to merge."""
         experts: Any = self.get_base_layer()
         found: dict[str, Tensor] = {}
         for name, layer in _wrappers(self).items():
-            for adapter in check_adapters_to_merge(layer, adapter_names):
-                if adapter in layer.lora_A:
-                    w = found[name] if name in found else getattr(experts, name).dequantize(torch.float32)
-                    A, B = layer.pair(adapter)
-                    found[name] = w.baddbmm_(B.float(), A.float(), alpha=layer.scaling[adapter])
-                    layer.merged_adapters.append(adapter)
+            adapters = [each for each in check_adapters_to_merge(layer, adapter_names) if each in layer.lora_A]
+            if not adapters:
+                continue
+            frozen = getattr(experts, name)
+            w = found[name] = torch.empty(frozen.shape, dtype=torch.bfloat16, device=frozen.device)
+            updates = [(*layer.pair(each), layer.scaling[each]) for each in adapters]
+            for e in range(len(w)):
+                whole = frozen[e : e + 1].dequantize(torch.float32)[0]
+                for A, B, scale in updates:
+                    whole.addmm_(B[e].float(), A[e].float(), alpha=scale)
+                w[e] = whole
+            layer.merged_adapters += adapters
         return found
 
     def unload_and_optionally_merge_module(
@@ -228,17 +234,26 @@ def merge_and_freeze(model: PeftModel, fmt: FrozenFormat | None = None) -> tuple
         experts = layer.get_base_layer() if isinstance(layer, ParamWrapper) else None
         if not isinstance(experts, FrozenExperts) or not (weights := layer.merged_weights(None)):
             continue
-        before = {each: getattr(experts, each).dequantize() for each in weights}
+        before = {each: getattr(experts, each) for each in weights}
         format_: FrozenFormat = fmt or experts.down_proj.format
         thaw(experts, weights)
         freeze_module(experts, format_)
         for each, w in weights.items():
-            after = getattr(experts, each).dequantize()
-            changed = float((after != before[each]).float().mean())
-            told[f"{name}.{each}"] = MergeError(snr(w, after.float()), changed)
+            told[f"{name}.{each}"] = _error(before[each], w, getattr(experts, each))
     if not told:
         raise ValueError("merge_and_freeze: expected active adapters on frozen experts, got none: merge_and_unload()")
     return model.merge_and_unload(), told
+
+
+def _error(before: FrozenWeight, merged: Tensor, after: FrozenWeight) -> MergeError:
+    """Expert after expert."""
+    signal, noise, changed = torch.zeros(3, dtype=torch.float64, device=merged.device)
+    for e, w in enumerate(merged.split(1)):
+        old, new = (each[e : e + 1].dequantize() for each in (before, after))
+        signal += w.float().square().sum()
+        noise += (new.float() - w.float()).square().sum()
+        changed += (new != old).sum()
+    return MergeError(float(10 * torch.log10(signal / noise)), float(changed / merged.numel()))
 
 
 def _wrappers(layer: nn.Module) -> dict[str, ParamWrapper]:
