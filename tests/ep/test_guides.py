@@ -20,7 +20,8 @@ from benchmarks.memory_table import computed_table
 from ranks import Context, distributed
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-OWN_TESTS = ("graphs.md", "transformers.md")  # test_graphs_page.py, integration/test_transformers_page.py
+OWN_TESTS = ("graphs.md", "transformers.md", "fine-tune-one-gpu.md")
+"""Tested in test_graphs_page.py, integration/test_transformers_page.py and test_transformers_lora_page.py."""
 PAGES = sorted(page.name for page in GUIDES.glob("*.md") if "```python" in page.read_text())
 PAGES = [page for page in PAGES if page not in OWN_TESTS]
 

@@ -6,15 +6,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mxep.gemm import QuantizedOnce, Recipe, linear, linear_together, quantize_after_step, quantize_once
+from mxep.gemm import (
+    QuantizedOnce,
+    Recipe,
+    linear,
+    linear_together,
+    quantize_after_step,
+    quantize_once,
+    quantize_weights_once,
+)
 
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
     if quantize_once._open is not None:
-        quantize_once._open._close()
-        quantize_once._open = None
+        quantize_once._open.close()
 
 
 def weights(count: int = 1) -> list[nn.Parameter]:
@@ -115,3 +122,20 @@ def test_memory_does_not_grow_from_step_to_step() -> None:
         optimizer.step()
         held.append(once.nbytes)
     assert held[0] == held[1] == held[2] > 0
+
+
+def test_closed_it_holds_nothing_and_its_optimizer_quantizes_no_more() -> None:
+    ws = weights()
+    optimizer = sgd(ws)
+    once = quantize_after_step(optimizer)
+    micro_batches(ws, 2)
+    with quantize_weights_once():  # joins it
+        once.close()
+        assert quantize_once._open is once
+    assert quantize_once._open is None
+    assert once.nbytes == 0
+    before = once.quantizations
+    once.close()
+    optimizer.step()
+    micro_batches(ws, 1)
+    assert once.quantizations == before

@@ -42,16 +42,13 @@ def test_kinds_take_the_same_steps_and_are_counted(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("more", [("--moments", "fp32"), ("--after-step",)])
-def test_moments_in_fp32_and_weights_quantized_after_a_step_are_choices(
-    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moments_in_fp32_and_weights_quantized_after_a_step_are_choices(more: tuple[str, ...]) -> None:
     from mxep.gemm import quantize_once
 
     plain, changed = (step.main([*TINY, *QUICK, "--kinds", "mxep_mxfp8", *how])[0] for how in ((), more))
     assert changed["losses"] == pytest.approx(plain["losses"], rel=1e-3)
     if quantize_once._open is not None:
-        quantize_once._open._close()
-        monkeypatch.setattr(quantize_once, "_open", None)
+        quantize_once._open.close()
 
 
 def test_fp32_moments_take_adamws_step() -> None:

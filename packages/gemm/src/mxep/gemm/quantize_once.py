@@ -120,7 +120,7 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
 
 
 def quantize_weights_once_a_step() -> "QuantizedOnce":
-    """Open `quantize_weights_once` for the rest of the process. Each step of a torch optimizer frees all that it holds.
+    """Open `quantize_weights_once` until `close()` of the result. Each step of a torch optimizer frees what it holds.
 
     For a training loop of others, which has no place to open and close it. Weights may change only in a step. A
     checkpoint that is loaded later raises at the next forward. Raises RuntimeError within `quantize_weights_once`.
@@ -140,10 +140,10 @@ def quantize_after_step(optimizer: torch.optim.Optimizer) -> "QuantizedOnce":
 
     So no micro-batch quantizes, from the second step on. Weights are quantized as the step before used them. What is
     not the optimizer's own memory, as weights that FSDP2 gathers, is quantized when it is next used. Of several
-    optimizers give the one that steps last.
+    optimizers give the one that steps last. `close()` of the result ends it.
     """
     once = quantize_weights_once_a_step()
-    optimizer.register_step_post_hook(once._after_step)
+    once._hooks.append(optimizer.register_step_post_hook(once._after_step))
     return once
 
 
@@ -156,7 +156,7 @@ class QuantizedOnce:
         self._steps = steps
         self._held: dict[tuple[Any, ...], _Held] = {}
         self._used: dict[tuple[Any, ...], _Used] = {}  # of the last step
-        self._hook = register_optimizer_step_pre_hook(_before_step)
+        self._hooks = [register_optimizer_step_pre_hook(_before_step)]
 
     @property
     def nbytes(self) -> int:
@@ -213,9 +213,23 @@ class QuantizedOnce:
                 if each.colwise:
                     saved.colwise(each.recipe, each.backend)
 
+    def close(self) -> None:
+        """Close what `quantize_weights_once_a_step` or `quantize_after_step` opened. A second call does nothing."""
+        global _open
+        with _lock:
+            if not self._steps:
+                return
+            self._steps = False
+            self._users -= 1
+            if not self._users:
+                self._close()
+                _open = None
+
     def _close(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._held.clear()
+        self._used.clear()
 
 
 _lock = threading.RLock()
