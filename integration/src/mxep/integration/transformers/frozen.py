@@ -80,6 +80,9 @@ class FrozenExperts(nn.Module):
             )
         return run(self, hidden_states, top_k_index, top_k_weights, lora=lora)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _empty, (type(self).__bases__[1],), self.__dict__  # no module has its class by name
+
     def extra_repr(self) -> str:
         weight = self.down_proj
         local, dim, hidden_dim = weight.shape
@@ -89,6 +92,12 @@ class FrozenExperts(nn.Module):
 @functools.cache
 def _frozen_class(kind: type) -> type:
     return type(f"Frozen{kind.__name__}", (FrozenExperts, kind), {"__doc__": kind.__doc__})
+
+
+def _empty(kind: type) -> Any:
+    """A frozen module of experts without state."""
+    frozen: Any = _frozen_class(kind)
+    return object.__new__(frozen)
 
 
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> list[str]:
