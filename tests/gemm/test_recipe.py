@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from mxep.gemm import GROUP_ALIGNMENT, Recipe, grouped_mm
+from mxep.gemm import GROUP_ALIGNMENT, Recipe, grouped_mm, several
+from mxep.gemm.backends import BACKENDS
 from mxep.gemm.backends.reference import Reference
 from mxep.quant import E4M3, E5M2, MXTensor, ScaleMode, quantize
 
@@ -121,6 +122,20 @@ def test_mxfp4_weights_are_multiplied_as_they_are_exported(backend: str, dtype: 
     assert torch.equal(colwise.dequantize(torch.float32), exported)
     again = quantize(exported.bfloat16(), fmt="E2M1").dequantize(torch.float32)
     assert torch.equal(again, exported), "weights of an MXFP4 checkpoint stay as they are"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mxfp4_weights_in_parts_are_those_of_the_joined_weight(backend: str) -> None:
+    recipe, chosen = Recipe.named("mxfp8_mxfp4_weights"), BACKENDS[backend]
+    gate, up = torch.randn(2, 2, 64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for weight in ((gate, up), torch.cat([gate, up], 1)):
+        rowwise, amax = several.quantize_rowwise(weight, recipe, chosen, with_amax=True)
+        found.append([rowwise, several.quantize_colwise(weight, recipe, chosen, amax)])
+    for apart, joined in zip(*found):
+        assert torch.equal(apart.dequantize(torch.float32), joined.dequantize(torch.float32))
+    exported = quantize(torch.cat([gate, up], 1), fmt="E2M1").dequantize(torch.float32)
+    assert torch.equal(found[0][0].dequantize(torch.float32), exported)
 
 
 def test_gradients_of_mxfp4_weights_pass_unchanged() -> None:

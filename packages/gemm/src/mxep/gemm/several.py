@@ -61,8 +61,10 @@ def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor |
 
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:
     """True if parts are quantized before they are joined. False if they are stored (G, K, N), so that a column is a
-    row, and for custom backends that quantize differently."""
-    if recipe.scaling == "none" or not all(part.is_contiguous() for part in parts):
+    row, if they are rounded first, and for custom backends that quantize differently."""
+    if recipe.scaling == "none" or recipe.weight_rounding != "none":
+        return False
+    if not all(part.is_contiguous() for part in parts):
         return False
     kind = type(backend)  # torch.compile knows the modules of functions, not of methods
     methods = (getattr(kind, name, None) for name in ("quantize_weight_rowwise", "quantize_weight_colwise"))
