@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from mxep.ep.frozen import frozen_weight, register_frozen
 from mxep.ep.lora import LoRAWeights
-from mxep.ep.shares import check_not_fsdp, local_tensor
+from mxep.ep.shares import check_not_fsdp, local_tensor, mesh_of
 from mxep.gemm import FrozenWeight, freeze
 from mxep.gemm.frozen import FORMATS, FrozenFormat
 from mxep.quant import BLOCK
@@ -135,7 +135,7 @@ def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: boo
 def freeze_module(experts: Any, fmt: FrozenFormat, *, folded: bool = True) -> None:
     """Freeze one module of experts in its place."""
     num_experts = experts.down_proj.shape[0]  # LongCat has rows for zero experts in gate_up_proj
-    mesh = experts.down_proj.device_mesh if isinstance(experts.down_proj, DTensor) else None
+    mesh = mesh_of(experts.down_proj)
     weights = {}
     for each in weight_names(experts):
         w = local_tensor(getattr(experts, each).data)[:num_experts]
@@ -178,8 +178,7 @@ def strip(experts: Any) -> None:
 
 def thaw(experts: Any, weights: dict[str, Tensor]) -> None:
     """Give a frozen module its own class back, with weights (e, N, K) of this rank in bf16 that are not trained."""
-    stored = experts.down_proj_qdata
-    mesh = stored.device_mesh if isinstance(stored, DTensor) else None
+    mesh = mesh_of(experts.down_proj_qdata)
     for name in weight_names(experts):
         for part in FrozenWeight.field_names:
             del experts._parameters[f"{name}_{part}"]

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from mxep.ep.lora import RANK_MULTIPLE, LoRAWeights
+from mxep.ep.shares import local_experts, mesh_of
 from mxep.gemm import FrozenWeight
 from mxep.gemm.frozen import FrozenFormat
 
@@ -280,13 +281,12 @@ def _targeted(config: LoraConfig, name: str, experts: FrozenExperts) -> list[str
 
 def _mesh(experts: nn.Module) -> DeviceMesh | None:
     stored = experts._parameters.get("down_proj_qdata")
-    return stored.device_mesh if isinstance(stored, DTensor) else None
+    return None if stored is None else mesh_of(stored)
 
 
 def _local(weight: Tensor, num_experts: int) -> tuple[Tensor, slice]:
     """A weight that every rank has whole, and this rank's experts. Gradients are summed over ranks."""
     if not isinstance(weight, DTensor):
         return weight, slice(num_experts)
-    mesh, here = weight.device_mesh, num_experts // weight.device_mesh.size()
-    first = here * mesh.get_local_rank()
-    return weight.to_local(grad_placements=[Partial()]), slice(first, first + here)
+    here = local_experts(num_experts, weight.device_mesh)
+    return weight.to_local(grad_placements=[Partial()]), slice(here.start, here.stop)

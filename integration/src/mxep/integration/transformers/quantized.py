@@ -38,7 +38,7 @@ from transformers.core_model_loading import (
 )
 
 from mxep.ep.frozen import register_frozen
-from mxep.ep.shares import group_of
+from mxep.ep.shares import group_of, local_experts
 from mxep.gemm import FrozenWeight, freeze
 from mxep.gemm.frozen import FORMATS, FrozenFormat
 from mxep.quant import BlockFP8, MXTensor, rescale_blocks, to_mxfp8
@@ -319,8 +319,7 @@ def _share(num_experts: int, mesh: DeviceMesh | None) -> range:
     group_of(mesh)
     if num_experts % mesh.size():
         raise ValueError(f"load_quantized: expected experts in a multiple of {mesh.size()} ranks, got {num_experts}")
-    here = num_experts // mesh.size()
-    return range(mesh.get_local_rank() * here, (mesh.get_local_rank() + 1) * here)
+    return local_experts(num_experts, mesh)
 
 
 def _room(part: Tensor | None, experts: int) -> Tensor | None:

@@ -18,7 +18,7 @@ from mxep.gemm.frozen import FrozenFormat, FrozenWeight, freeze
 
 from .dispatchers.base import Routing
 from .experts import Experts, run_experts
-from .shares import check_not_fsdp, local_tensor
+from .shares import check_not_fsdp, local_tensor, mesh_of
 
 
 class FrozenExperts(nn.Module):
@@ -58,7 +58,7 @@ class FrozenExperts(nn.Module):
     def of(experts: Experts, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> "FrozenExperts":
         """`experts`, quantized to `fmt` by `mxep.gemm.freeze`. Its bf16 weights are not touched."""
         check_not_fsdp(experts, "freeze_experts")
-        mesh = experts.down_proj.device_mesh if isinstance(experts.down_proj, DTensor) else None
+        mesh = mesh_of(experts.down_proj)
         weights = (freeze(local_tensor(w.data), fmt, folded=folded) for w in (experts.gate_up_proj, experts.down_proj))
         biases = (None if b is None else local_tensor(b.data) for b in (experts.gate_up_bias, experts.down_bias))
         gate_up_bias, down_bias = biases

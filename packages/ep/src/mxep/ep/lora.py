@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mxep.gemm.backends.reference import parts_of
 from mxep.gemm.lora import lora_expand, lora_shrink, lora_wgrad
 from mxep.runtime.bundle import Bundle
 
-from .shares import check_not_fsdp, empty_share, init_normal_, local_tensor
+from .shares import check_not_fsdp, empty_share, init_normal_, local_tensor, mesh_of
 
 RANK_MULTIPLE = 8
 """Rows of A and B are multiples of 16 bytes."""
@@ -116,7 +115,7 @@ class LoRAExperts(nn.Module):
             raise ValueError(f"LoRAExperts: expected a rank that is a multiple of {RANK_MULTIPLE}, got {rank}")
         self.base, self.rank, self.alpha = base.requires_grad_(False), rank, float(rank if alpha is None else alpha)
         a_parameter = next(base.parameters())
-        mesh = a_parameter.device_mesh if isinstance(a_parameter, DTensor) else None
+        mesh = mesh_of(a_parameter)
         experts, device = int(base.num_experts), local_tensor(a_parameter).device  # type: ignore[arg-type]
         for name in ("gate_up_proj", "down_proj"):
             _, out, width = getattr(base, name).shape

@@ -21,7 +21,7 @@ from mxep.gemm.auto import AUTO
 
 from .dispatchers import Dispatch, DispatchFields, make_dispatcher
 from .moe import MoE
-from .shares import group_of
+from .shares import group_of, mesh_of
 
 
 class ExpertParallel(ParallelStyle):
@@ -79,8 +79,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault(mesh, []).append(parameter)
+        groups.setdefault(mesh_of(parameter), []).append(parameter)
     return [{"params": parameters} for parameters in groups.values()]
 
 

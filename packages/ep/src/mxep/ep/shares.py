@@ -32,6 +32,17 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
+def mesh_of(x: Tensor) -> DeviceMesh | None:
+    """The mesh of a DTensor, or None."""
+    return x.device_mesh if isinstance(x, DTensor) else None
+
+
+def local_experts(num_experts: int, mesh: DeviceMesh) -> range:
+    """The experts that this rank of a 1-D mesh holds. num_experts: of all ranks, a multiple of them."""
+    here = num_experts // mesh.size()
+    return range(mesh.get_local_rank() * here, (mesh.get_local_rank() + 1) * here)
+
+
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the group. Raises ValueError for the value that torch's `new_group` gives to ranks outside it."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
