@@ -198,6 +198,15 @@ def test_gradients_that_nobody_wants_change_no_other(trained: str) -> None:
         assert torch.equal(value, want[name]), name
 
 
+def test_the_gradient_of_x_alone_computes_none_of_a_or_b() -> None:
+    moe = make_layer("mxfp8")
+    x = tokens().requires_grad_()
+    (want,) = torch.autograd.grad(moe(x).sum(), [x], retain_graph=True)
+    with mock.patch("mxep.ep.lora.lora_wgrad", side_effect=AssertionError):
+        (got,) = torch.autograd.grad(moe(x).sum(), [x])
+    assert torch.equal(got, want)
+
+
 def test_backward_runs_twice_through_a_retained_graph() -> None:
     moe = make_layer("mxfp8")
     x = tokens().requires_grad_()

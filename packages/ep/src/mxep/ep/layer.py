@@ -252,22 +252,15 @@ def backward_pass(
     halves, dtypes = type(given.gate_up_proj) is tuple, (_dtype(given.gate_up_proj), _dtype(given.down_proj))
     later = deferred is not None and needs.down_proj and not wanted.down_proj
     weights = colwise.down, colwise.gate_up, given.down_main_grad
-    inner = given.saved.gate_up_inner, given.saved.down_inner
-    lora_grads = needs.lora and wanted.lora
-    into_mlp = [
-        MLPGradientInput(
-            *(arriving.wait(), plan.row_slot, plan.row_weight, plan.offs, gate_up, *weights),
-            lora=given.lora,
-            gate_up_inner=inner[0],
-            down_inner=inner[1],
-            rows=rows if lora_grads else None,
-        )
-    ]
+    lora: dict[str, Any] = {"lora": given.lora}
+    if needs.lora and wanted.lora:
+        lora |= {"rows": rows, "gate_up_inner": given.saved.gate_up_inner, "down_inner": given.saved.down_inner}
+    slots = arriving.wait()
+    into_mlp = [MLPGradientInput(slots, plan.row_slot, plan.row_weight, plan.offs, gate_up, *weights, **lora)]
     given.release("saved")
-    del gate_up, weights, colwise, arriving, inner
+    del gate_up, weights, colwise, arriving, slots, lora
     of_mlp: dict[str, Any] = {"down_grad": needs.down_proj and (later or wanted.down_proj), "copy": later and borrows}
     of_mlp |= {"config": config, "wire": wire, "later": later, "scale": wgrad_scale, "dtype": dtypes[1]}
-    of_mlp["lora_grads"] = lora_grads
     mlp = mlp_backward(into_mlp.pop(), **of_mlp)
     if later and deferred is not None:
         deferred.down = mlp.d_y, mlp.h

@@ -98,8 +98,8 @@ def mlp_forward(
 
 @dataclass(frozen=True)
 class MLPGradientInput(Operands):
-    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, weights as dgrad multiplies them.
-    lora: with its inner rows, and forward's rows, if its gradients are wanted."""
+    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, weights as dgrad multiplies them and
+    their LoRA. gate_up_inner, down_inner, rows: of forward, if the gradients of LoRA are wanted."""
 
     slots: Payload
     row_slot: Tensor
@@ -136,14 +136,13 @@ def mlp_backward(
     wire: Wire,
     copy: bool,
     down_grad: bool,
-    lora_grads: bool,
     later: bool,
     scale: float,
     dtype: torch.dtype,
 ) -> MLPGradients:
     """Backward of `mlp_forward`, but for the gradient of gate_up_proj. It is given gate_up and the weights to use up.
 
-    down_grad: down_proj has a gradient, of `dtype`. later: return its operands instead. lora_grads: LoRA has some.
+    down_grad: down_proj has a gradient, of `dtype`. later: return its operands instead.
     """
     backend, offs, row_weight, lora = config.backend, given.offs, given.row_weight, given.lora
     d_y = wire.rows(given.slots, given.row_slot, offs, copy=copy)
@@ -151,10 +150,9 @@ def mlp_backward(
     d_h = backend.dgrad(d_y, w, offs, out_dtype=wire.dtype)
     del w
     d_inner: Tensor | None = None
-    d_A: Tensor | None = None
-    d_B: Tensor | None = None
-    d_lora: LoRAGradients | None = None
+    d_lora = d_A = d_B = None
     of_lora: dict[str, Any] = {"scale": 0.0 if lora is None else lora.scale, "wgrad_scale": scale}
+    lora_grads = given.down_inner is not None
     if lora is not None:
         d_inner, d_B = lora_backward(d_y, d_h, lora.down_A, lora.down_B, given.down_inner, offs, **of_lora)
     gate_up = given.gate_up
@@ -164,7 +162,10 @@ def mlp_backward(
     how = config.recipe, config.activation
     d_gate_up, d_row_weight, h = swiglu_backward(d_h, gate_up, row_weight, offs, *how, **options)
     del d_h, gate_up
-    if lora is not None and d_inner is not None and h is not None and lora_grads:
+    if lora_grads:
+        assert lora is not None
+        assert d_inner is not None
+        assert h is not None
         d_A = gradient_of_A(d_inner, h, lora.down_A, offs, wgrad_scale=scale)
     del d_inner
     d_down_proj, operands = None, (d_y, h) if later else (None, None)
