@@ -105,6 +105,15 @@ def test_checkpointing_recomputes_with_the_same_experts() -> None:
     assert all(torch.equal(wanted[name], got[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_is_recorded_once(reentrant: bool) -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    with record_routing(model) as found:
+        step(model)
+    assert [len(calls) for calls in found] == [1] * len(found)
+
+
 def test_a_generations_routing_is_replayed_in_training() -> None:
     """As in GRPO: the policy generates, and trains on what it generated with the experts that it used."""
     model = tiny("gpt_oss", "mxep_mxfp8", torch.bfloat16)

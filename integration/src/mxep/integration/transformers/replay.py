@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mxep.ep.recomputation import recomputing
+
 from .layer import is_experts
 
 Ids = Tensor | Sequence[Tensor]
@@ -66,7 +68,8 @@ def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
         experts = next(module for module in block.modules() if is_experts(module))
 
         def keep(module: nn.Module, given: Any, how: Any, into: list[Tensor] = into) -> None:
-            into.append((given[1] if len(given) > 1 else how["top_k_index"]).detach())
+            if not recomputing():
+                into.append((given[1] if len(given) > 1 else how["top_k_index"]).detach())
 
         hooks.append(experts.register_forward_pre_hook(keep, with_kwargs=True))
     try:
