@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mxep.integration.transformers  # registers names, and LoRA on experts
+from benchmarks.step import SIZES
 from mxep.ep.frozen import register_frozen
 from mxep.gemm import freeze
 from mxep.gemm.frozen import FORMATS
@@ -45,21 +46,7 @@ from mxep.quant import MXTensor, quantize
 
 GIB = 2**30
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "qwen3-30b": (
-        Qwen3MoeConfig,
-        {
-            "hidden_size": 2048,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "moe_intermediate_size": 768,
-            "vocab_size": 151936,
-        },
-    ),
+    "qwen3-30b": (Qwen3MoeConfig, SIZES["qwen3"] | {"num_hidden_layers": 48, "norm_topk_prob": True}),
     "gpt-oss-120b": (
         GptOssConfig,
         {

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import front_page
+from benchmarks.step import SIZES
 from mxep.integration.flops import flops_per_token
 from ranks import Context, distributed
 
@@ -78,9 +79,7 @@ def test_the_text_has_the_figures_of_the_results() -> None:
 
 def flops_of_layers(layers: int) -> float:
     """FLOPs of a token in Qwen3-30B-A3B, sequences of 4096."""
-    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
-    sizes |= {"moe_intermediate_size": 768, "num_experts_per_tok": 8, "vocab_size": 151936, "num_hidden_layers": layers}
-    return sum(flops_per_token(SimpleNamespace(**sizes), 4096).values())
+    return sum(flops_per_token(SimpleNamespace(**SIZES["qwen3"], num_hidden_layers=layers), 4096).values())
 
 
 def test_the_layer_prints_losses_that_fall(capsys: pytest.CaptureFixture[str]) -> None:
