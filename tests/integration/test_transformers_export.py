@@ -62,8 +62,8 @@ def test_experts_leave_as_they_came(tmp_path: Path, model: str, kind: str, fmt: 
     """Byte for byte under the same names; scales of fp8_block become fp32."""
     write(tmp_path / "in", model, kind)
     loaded = load_quantized(tmp_path / "in")
-    told = save_quantized(loaded, tmp_path / "out", fmt, layout=layout)
-    assert set(told.values()) == {math.inf}
+    ratios = save_quantized(loaded, tmp_path / "out", fmt, layout=layout)
+    assert set(ratios.values()) == {math.inf}
     came, left = ({n: x for n, x in stored(tmp_path / each).items() if ".experts." in n} for each in ("in", "out"))
     assert came.keys() == left.keys()
     for name, x in came.items():
@@ -133,8 +133,8 @@ def test_trained_experts_leave_as_forward_multiplied_them(
 ) -> None:
     model = trained("qwen3_moe", f"mxep_{recipe}")
     monkeypatch.setattr(export, "select", lambda *_: backend)
-    told = save_quantized(model, tmp_path, "mxfp8")
-    assert all(28 < each < 40 for each in told.values())
+    ratios = save_quantized(model, tmp_path, "mxfp8")
+    assert all(28 < each < 40 for each in ratios.values())
     again = experts_of(load_quantized(tmp_path))
     for name, w in experts_of(model).items():
         want, _ = backend.quantize_weight_rowwise(w.bfloat16(), Recipe.named(recipe))
@@ -152,8 +152,8 @@ def test_a_model_trained_with_mxfp4_weights_is_exported_at_the_same_loss(tmp_pat
     optimizer.step()
     wanted = step(model)["logits"]
     assert not torch.equal(first, wanted)
-    told = save_quantized(model, tmp_path / "to", "mxfp4")
-    assert max(told.values()) < 25, "weights are not MXFP4 themselves"
+    ratios = save_quantized(model, tmp_path / "to", "mxfp4")
+    assert max(ratios.values()) < 25, "weights are not MXFP4 themselves"
     assert torch.equal(step(load_quantized(tmp_path / "to"))["logits"], wanted)
 
 
@@ -171,9 +171,9 @@ def test_the_snr_of_what_is_written_is_told(tmp_path: Path, held: str, fmt: Any,
     model = trained("qwen3_moe")
     if held != "bf16":
         freeze_experts(model, held)
-    told = save_quantized(model, tmp_path, fmt)
-    assert lowest <= min(told.values()) <= lowest + 8
-    assert told.keys() == {
+    ratios = save_quantized(model, tmp_path, fmt)
+    assert lowest <= min(ratios.values()) <= lowest + 8
+    assert ratios.keys() == {
         n.removesuffix("_packed") for n, x in stored(tmp_path).items() if x.itemsize == 1 and "scale" not in n
     }
     again = experts_of(load_quantized(tmp_path, rescale=True))

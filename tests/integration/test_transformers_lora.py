@@ -246,11 +246,11 @@ def test_merged_into_bf16_it_is_the_models_own_class_again(kind: str, tmp_path: 
 def test_merged_into_the_quantized_format_it_tells_what_was_lost(fmt: str) -> None:
     ours, theirs = both("gpt_oss", fmt)
     wanted = step_logits(theirs.merge_and_unload())
-    merged, told = merge_and_freeze(ours)
-    assert len(told) == 4
-    lowest, dB = min(each.snr for each in told.values()), {"mxfp8": 30, "mxfp4": 17}[fmt]
+    merged, errors = merge_and_freeze(ours)
+    assert len(errors) == 4
+    lowest, dB = min(each.snr for each in errors.values()), {"mxfp8": 30, "mxfp4": 17}[fmt]
     assert dB < lowest < dB + 3
-    assert all(0.5 < each.changed <= 1 for each in told.values())
+    assert all(0.5 < each.changed <= 1 for each in errors.values())
     experts = merged.model.layers[0].mlp.experts
     assert isinstance(experts, FrozenExperts)
     assert experts.down_proj.format == fmt
@@ -265,8 +265,8 @@ def test_an_update_below_half_a_step_of_mxfp4_is_told_as_lost() -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data *= 1e-3
-    _, told = merge_and_freeze(model)
-    assert all(each.changed < 0.05 for each in told.values())
+    _, errors = merge_and_freeze(model)
+    assert all(each.changed < 0.05 for each in errors.values())
 
 
 def test_merging_in_place_is_refused_with_the_cure() -> None:

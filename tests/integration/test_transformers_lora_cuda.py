@@ -103,9 +103,9 @@ def test_compiled_layers_equal_eager_ones() -> None:
 def test_merging_on_a_gpu_quantizes_again() -> None:
     ours, theirs = pair("gpt_oss", "mxfp4")
     ids = token_ids().to(DEVICE)
-    merged, told = merge_and_freeze(ours, "mxfp8")
+    merged, errors = merge_and_freeze(ours, "mxfp8")
     with torch.no_grad():
         ratio = snr(theirs(input_ids=ids).logits.float(), merged(input_ids=ids).logits.float())
-    print(f"merged: logits {ratio:.1f} dB, weights {min(each.snr for each in told.values()):.1f} dB")
+    print(f"merged: logits {ratio:.1f} dB, weights {min(each.snr for each in errors.values()):.1f} dB")
     assert ratio > 14
-    assert min(each.snr for each in told.values()) > 30
+    assert min(each.snr for each in errors.values()) > 30

@@ -100,7 +100,7 @@ def test_trained_experts_are_exported_as_forward_multiplied_them(tmp_path: Path,
     for _ in range(4):
         step(model)
     fmt: Any = "mxfp4" if "mxfp4" in recipe else "mxfp8"
-    told = save_quantized(model, tmp_path, fmt)
+    ratios = save_quantized(model, tmp_path, fmt)
     again = load_quantized(tmp_path, device=DEVICE)
     for name, module in again.named_modules():
         if isinstance(module, FrozenExperts):
@@ -114,7 +114,9 @@ def test_trained_experts_are_exported_as_forward_multiplied_them(tmp_path: Path,
         again.model.rotary_emb.load_state_dict(model.model.rotary_emb.state_dict())
         again.model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq)  # `tiny` casts it
         wanted, got = model.eval()(input_ids=ids).logits, again(input_ids=ids).logits
-    print(recipe, "exported:", round(min(told.values()), 1), "dB; logits:", round(snr(wanted.float(), got.float()), 1))
+    print(
+        recipe, "exported:", round(min(ratios.values()), 1), "dB; logits:", round(snr(wanted.float(), got.float()), 1)
+    )
     assert snr(wanted.float(), got.float()) > 40
 
 
@@ -134,7 +136,7 @@ def test_replayed_routing_changes_no_bit_and_is_that_of_the_batch() -> None:
 
 @pytest.mark.parametrize("implementation", ["mxep_mxfp8", "mxep_fp8", "mxep_bf16"])
 def test_a_tokens_experts_do_not_depend_on_the_batch(implementation: str) -> None:
-    """Bit for bit, of the experts alone. bf16 is cuBLAS's: it is told, not asserted."""
+    """Bit for bit, of the experts alone. bf16 is cuBLAS's: it is printed, not asserted."""
     model = tiny("qwen3_moe", implementation, torch.bfloat16, **SIZES).to(DEVICE)
     if implementation == "mxep_mxfp8":
         freeze_experts(model, "mxfp8")

@@ -95,7 +95,7 @@ def save_quantized(
             f"save_quantized: expected a PreTrainedModel, got {type(model).__name__}: merge PEFT's adapters"
         )
     held = {f"{name}.{each}": (module, each) for name, module in experts.items() for each in weight_names(module)}
-    folder, told = Path(folder), {}
+    folder, found = Path(folder), {}
     if folder.is_dir() and any(folder.glob("*.safetensors")):
         raise ValueError(f"save_quantized: expected a folder without safetensors, got {folder}")
     with _conversions(model) as converters:
@@ -113,7 +113,7 @@ def save_quantized(
             writer.add(name, x)
         for name, (module, each) in held.items():
             for piece, (made, snr_) in _pieces(model, name, module, each, fmt).items():
-                told[piece] = snr_
+                found[piece] = snr_
                 for stored, x in _stored(piece, made, layout).items():
                     writer.add(stored, x)
         if writer.close():
@@ -121,7 +121,7 @@ def save_quantized(
                 name.removesuffix(".weight") for name, x in rest.items() if name.endswith(".weight") and x.dim() > 1
             ]
             _write_config(model, folder, layout, fmt, sorted(plain))
-    return told
+    return found
 
 
 @contextmanager
@@ -252,13 +252,14 @@ class _Writer:
     """Safetensors of about `SHARD` bytes, with an index if there are several. Only rank 0 writes."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.files, self.waiting = folder, [], {}  # type: ignore[var-annotated]
+        self.folder, self.files, self.waiting, self.bytes = folder, [], {}, 0  # type: ignore[var-annotated]
         self.writes = not dist.is_initialized() or dist.get_rank() == 0
 
     def add(self, name: str, x: Tensor) -> None:
         if self.writes:
             self.waiting[name] = x.detach().to("cpu", copy=True).contiguous()
-            if sum(each.nbytes for each in self.waiting.values()) >= SHARD:
+            self.bytes += x.nbytes
+            if self.bytes >= SHARD:
                 self._flush()
 
     def _flush(self) -> None:
@@ -266,7 +267,7 @@ class _Writer:
         file = self.folder / f"part-{len(self.files)}.safetensors"
         save_file(self.waiting, file, metadata={"format": "pt"})
         self.files.append((file, {name: x.nbytes for name, x in self.waiting.items()}))
-        self.waiting = {}
+        self.waiting, self.bytes = {}, 0
 
     def close(self) -> bool:
         """Whether this rank wrote."""

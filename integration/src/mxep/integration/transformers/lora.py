@@ -230,7 +230,7 @@ def merge_and_freeze(model: PeftModel, fmt: FrozenFormat | None = None) -> tuple
 
     fmt: "mxfp8" or "mxfp4"; default each weight's own. Raises ValueError without active adapters on frozen experts.
     """
-    tuner, told = model.base_model, {}
+    tuner, errors = model.base_model, {}
     for name, layer in list(tuner.model.named_modules()):
         experts = layer.get_base_layer() if isinstance(layer, ParamWrapper) else None
         if not isinstance(experts, FrozenExperts) or not (weights := layer.merged_weights(None)):
@@ -240,10 +240,10 @@ def merge_and_freeze(model: PeftModel, fmt: FrozenFormat | None = None) -> tuple
         thaw(experts, weights)
         freeze_module(experts, format_)
         for each, w in weights.items():
-            told[f"{name}.{each}"] = _error(before[each], w, getattr(experts, each))
-    if not told:
+            errors[f"{name}.{each}"] = _error(before[each], w, getattr(experts, each))
+    if not errors:
         raise ValueError("merge_and_freeze: expected active adapters on frozen experts, got none: merge_and_unload()")
-    return model.merge_and_unload(), told
+    return model.merge_and_unload(), errors
 
 
 def _error(before: FrozenWeight, merged: Tensor, after: FrozenWeight) -> MergeError:

@@ -53,7 +53,7 @@ def optimize(
     """Speed up training of a causal model of transformers, in place; returns what changed, by part, and logs it.
 
     Call it after `expert_parallel` and before `fully_shard`, PEFT and the optimizer. Parameters keep their names and
-    objects. A second call changes only what the first left. A part that cannot be served is left, and told with the
+    objects. A second call changes only what the first left. A part that cannot be served is left, and named with the
     reason as `left: ...`.
 
     experts: a registered implementation for experts that mxep does not compute yet; None leaves them.

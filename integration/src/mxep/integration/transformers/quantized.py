@@ -5,7 +5,7 @@
 
 transformers' own quantizers bring their own modules of experts, so the model is built from the config without its
 `quantization_config`. Names are changed by transformers' own conversions of the model, so experts are found as
-`from_pretrained` finds them. Formats are those of `mxep.quant.checkpoint`, told by names, dtypes and shapes.
+`from_pretrained` finds them. Formats are those of `mxep.quant.checkpoint`, recognized by names, dtypes and shapes.
 
     mxfp4                                   FrozenWeight in MXFP4      the bytes as shipped
     mxfp8                                   FrozenWeight in MXFP8      come back from `FrozenWeight.shipped`
@@ -99,7 +99,7 @@ def load_quantized(
             dtype=dtype,
             experts_implementation=experts_implementation,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, by name
+            ignore_mismatched_sizes=True,  # they raise below, by name
             **how,
         )
         for what in ("missing", "unexpected", "mismatched"):

@@ -54,14 +54,14 @@ def column_scales(mx: MXTensor) -> Tensor:
         those of its widened elements (`mxep.quant.e2m1.widen`).
     """
     _check(mx)
-    scale, magnitudes = mx.scale.view(torch.uint8), 0x7F7F7F7F7F7F7F7F
+    scale, without_sign = mx.scale.view(torch.uint8), 0x7F7F7F7F7F7F7F7F
     nan = scale == NAN_SCALE
     if mx.qdata.dtype == E2M1.dtype:  # packed: widening takes 36 bytes an element
         scale = torch.where(nan, scale, scale.clamp(min=e2m1.HEADROOM) - e2m1.HEADROOM)
-        magnitudes = 0x7777777777777777
+        without_sign = 0x7777777777777777
     qdata = mx.qdata.view(torch.uint8).contiguous()
     words = (qdata if qdata.storage_offset() % 8 == 0 else qdata.clone()).view(torch.int64)
-    live = (words & magnitudes).ne(0).unflatten(-1, (scale.shape[-1], -1)).any(-1)
+    live = (words & without_sign).ne(0).unflatten(-1, (scale.shape[-1], -1)).any(-1)
     return torch.where(live | nan, scale, 0).amax(-2).view(SCALE_DTYPE)
 
 

@@ -6,8 +6,7 @@
 
 They are bound by memory: a rank of 16 makes 16 multiply-adds of each byte of qdata. So rows are dequantized in
 registers. A scale of a whole row multiplies sums of K (shrink), or inner (wgrad), instead of each element.
-Share of a copy's speed on an H200, 128 experts, rank 16, 512 to 2048 rows an expert: shrink 0.54 to 0.78, expand 0.75
-to 0.86, wgrad 0.36 to 0.45 (conversions to bf16 and shared memory limit it), of plain bf16 rows 0.8.
+wgrad reads most slowly: probably conversions to bf16 and shared memory limit it.
 """
 
 import torch
