@@ -14,7 +14,9 @@ Without "+ optimize" all is as transformers has it, SDPA with its check of the m
 experts over all ranks (EP), the rest sharded by FSDP2 and gathered once a step. BaselineLayer reads sizes on the host
 there, so "+ optimize" of other experts than mxep's compiles attention and norms alone.
 
-Weights are random, so routing is nearly balanced. Batches differ from micro-batch to micro-batch. Labels are the ids.
+Weights are random. `--routing forced` gives every expert as many tokens (Megatron's --moe-router-force-load-balancing);
+`natural` is the router's choice, and `most of mean` says how uneven it is: the rows of the GPU that has most over the
+mean, by layer. Batches differ from micro-batch to micro-batch. Labels are the ids.
 
 ms            a step: median; min and max beside it in JSON
 TFLOP/s       of a GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
@@ -48,10 +50,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -77,7 +80,7 @@ SIZES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 SHARES = {
     "optimizer, clip, accumulation": r"Optimizer\.step|AccumulateGrad|\bclip\b|adamw|multi_tensor",
-    "communication": r"nccl|^(dispatch|combine|barrier|put|meet|sum_arrived|stage_sums|read_tables)_kernel",
+    "communication": r"nccl|^(dispatch|dispatch_tables|combine|barrier|put|meet|sum_arrived|stage_sums|read_tables)_kernel",
     "attention": r"flash|fmha|sdpa|cudnn.*attention|ScaledDotProduct|attention_",
     "head and loss": r"head and loss|LinearCrossEntropy|NllLoss|LogSoftmax|nll_loss|log_softmax",
     "experts GEMM": r"^grouped_(mm|wgrad)_kernel|[Gg]rouped_?[Mm]m|GroupedGemm|GroupProblem",
@@ -113,6 +116,17 @@ def all_to_all_experts(
     exchange.experts_forward = functools.partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], here)
     out: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
     return out.to(hidden_states.dtype)
+
+
+class ForcedRouter(Qwen3MoeTopKRouter):
+    """Chooses every expert as often, each token's spread evenly over all, and weighs them as the router would."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        token, k = (torch.arange(n, device=logits.device) for n in (len(logits), self.top_k))
+        ids = (token[:, None] + k * (self.num_experts // self.top_k)) % self.num_experts
+        chosen = logits.float().softmax(-1).gather(1, ids)
+        return logits, (chosen / chosen.sum(-1, keepdim=True)).to(logits.dtype), ids
 
 
 class AdamWFP32(torch.optim.Optimizer):
@@ -179,6 +193,9 @@ class Subject:
             for each, weight in model.named_parameters():
                 if ".experts." not in each:
                     dist.broadcast(weight.detach(), 0)
+        if args.routing == "forced":
+            for layer in model.model.layers:
+                layer.mlp.gate.__class__ = ForcedRouter
         model.config._experts_implementation = name
         model.train()
         self.changed: dict[str, str] = {}
@@ -244,6 +261,24 @@ class Subject:
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
+    @torch.no_grad()
+    def most_of_mean(self) -> list[float]:
+        """By layer, the rows of the GPU that has most over the mean of all. Collective."""
+        counts = torch.zeros(len(self.model.model.layers), RANKS, device=self.device)
+
+        def count(i: int, _: Any, __: Any, routed: tuple[Tensor, Tensor, Tensor]) -> None:
+            counts[i] = (routed[2].flatten() // (self.config.num_experts // RANKS)).bincount(minlength=RANKS)
+
+        gates = [layer.mlp.gate for layer in self.model.model.layers]
+        hooks = [gate.register_forward_hook(functools.partial(count, i)) for i, gate in enumerate(gates)]
+        with torch.compiler.set_stance("force_eager"):
+            self.model(input_ids=self.ids[0], use_cache=False, logits_to_keep=1)
+        for hook in hooks:
+            hook.remove()
+        if RANKS > 1:
+            dist.all_reduce(counts)
+        return [round(float(c.max() / c.mean()), 3) for c in counts]
+
     def close(self) -> None:
         for _, layer in layers(self.model):
             layer.dispatcher.close()
@@ -280,9 +315,11 @@ def measure(kind: str, depth: int, args: argparse.Namespace, device: torch.devic
         row |= {"count": count_name(subject.config, args.length), "losses": losses, "optimize": subject.changed}
         if device.type == "cuda":
             row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            row["allocator retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         row["seconds until timed"] = round(ready, 1)
         if args.profile:
             row["shares"] = shares(subject.step, ms, device)
+        row["most of mean"] = subject.most_of_mean()
         return row
     finally:
         subject.close()
@@ -333,9 +370,14 @@ def shares(step: Callable[[], object], ms: float, device: torch.device) -> dict[
     found = dict.fromkeys((*SHARES, "norms, element-wise"), 0.0)
     for (_, part), us in spent.items():
         found[part] += us
+    works = torch.tensor([sum(found.values()) - found["communication"]], device=device) / 1e3
+    each = [works] if RANKS == 1 else [torch.empty_like(works) for _ in range(RANKS)]
+    if RANKS > 1:
+        dist.all_gather(each, works)
     found["idle"] = 1e3 * ms - busy
     longest = sorted(spent.items(), key=lambda item: -item[1])[:25]
     return {part: round(us / 1e3 / ms, 4) for part, us in found.items()} | {
+        "other than communication, ms by rank": [round(float(x), 2) for x in each],
         "longest, ms": {f"{part}: {name[:90]}": round(us / 1e3, 3) for (name, part), us in longest}
     }
 
@@ -378,6 +420,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps a kind, three at least")
     parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--routing", choices=("natural", "forced"), default="natural")
     parser.add_argument("--moments", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--loss-rows", type=int, default=4096)
     parser.add_argument("--head-gradient", choices=("float32", "bfloat16"), default="float32")
