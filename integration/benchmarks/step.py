@@ -60,7 +60,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import BaselineLayer
 from mxep.comms import Capacity
-from mxep.ep import clip_grad_norm_, parameter_groups
+from mxep.ep import accumulate_in_place, clip_grad_norm_, parameter_groups
 from mxep.ep.shares import local_tensor, local_weight
 from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
 from mxep.integration.flops import count_name, flops_per_token
@@ -80,7 +80,7 @@ SIZES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 SHARES = {
     "optimizer, clip, accumulation": r"Optimizer\.step|AccumulateGrad|\bclip\b|adamw|multi_tensor",
-    "communication": r"nccl|^(dispatch|dispatch_tables|combine|barrier|put|meet|sum_arrived|stage_sums|read_tables)_kernel",
+    "communication": r"nccl|^(dispatch(_tables)?|combine|barrier|put|meet|sum_arrived|stage_sums|read_tables)_kernel",
     "attention": r"flash|fmha|sdpa|cudnn.*attention|ScaledDotProduct|attention_",
     "head and loss": r"head and loss|LinearCrossEntropy|NllLoss|LogSoftmax|nll_loss|log_softmax",
     "experts GEMM": r"^grouped_(mm|wgrad)_kernel|[Gg]rouped_?[Mm]m|GroupedGemm|GroupProblem",
@@ -217,10 +217,13 @@ class Subject:
             self.optimizer: torch.optim.Optimizer = AdamWFP32(parameter_groups(model), **kwargs)
         else:
             self.optimizer = torch.optim.AdamW(parameter_groups(model), fused=True, betas=(0.9, 0.95), **kwargs)
-        self.once = contextlib.nullcontext if not experts.startswith("mxep") else quantize_weights_once
-        if args.after_step and experts.startswith("mxep"):
-            quantize_after_step(self.optimizer)
-            self.once = contextlib.nullcontext
+        self.contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
+        if experts.startswith("mxep"):
+            self.contexts = [accumulate_in_place] if args.accumulate == "gemm" else []
+            if args.after_step:
+                quantize_after_step(self.optimizer)
+            else:
+                self.contexts.append(quantize_weights_once)
         shape = args.micro_batches, args.tokens // args.length, args.length
         self.ids = torch.randint(self.config.vocab_size, shape, device=device, dtype=torch.int64)
 
@@ -243,7 +246,9 @@ class Subject:
         model, args = self.model, self.args
         items = args.micro_batches * args.tokens
         total = torch.zeros((), device=self.device, dtype=torch.float32)
-        with self.once():
+        with contextlib.ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context())
             for i, ids in enumerate(self.ids):
                 if RANKS > 1:
                     last = i == args.micro_batches - 1
@@ -378,7 +383,7 @@ def shares(step: Callable[[], object], ms: float, device: torch.device) -> dict[
     longest = sorted(spent.items(), key=lambda item: -item[1])[:25]
     return {part: round(us / 1e3 / ms, 4) for part, us in found.items()} | {
         "other than communication, ms by rank": [round(float(x), 2) for x in each],
-        "longest, ms": {f"{part}: {name[:90]}": round(us / 1e3, 3) for (name, part), us in longest}
+        "longest, ms": {f"{part}: {name[:90]}": round(us / 1e3, 3) for (name, part), us in longest},
     }
 
 
@@ -425,6 +430,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--loss-rows", type=int, default=4096)
     parser.add_argument("--head-gradient", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--after-step", action="store_true", help="quantize_after_step, not within the micro-batches")
+    parser.add_argument("--accumulate", choices=("gemm", "autograd"), default="gemm", help="what adds mxep's gradients")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="qwen3")
     parser.add_argument("--out", type=Path)

@@ -217,6 +217,17 @@ def test_a_sum_of_losses_is_there_for_those_who_want_it(ctx: Context) -> None:
 # ── clipping ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_scaled_by_the_factor_unrounded(dtype: torch.dtype) -> None:
+    weights = [torch.zeros(n, 64, dtype=dtype) for n in (3, 64)]
+    grads = [torch.randn_like(weight) for weight in weights]
+    for weight, grad in zip(weights, grads):
+        weight.grad = grad.clone()
+    norm = clip_grad_norm_(weights, 0.7)
+    for weight, grad in zip(weights, grads):
+        assert torch.equal(weight.grad, (grad.float() * (0.7 / (norm.double() + 1e-6)).float()).to(dtype))
+
+
 @distributed(4, norm_type=[2.0, 3.0, 0.5, -1.0, 0, "inf", float("-inf")])
 def test_a_norm_counts_each_number_once_however_it_is_sharded(ctx: Context, norm_type: float | str) -> None:
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "ep"))

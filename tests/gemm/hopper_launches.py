@@ -45,4 +45,5 @@ LAUNCHES = {
     "wgrad halves": lambda: wgrad(halves=True),
     "wgrad halves fp32": lambda: wgrad(out_dtype=torch.float32, halves=True),
     "wgrad add": lambda: wgrad(out_dtype=torch.float32, add=True),
+    "wgrad add bf16": lambda: wgrad(add=True),
 }

@@ -35,10 +35,21 @@ def test_kinds_take_the_same_steps_and_are_counted(tmp_path: Path, capsys: pytes
         assert row["losses"][1] < row["losses"][0] + 1e-2
         assert row["tokens/s a GPU"] == pytest.approx(128 / row["ms"] * 1e3, rel=1e-3)
         assert row["count"] == f"Megatron's count, {row['layers']} layers, vocabulary 512, sequence 32"
-        assert row["shares"].keys() == {*step.SHARES, "norms, element-wise", "idle", "longest, ms"}
+        others = "norms, element-wise", "idle", "other than communication, ms by rank", "longest, ms"
+        assert row["shares"].keys() == {*step.SHARES, *others}
+        assert row["most of mean"] == [1.0] * row["layers"]
     said = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["kind"] for line in said if line.startswith("{")] == list(kinds) * 2
     assert sum("t(48) = " in line for line in said) == len(kinds)
+
+
+def test_forced_routing_gives_each_expert_as_many_tokens() -> None:
+    gate = step.ForcedRouter(step.Qwen3MoeConfig(**step.SIZES["tiny"]))
+    torch.nn.init.normal_(gate.weight)
+    logits, weights, ids = gate(torch.randn(1, 64, 64))
+    assert ids.flatten().bincount(minlength=8).tolist() == [16] * 8
+    chosen = logits.float().softmax(-1).gather(1, ids)
+    torch.testing.assert_close(weights, chosen / chosen.sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("more", [("--moments", "fp32"), ("--after-step",)])

@@ -3,6 +3,7 @@
 `MoE` is the layer. `dispatch`, `expert_mlp` and `combine` are its differentiable parts. Dispatchers move the tokens.
 """
 
+from .autograd import accumulate_in_place
 from .clip import clip_grad_norm_
 from .dispatchers import (
     DISPATCHERS,
@@ -46,6 +47,7 @@ __all__ = [
     "SharedExpert",
     "SymmetricDispatcher",
     "TokenDispatcher",
+    "accumulate_in_place",
     "clip_grad_norm_",
     "combine",
     "data_parallel",

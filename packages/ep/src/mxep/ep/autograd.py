@@ -21,14 +21,16 @@ each by itself, or bring tokens on all ranks.
 T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.fx.node import has_side_effect
 
 from mxep.comms import RoutingPlan, make_plan
@@ -96,6 +98,49 @@ def join_lora(parameters: Parameters, scale: float) -> LoRAWeights | None:
     return None if four[0] is None else LoRAWeights(*four, scale)  # type: ignore[arg-type]
 
 
+_accumulating = False
+"""Whether `accumulate_in_place` is open. torch.compile guards on it."""
+
+
+@contextlib.contextmanager
+def accumulate_in_place() -> Iterator[None]:
+    """Let the GEMM that computes an expert weight's gradient add it to ``.grad``, where there is one already.
+
+        with accumulate_in_place():
+            for x in micro_batches:
+                model(x).sum().backward()
+        optimizer.step()
+
+    The numbers are those of autograd's own accumulation, bit for bit, in half the memory traffic: on `hopper` no
+    gradient of its own is written, read and added from the second micro-batch on. It holds for forwards of the whole
+    process that run while it is open, and for their backward passes.
+
+    It is for `.backward()` alone: `torch.autograd.grad` of an expert weight would add to ``.grad``, too, and find no
+    gradient. Autograd accumulates as ever what this does not serve: gate and up as two parameters, weights with hooks,
+    views or casts of a parameter, a gradient of another dtype or layout, and unquantized weight gradients (recipes
+    ``*_wgrad_bf16``). Under torch.compile a layer breaks the graph while it is open.
+    """
+    global _accumulating
+    before, _accumulating = _accumulating, True
+    try:
+        yield
+    finally:
+        _accumulating = before
+
+
+def _own_gradient(ctx: Any, place: int) -> Tensor | None:
+    """This rank's part of the ``.grad`` that autograd would add the function's gradient to; None if it must do it."""
+    node = ctx.next_functions[place][0]
+    leaf: Any = getattr(node, "variable", None)
+    grad = None if leaf is None else leaf.grad
+    if grad is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return None
+    fits = type(grad) is type(leaf.data) and grad.dtype == leaf.dtype and grad.is_contiguous()
+    if isinstance(grad, DTensor):
+        fits = fits and grad.placements == leaf.placements
+    return local_tensor(grad) if fits and not grad.requires_grad else None
+
+
 class NodeState(NamedTuple):
     """What `Layer` needs besides tensors with gradients."""
 
@@ -125,12 +170,15 @@ class Layer(torch.autograd.Function):
         ctx.shares = Parameters(*(None if each is None else Share(each) for each in parameters))  # type: ignore[arg-type]
         ctx.dispatcher, ctx.config, ctx.main_grads = state.dispatcher, state.config, state.main_grads
         ctx.wgrad_scale, ctx.routing, ctx.saved_operands = state.wgrad_scale, made.routing, None
+        ctx.in_place = _accumulating and state.frozen is None and mine.up_proj is None
         return made.out  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         routing = ctx.routing
+        if ctx.in_place:
+            ctx.main_grads = _own_gradient(ctx, ctx.places[2]), _own_gradient(ctx, ctx.places[3])
         needs = parameter_needs(ctx.needs_input_grad[2:-1])
         asked = [need and is_wanted(ctx, place) for need, place in zip(ctx.needs_input_grad, ctx.places)]
         wanted, kept, retained = parameter_needs(asked[2:]), ctx.saved_operands, graph_is_retained()
@@ -207,6 +255,8 @@ def _parameter_gradients(
 def unsupported_reason(dispatcher: TokenDispatcher, config: LayerConfig, main_grads: MainGrads) -> str | None:
     """None if `compiled_layer` applies: all is known by name, and sizes before it runs. Otherwise the reason."""
     recipe, backend = config.recipe, config.backend
+    if _accumulating:
+        return "accumulate_in_place is open, and a graph adds to no .grad: leave it out, or compile around"
     if main_grads[0] is not None or main_grads[1] is not None:
         return "main_grad is memory that backward adds to, which a graph does not: leave it out, or compile around"
     if dispatcher.capacity.kind == "exact" or dispatcher.static_tokens(0) is None:

@@ -141,7 +141,7 @@ class Backend(Protocol):
     ) -> Tensor | None:
         """scale * dy[rows of g].T @ a[rows of g], zero for empty groups: (G, N, K) in out_dtype.
 
-        accumulate_into: (G, N, K) fp32. The result is added to it, and None is returned.
+        accumulate_into: (G, N, K). The result in its dtype is added to it, and None is returned.
         halves: (2, G, N / 2, K) in out_dtype, contiguous. The result is written to it, and None is returned. Each half
             is the dense gradient of one of two weights with consecutive rows.
         """
@@ -157,7 +157,7 @@ class Backend(Protocol):
         return None
 
     def wgrad_into(self, out: Tensor, operands: Any, offs: Tensor | None, scale: float, *, add: bool) -> bool:
-        """Write the result to out, or add it in fp32 if `add`, by the GEMM's kernel. False if there is no such kernel.
+        """Write the result to out, or add it if `add`, by the GEMM's kernel. False if there is no such kernel.
 
         out: contiguous, (G, N, K) or halves (2, G, N / 2, K)."""
         return False

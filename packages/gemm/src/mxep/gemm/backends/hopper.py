@@ -3,7 +3,7 @@
     forward  a MX (slots, index) --fold, gather--> qdata, a scale a row --\\
              w bf16 ----quantize, one scale a row------------------------- > wgmma, x scales, + bias -> out
     dgrad    dy in the same way                x w, one scale a column                               -> da
-    wgrad    dy, a (as they came) --fold for wgrad: transposed, tokens contiguous--> wgmma, x 2^e -> dw, or += fp32
+    wgrad    dy, a (as they came) --fold for wgrad: transposed, tokens contiguous--> wgmma, x 2^e -> dw, or += dw
 
 Folding moves exponents into qdata (`mxep.quant.fold`). It is exact except for elements 2^-14 or more below the largest
 of their row. Unquantized operands, and weights in blocks or tiles, are quantized to one scale per row directly. Only
@@ -137,13 +137,16 @@ def fp8_grouped_wgrad(
 ) -> None:
     """Contract y_t (N, C) and x_t (K, C) fp8 over C, group by group. exponent, offs: (G,) int32, as in WgradOperands.
 
-    scale * the result is written to out, or added to it in fp32 if `add`. out: contiguous, (G, N, K) or the halves of N
-    (2, G, N / 2, K). 2^e is applied in two steps, because it may lie outside fp32."""
-    dw = out if add else torch.zeros_like(out, dtype=torch.float32)
+    scale * the result is rounded to out's dtype and written to it, or added to it if `add`, as autograd would add it.
+    out: contiguous, (G, N, K) or the halves of N (2, G, N / 2, K). 2^e is applied in two steps, because it may lie
+    outside fp32."""
+    dw = torch.zeros_like(out, dtype=torch.float32)
     starts = [0, *offs.tolist()]
     for g, (start, end, e) in enumerate(zip(starts, starts[1:], exponent.tolist())):
         product = y_t[:, start:end].float() @ x_t[:, start:end].float().T
         of_group = dw[..., g, :, :]
-        of_group += (product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)).view(of_group.shape)
-    if not add:
+        of_group.copy_((product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)).view(of_group.shape))
+    if add:
+        out.add_(dw.to(out.dtype))
+    else:
         out.copy_(dw)

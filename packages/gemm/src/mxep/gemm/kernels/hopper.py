@@ -71,7 +71,7 @@ def grouped_wgrad(
     if (parts := parts_of_wgrad(offs.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
         products = _products_of_parts(y_t, x_t, exponent, offs, factor, parts)
         if add or out.dtype != torch.float32:
-            (out.add_ if add else out.copy_)(products.sum(0, keepdim=True))
+            (out.add_ if add else out.copy_)(products.sum(0, keepdim=True).to(out.dtype))
         else:
             torch.sum(products, 0, keepdim=True, out=out)
     elif C:

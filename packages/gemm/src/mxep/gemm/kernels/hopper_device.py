@@ -173,7 +173,7 @@ def _before_and_after(scale):
 
 @gluon.jit
 def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row, end, column, N, ADD: gl.constexpr):
-    """Scale, add, round and store 64 rows of half a tile. bf16 goes by TMA, except at the end of a group."""
+    """Scale, add, round and store 64 rows of half a tile. bf16 goes by TMA, except at the end of a group or to add."""
     L: gl.constexpr = half.type.layout
     if column_scale is None:
         half = half * row_scale[0] * row_scale[1]
@@ -189,11 +189,19 @@ def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row,
         tma.store_wait(0)
         staging.store(half.to(out_desc.dtype))
         fence_async_shared()
-        if row + 64 <= end:
+        if ADD:
+            _store_wide(staging, out_ptr, row, end, column, N, ADD)
+        elif row + 64 <= end:
             store_tile(out_desc, [row, column], staging)
         else:
-            WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-            _store_rows(staging.load(WIDE), out_ptr, row, end, column, N, ADD)
+            _store_wide(staging, out_ptr, row, end, column, N, ADD)
+
+
+@gluon.jit
+def _store_wide(staging, out_ptr, row, end, column, N, ADD: gl.constexpr):
+    """Store or add what lies in shared memory, 16 bytes a thread."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    _store_rows(staging.load(WIDE), out_ptr, row, end, column, N, ADD)
 
 
 @gluon.jit
