@@ -61,12 +61,9 @@ def clip_grad_norm_(
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}: nothing was clipped")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for of_a_kind in _by_kind(grads):
-        device, dtype = of_a_kind[0].device, of_a_kind[0].dtype
-        if dtype.itemsize >= 4:
-            torch._foreach_mul_(of_a_kind, factor.to(device, dtype))
-        else:  # _foreach_mul_ would round the factor to their dtype, or launch a kernel for each
-            found = torch.zeros(1, device=device, dtype=torch.float32)
-            torch._amp_foreach_non_finite_check_and_unscale_(of_a_kind, found, factor.to(device, torch.float32))
+        first = of_a_kind[0]
+        exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # in their dtype it is one launch
+        torch._foreach_mul_(of_a_kind, factor.to(first.device, exact))
     return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
 
 
