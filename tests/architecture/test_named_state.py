@@ -13,7 +13,6 @@ BORDERS = {
     "runtime": "the recorder takes objects of tensors apart",
     "ep/autograd.py": "torch.library's ops, and autograd's",
     "gemm/compiled.py": "torch.library's ops",
-    "quant/aten.py": "torch's dispatch gives an op's arguments",
 }
 """Packages and files where lists are another's form."""
 NAMES = {"__torch_function__", "__torch_dispatch__", "__reduce_ex__", "forward", "backward"}

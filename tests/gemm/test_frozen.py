@@ -7,7 +7,7 @@ from torch import Tensor
 from mxep.gemm import FrozenWeight, Recipe, freeze
 from mxep.gemm.backends import BACKENDS
 from mxep.quant import BLOCK, MXTensor, fold, fold_for_dgrad, quantize, quantize_blocks
-from mxep.quant.fold_for_dgrad import column_scales
+from mxep.quant.fold import column_scales
 from mxep.runtime.bundle import tensors_in
 
 GROUPS, N, K = 3, 64, 96

@@ -10,22 +10,7 @@ from collections.abc import Callable
 import torch
 
 from mxep.quant import SwiGLU
-from mxep.quant.kernels import (
-    columns,
-    dequantize,
-    fold,
-    fold_columns,
-    fold_e2m1,
-    fold_for_wgrad,
-    gather,
-    group_sums,
-    joined,
-    per_row,
-    quantize_e2m1,
-    requantize,
-    rows,
-    swiglu,
-)
+from mxep.quant.kernels import e2m1, fold, groups, quantize, requantize, swiglu
 
 T, D = 8192, 4096
 GPT_OSS = SwiGLU(1.702, 7.0, 1.0, interleaved=True).packed
@@ -82,58 +67,58 @@ def swiglu_backward(F: int, h: bool):
 def in_groups(groups: int) -> dict[str, Callable[[], object]]:
     """The kernels that hold a number for every group."""
     return {
-        f"pad_index {groups} groups": lambda: gather.pad_index(ends(groups), T, 32),
-        f"gather_swizzled {groups} groups": lambda: gather.gather_swizzled(*mx(), index(), ends(groups)),
-        f"fold_for_wgrad {groups} groups": lambda: fold_for_wgrad.fold_for_wgrad(
-            *mx(), None, *mx(), None, ends(groups), 128
-        ),
+        f"pad_index {groups} groups": lambda: groups.pad_index(ends(groups), T, 32),
+        f"gather_swizzled {groups} groups": lambda: groups.gather_swizzled(*mx(), index(), ends(groups)),
+        f"fold_for_wgrad {groups} groups": lambda: fold.fold_for_wgrad(*mx(), None, *mx(), None, ends(groups), 128),
     }
 
 
 LAUNCHES = {
-    "quantize_rows": lambda: rows.quantize_rows(x(), E4M3, MODE, 32),
-    "quantize_rows fp32": lambda: rows.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
-    "quantize_rows per row": lambda: rows.quantize_rows(x(), E4M3, MODE, D),
-    "quantize_e2m1": lambda: quantize_e2m1.quantize_e2m1(x(), MODE, 32),
-    "quantize_e2m1 fp32 even": lambda: quantize_e2m1.quantize_e2m1(x(dtype=torch.float32), "even", 32),
-    "quantize_e2m1 14336": lambda: quantize_e2m1.quantize_e2m1(x(T, 14336), MODE, 14336),
-    "quantize_into_room": lambda: rows.quantize_into_room(x(), T + 16, E4M3, MODE, 32),
-    "quantize_joined_rows": lambda: joined.quantize_joined_rows(x(T, 4096), x(T, 512), x(T, 512), E4M3, MODE),
-    "quantize_joined_rows 14336": lambda: joined.quantize_joined_rows(x(T, 7168), x(T, 7168), None, E4M3, MODE),
-    "dequantize": lambda: dequantize.dequantize(*mx(), 1, 32, index(), torch.bfloat16),
-    "dequantize E2M1": lambda: dequantize.dequantize_e2m1(
+    "quantize_rows": lambda: quantize.quantize_rows(x(), E4M3, MODE, 32),
+    "quantize_rows fp32": lambda: quantize.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
+    "quantize_rows per row": lambda: quantize.quantize_rows(x(), E4M3, MODE, D),
+    "quantize_e2m1": lambda: e2m1.quantize_e2m1(x(), MODE, 32),
+    "quantize_e2m1 fp32 even": lambda: e2m1.quantize_e2m1(x(dtype=torch.float32), "even", 32),
+    "quantize_e2m1 14336": lambda: e2m1.quantize_e2m1(x(T, 14336), MODE, 14336),
+    "quantize_into_room": lambda: quantize.quantize_into_room(x(), T + 16, E4M3, MODE, 32),
+    "quantize_joined_rows": lambda: quantize.quantize_joined_rows(x(T, 4096), x(T, 512), x(T, 512), E4M3, MODE),
+    "quantize_joined_rows 14336": lambda: quantize.quantize_joined_rows(x(T, 7168), x(T, 7168), None, E4M3, MODE),
+    "dequantize": lambda: requantize.dequantize(*mx(), 1, 32, index(), torch.bfloat16),
+    "dequantize E2M1": lambda: requantize.dequantize_e2m1(
         x(T, D // 2, dtype=torch.float4_e2m1fn_x2), x(T, D // 32, dtype=torch.uint8), None, torch.bfloat16
     ),
-    "fold_columns": lambda: fold_columns.fold_columns(*mx(), x(D // 32, dtype=torch.uint8)),
-    "fold_columns of rows": lambda: fold_columns.fold_columns(*mx(D), x(D // 32, dtype=torch.uint8)),
-    "fold_columns E2M1": lambda: fold_columns.fold_columns(
+    "fold_columns": lambda: fold.fold_columns(*mx(), x(D // 32, dtype=torch.uint8)),
+    "fold_columns of rows": lambda: fold.fold_columns(*mx(D), x(D // 32, dtype=torch.uint8)),
+    "fold_columns E2M1": lambda: fold.fold_columns(
         x(T, D // 2, dtype=torch.float4_e2m1fn_x2), x(T, D // 32, dtype=torch.uint8), x(D // 32, dtype=torch.uint8)
     ),
-    "quantize_2d": lambda: rows.quantize_2d(x(), E4M3, MODE, 32),
-    "quantize_columns": lambda: columns.quantize_columns(x(), E4M3, MODE, 32),
-    "quantize_columns fp32": lambda: columns.quantize_columns(x(dtype=torch.float32), E4M3, MODE, 32),
-    "quantize_columns per column": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
+    "quantize_2d": lambda: quantize.quantize_2d(x(), E4M3, MODE, 32),
+    "quantize_columns": lambda: quantize.quantize_columns(x(), E4M3, MODE, 32),
+    "quantize_columns fp32": lambda: quantize.quantize_columns(x(dtype=torch.float32), E4M3, MODE, 32),
+    "quantize_columns per column": lambda: quantize.quantize_columns(x(), E4M3, MODE, T),
     **{
-        f"quantize_per_row {k}": lambda k=k: per_row.quantize_per_row(x(8, T, k), None, None, E4M3, MODE)  # type: ignore[misc]
+        f"quantize_per_row {k}": lambda k=k: quantize.quantize_per_row(x(8, T, k), None, None, E4M3, MODE)  # type: ignore[misc]
         for k in (768, 2048, 4096, 5120, 7168, 8192, 14336)
     },
-    "quantize_per_row fp32 E5M2": lambda: per_row.quantize_per_row(
+    "quantize_per_row fp32 E5M2": lambda: quantize.quantize_per_row(
         x(T, 7168, dtype=torch.float32), None, None, E5M2, MODE
     ),
-    "quantize_per_row fp32 2048": lambda: per_row.quantize_per_row(
+    "quantize_per_row fp32 2048": lambda: quantize.quantize_per_row(
         x(T, 2048, dtype=torch.float32), None, None, E4M3, MODE
     ),
-    "quantize_per_row fp32 14336": lambda: per_row.quantize_per_row(
+    "quantize_per_row fp32 14336": lambda: quantize.quantize_per_row(
         x(T, 14336, dtype=torch.float32), None, None, E4M3, MODE
     ),
     **{
-        f"quantize_per_row {k} of parts": lambda k=k: per_row.quantize_per_row(x(8, T, k), x(8, T, k), None, E4M3, MODE)  # type: ignore[misc]
+        f"quantize_per_row {k} of parts": lambda k=k: quantize.quantize_per_row(
+            x(8, T, k), x(8, T, k), None, E4M3, MODE
+        )  # type: ignore[misc]
         for k in (2048, 7168)
     },
-    "quantize_per_column of parts": lambda: per_row.quantize_per_column(
+    "quantize_per_column of parts": lambda: quantize.quantize_per_column(
         x(8, T, D), x(8, T, D), None, torch.zeros(8, D), E4M3, MODE
     ),
-    "quantize_per_column": lambda: per_row.quantize_per_column(x(), None, None, torch.zeros(D), E4M3, MODE),
+    "quantize_per_column": lambda: quantize.quantize_per_column(x(), None, None, torch.zeros(D), E4M3, MODE),
     "requantize plain": lambda: requantize.requantize(*mx(), 1, 32, None, None, E4M3, MODE),
     "requantize gathered": lambda: requantize.requantize(*mx(), 1, 32, index(), ends(), E4M3, MODE),
     **{
@@ -141,7 +126,7 @@ LAUNCHES = {
         for d in (1408, 2048, 4096, 5120, 7168, 16384)
     },
     **{
-        f"fold_e2m1 {d}": lambda d=d: fold_e2m1.fold_e2m1(  # type: ignore[misc]
+        f"fold_e2m1 {d}": lambda d=d: e2m1.fold_e2m1(  # type: ignore[misc]
             x(T, d // 2, dtype=torch.float4_e2m1fn_x2), x(T, d // 32, dtype=torch.float8_e8m0fnu)
         )
         for d in (768, 2048, 2880, 4096, 7168, 16384)
@@ -149,19 +134,17 @@ LAUNCHES = {
     "fold E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends()),
     "fold rows of one scale": lambda: fold.fold(*mx(D), None, ends()),
     "fold odd blocks": lambda: fold.fold(*mx(4), None, None),
-    "materialize": lambda: gather.materialize(*mx(), index()),
-    "pad_rows": lambda: gather.pad_rows(x(), index()),
-    "unpad_rows": lambda: gather.unpad_rows(x(), index(), T),
-    "gather_swizzled": lambda: gather.gather_swizzled(*mx(), index(), ends()),
-    "swizzle_scales": lambda: gather.swizzle_scales(mx()[1], None),
-    "fold_for_wgrad": lambda: fold_for_wgrad.fold_for_wgrad(*slots(7168), index(), *mx(), None, ends(), 128),
+    "materialize": lambda: groups.materialize(*mx(), index()),
+    "pad_rows": lambda: groups.pad_rows(x(), index()),
+    "unpad_rows": lambda: groups.unpad_rows(x(), index(), T),
+    "gather_swizzled": lambda: groups.gather_swizzled(*mx(), index(), ends()),
+    "swizzle_scales": lambda: groups.swizzle_scales(mx()[1], None),
+    "fold_for_wgrad": lambda: fold.fold_for_wgrad(*slots(7168), index(), *mx(), None, ends(), 128),
     **{name: launch for groups in (1, 32, 256, 512, 1024) for name, launch in in_groups(groups).items()},
-    "fold_for_wgrad E5M2": lambda: fold_for_wgrad.fold_for_wgrad(
-        *mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1
-    ),
-    "group_sums": lambda: group_sums.group_sums(x(), None, 1, ends()),
-    "group_sums 32": lambda: group_sums.group_sums(*mx(), 32, ends()),
-    "group_sums per row": lambda: group_sums.group_sums(*mx(D), D, ends()),
+    "fold_for_wgrad E5M2": lambda: fold.fold_for_wgrad(*mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1),
+    "group_sums": lambda: groups.group_sums(x(), None, 1, ends()),
+    "group_sums 32": lambda: groups.group_sums(*mx(), 32, ends()),
+    "group_sums per row": lambda: groups.group_sums(*mx(D), D, ends()),
     "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048), torch.bfloat16, None, 0, False),
     "swiglu_quantize 2048": swiglu_quantize(2048, 32, False),
     "swiglu_quantize 14336 per row": swiglu_quantize(14336, 14336, False),

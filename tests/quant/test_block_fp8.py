@@ -19,7 +19,7 @@ from mxep.quant import (
     rescale_blocks,
     to_mxfp8,
 )
-from mxep.quant.scales import power_of_two
+from mxep.quant.formats import power_of_two
 from quant import exact
 from quant.exact import assert_bytes, raw
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fences import fenced
 from fences import fences as fences
 from mxep.quant import E4M3, quantize
-from mxep.quant.kernels import fold, fold_e2m1, fold_for_wgrad, gather, group_sums, requantize, swiglu
+from mxep.quant.kernels import e2m1, fold, groups, requantize, swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 R, D = 64, 64
@@ -34,8 +34,8 @@ def index(valid: int = R) -> Tensor:
 
 
 def in_small_tiles(*args: Any) -> Any:
-    with mock.patch.multiple(fold_for_wgrad, TILE=(32, 64), NUM_WARPS=1):
-        return fold_for_wgrad.fold_for_wgrad(*args)
+    with mock.patch.multiple(fold, WGRAD_TILE=(32, 64), WGRAD_WARPS=1):
+        return fold.fold_for_wgrad(*args)
 
 
 KERNELS: dict[str, Callable[[Tensor], Any]] = {
@@ -48,8 +48,8 @@ KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "swiglu_backward": lambda ends: swiglu.swiglu_backward(
         values()[:, : D // 2], values(), None, ends, values(), None, 0, False, torch.bfloat16
     ),
-    "gather_swizzled": lambda ends: gather.gather_swizzled(*mx(), index(), ends),
-    "group_sums": lambda ends: group_sums.group_sums(*mx(), 32, ends),
+    "gather_swizzled": lambda ends: groups.gather_swizzled(*mx(), index(), ends),
+    "group_sums": lambda ends: groups.group_sums(*mx(), 32, ends),
 }
 
 
@@ -57,7 +57,7 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "fold": lambda index, ends: fold.fold(*mx(), index, ends),
     "fold_for_wgrad": lambda index, ends: in_small_tiles(*mx(), index, *mx(), index, ends, 32),
     "requantize": lambda index, ends: requantize.requantize(*mx(), 1, 32, index, ends, *TO),
-    "gather_swizzled": lambda index, ends: gather.gather_swizzled(*mx(), index, ends),
+    "gather_swizzled": lambda index, ends: groups.gather_swizzled(*mx(), index, ends),
 }
 
 
@@ -74,7 +74,7 @@ def test_no_group_ends_make_a_kernel_write_outside_its_buffers(
 def test_expanding_mxfp4_writes_its_rows_alone(columns: int, fences: Callable[[], list[tuple[int, ...]]]) -> None:
     x = quantize(torch.ones(5, columns, device=DEVICE), fmt="E2M1")
     x.scale.view(torch.uint8)[::2, 0] -= 20  # rows of both ways
-    folded, _ = fold_e2m1.fold_e2m1(fenced(x.qdata.view(torch.uint8)).view(x.qdata.dtype), fenced(x.scale))
+    folded, _ = e2m1.fold_e2m1(fenced(x.qdata.view(torch.uint8)).view(x.qdata.dtype), fenced(x.scale))
     assert folded.shape == (5, columns)
     assert fences() == []
 

@@ -27,7 +27,7 @@ from mxep.quant import (
     swizzle_scales,
     unpad_groups,
 )
-from mxep.quant.sigmoid import sigmoid_pair
+from mxep.quant.activation import sigmoid_pair
 from quant.exact import parts
 
 if not torch.cuda.is_available():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import E2M1, E4M3, E5M2, MXFormat, quantize
-from mxep.quant.kernels import dequantize as kernels
+from mxep.quant.kernels import requantize as kernels
 from quant.poison import poisoned_allocations as poisoned_allocations
 from quant.test_fold_kernels import slots, to_device
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mxep.quant import E2M1, E4M3, MXTensor, fold, fold_with_stats, quantize, to_mxfp8
 from mxep.quant.e2m1 import pack, unpack
-from mxep.quant.kernels import fold_e2m1 as kernels
+from mxep.quant.kernels import e2m1 as kernels
 from quant import exact
 from quant.exact import Bytes, assert_bytes, raw
 from quant.opchecks import check_op

@@ -16,8 +16,8 @@ from mxep.quant import (
     quantize_blocks,
     to_mxfp8,
 )
-from mxep.quant.fold_for_dgrad import column_scales
-from mxep.quant.kernels import fold_columns as kernels
+from mxep.quant.fold import column_scales
+from mxep.quant.kernels import fold as kernels
 from quant.exact import assert_bytes, raw
 from quant.poison import poisoned_allocations as poisoned_allocations
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from mxep.quant import MXFormat
-from mxep.quant.kernels import fold_for_wgrad as kernels
+from mxep.quant.kernels import fold as kernels
 from quant.exact import FORMATS
 from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 both_formats = pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 E4M3, E5M2 = FORMATS
-SMALL = {"TILE": (32, 64), "NUM_WARPS": 1}
+SMALL = {"WGRAD_TILE": (32, 64), "WGRAD_WARPS": 1}
 
 
 def operand(
@@ -72,7 +72,7 @@ def test_every_code_under_every_shift(fmt: MXFormat, y_format: MXFormat) -> None
     qdata = torch.arange(256, dtype=torch.uint8).expand(72, 256).view(fmt.dtype)
     scale = (60 + torch.arange(72)[:, None] - torch.arange(8)).to(torch.uint8).view(torch.float8_e8m0fnu)
     y, y_scale = operand(72, 32, 32, y_format, spread=0)
-    large = {"TILE": (64, 128), "NUM_WARPS": 4}
+    large = {"WGRAD_TILE": (64, 128), "WGRAD_WARPS": 4}
     check(qdata, scale, None, y, y_scale, None, ends_of(40, 32), **large)
     check(y, y_scale, None, qdata, scale, None, ends_of(72), **large)
 
@@ -122,7 +122,7 @@ def test_slots_at_any_address(spare: int) -> None:
 )
 def test_any_tile_in_any_order(tile: tuple[int, int], group_m: int, programs: int) -> None:
     x, y = operand(104, 160, seed=3), operand(104, 64, seed=4)
-    tuning = {"TILE": tile, "GROUP_M": group_m, "PROGRAMS_PER_SM": programs, "SCALE_ELEMENTS": 64}
+    tuning = {"WGRAD_TILE": tile, "GROUP_M": group_m, "WGRAD_PROGRAMS_PER_SM": programs, "SCALE_ELEMENTS": 64}
     check(*x, None, *y, None, ends_of(30, 67), **tuning)
 
 

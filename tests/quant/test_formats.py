@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, format_of
-from mxep.quant.scales import power_of_two, reciprocal, scale_of_amax
+from mxep.quant.formats import power_of_two, reciprocal, scale_of_amax
 from quant import exact
 from quant.exact import FORMATS, MODES
 

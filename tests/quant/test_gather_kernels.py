@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import E4M3, groups, ops, swizzle
-from mxep.quant.kernels import gather as kernels
+from mxep.quant.kernels import groups as kernels
 from quant.poison import poisoned_allocations as poisoned_allocations
 from quant.test_quantize_kernels import DEVICE, assert_same, numbers
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import E5M2, MXTensor, group_sums, quantize
-from mxep.quant.kernels import group_sums as kernels
+from mxep.quant.kernels import groups as kernels
 from quant.opchecks import check_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

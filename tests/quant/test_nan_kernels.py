@@ -11,20 +11,11 @@ import torch
 from torch import Tensor
 
 from mxep.quant import ScaleMode, ops
-from mxep.quant.fold import fold_op
-from mxep.quant.fold_for_wgrad import _fold_for_wgrad
-from mxep.quant.kernels import (
-    columns,
-    fold,
-    fold_for_wgrad,
-    joined,
-    per_row,
-    requantize,
-    rows,
-    swiglu,
-)
-from mxep.quant.requantize import _requantize
-from mxep.quant.scales import NAN_SCALE
+from mxep.quant.fold import _fold_for_wgrad, fold_op
+from mxep.quant.formats import NAN_SCALE
+from mxep.quant.kernels import fold, requantize, swiglu
+from mxep.quant.kernels import quantize as kernels
+from mxep.quant.quantize import _requantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATTERNS = [0x7FC0, -0x40, 0x7F81, -0x7F, 0x7FFF, -1, 0x7F80, -0x80]
@@ -55,34 +46,34 @@ def cases(x: Tensor) -> Iterator[tuple[str, Callable[..., Any], Callable[..., An
     """(name, kernel, reference, arguments)."""
     y, z = x.flip(0), -x
     for size in (32, 48, x.shape[1]):
-        yield f"rows of {size}", rows.quantize_rows, ops.quantize_rows.reference, (x, E4M3, "rceil", size)
+        yield f"rows of {size}", kernels.quantize_rows, ops.quantize_rows.reference, (x, E4M3, "rceil", size)
     for mode in ScaleMode:
         for dtype in (E4M3, E5M2):
             how = dtype, mode.value, 32
-            yield f"columns, {mode}", columns.quantize_columns, ops.quantize_columns.reference, (x, *how)
-            yield f"2-D, {mode}", rows.quantize_2d, ops.quantize_2d.reference, (x, *how)
+            yield f"columns, {mode}", kernels.quantize_columns, ops.quantize_columns.reference, (x, *how)
+            yield f"2-D, {mode}", kernels.quantize_2d, ops.quantize_2d.reference, (x, *how)
     for size in (16, 32, 48, x.shape[0]):
         of_blocks = x[: len(x) // size * size]
         arguments = of_blocks, E4M3, "rceil", size
-        yield f"columns of {size}", columns.quantize_columns, ops.quantize_columns.reference, arguments
+        yield f"columns of {size}", kernels.quantize_columns, ops.quantize_columns.reference, arguments
     for parts in ((x, None, None), (x, y, None), (x, y, z)):
         how = E4M3, "rceil"
-        yield "a scale a row", per_row.quantize_per_row, ops.quantize_per_row.reference, (*parts, *how)
+        yield "a scale a row", kernels.quantize_per_row, ops.quantize_per_row.reference, (*parts, *how)
         amax = torch.cat([part.float() for part in parts if part is not None]).abs().amax(0)
         # What torch's maximum gives for NaN may have a sign.
         for given in (amax, -amax, torch.where(amax.isnan(), -amax, amax)):
             for mode in ScaleMode:
                 arguments = *parts, given, E4M3, mode.value
-                yield f"{mode} of amax", per_row.quantize_per_column, ops.quantize_per_column.reference, arguments
+                yield f"{mode} of amax", kernels.quantize_per_column, ops.quantize_per_column.reference, arguments
     for last in (None, z):
         arguments = x, y, last, E4M3, "rceil"
-        yield "joined", joined.quantize_joined_rows, ops.quantize_joined_rows.reference, arguments
+        yield "joined", kernels.quantize_joined_rows, ops.quantize_joined_rows.reference, arguments
     qdata, scale = ops.quantize_rows.reference(x, E4M3, "rceil", 32)
     qdata.view(torch.uint8)[1, 5] = 0xFF  # -NaN in a block whose scale is a number
     ends = torch.tensor([32, 64], dtype=torch.int32)
     yield "fold", fold.fold, fold_op.reference, (qdata, scale, None, None)
     pair = qdata, scale, None
-    yield "fold for wgrad", fold_for_wgrad.fold_for_wgrad, _fold_for_wgrad.reference, (*pair, *pair, ends, 1)
+    yield "fold for wgrad", fold.fold_for_wgrad, _fold_for_wgrad.reference, (*pair, *pair, ends, 1)
     for blocks in ((1, 32), (32, 1)):
         parts = (qdata, scale) if blocks == (1, 32) else (qdata[:, :64], scale.new_ones(2, 64))
         arguments = *parts, *blocks, None, None, E4M3, "rceil"
@@ -124,11 +115,11 @@ def test_swiglu_agrees_with_its_reference_about_what_is_no_number(dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_block_with_a_value_that_is_no_number_is_nan(dtype: torch.dtype) -> None:
     x = special(dtype)
-    _, scale = rows.quantize_rows(x.to(DEVICE), E4M3, "rceil", x.shape[1])
+    _, scale = kernels.quantize_rows(x.to(DEVICE), E4M3, "rceil", x.shape[1])
     hit = ~x.float().isfinite().all(1)
     assert hit.sum() == len(PATTERNS)
     assert torch.equal(scale.cpu().view(torch.uint8)[:, 0] == NAN_SCALE, hit)
-    _, _, amax = per_row.quantize_per_row(x.to(DEVICE), None, None, E4M3, "rceil")
+    _, _, amax = kernels.quantize_per_row(x.to(DEVICE), None, None, E4M3, "rceil")
     for given in (amax, -amax):
-        _, scale = per_row.quantize_per_column(x.to(DEVICE), None, None, given, E4M3, "rceil")
+        _, scale = kernels.quantize_per_column(x.to(DEVICE), None, None, given, E4M3, "rceil")
         assert torch.equal(scale.cpu().view(torch.uint8)[0] == NAN_SCALE, ~x.float().isfinite().all(0))

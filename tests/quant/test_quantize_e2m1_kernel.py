@@ -9,7 +9,7 @@ from torch import Tensor
 from fences import fenced
 from fences import fences as fences
 from mxep.quant import ScaleMode
-from mxep.quant.kernels import quantize_e2m1 as kernels
+from mxep.quant.kernels import e2m1 as kernels
 from quant import exact
 from quant.exact import MODES, assert_bytes, raw
 from quant.poison import poisoned_allocations as poisoned_allocations

@@ -16,8 +16,9 @@ from mxep.quant import (
     quantize_joined,
     quantize_with_amax,
 )
-from mxep.quant.kernels import columns, joined, per_row, requantize, rows
-from mxep.quant.requantize import _requantize
+from mxep.quant.kernels import quantize as kernels
+from mxep.quant.kernels import requantize
+from mxep.quant.quantize import _requantize
 from quant import exact
 from quant.poison import poisoned_allocations as poisoned_allocations
 
@@ -54,7 +55,7 @@ def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 20, 48])
 def test_rows_with_room_for_more_are_those_without(tokens: int, block_size: int) -> None:
     x = numbers(48, 96)[:tokens]
-    got = rows.quantize_into_room(x.to(DEVICE), 48, E4M3.dtype, "rceil", block_size)
+    got = kernels.quantize_into_room(x.to(DEVICE), 48, E4M3.dtype, "rceil", block_size)
     assert [len(part) for part in got] == [48, 48]
     firsts = tuple(part[:tokens].contiguous() for part in got)
     assert_same(firsts, ops.quantize_rows(x, E4M3.dtype, "rceil", block_size))
@@ -65,11 +66,11 @@ def test_rows_with_room_for_more_are_those_without(tokens: int, block_size: int)
 def test_every_mode_and_format_on_hostile_blocks(fmt: MXFormat, mode: ScaleMode) -> None:
     x = hostile()
     how = fmt.dtype, mode.value, BLOCK
-    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
-    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
+    assert_same(kernels.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+    assert_same(kernels.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
     transposed = x.mT.contiguous()
-    assert_same(columns.quantize_columns(transposed.to(DEVICE), *how), ops.quantize_columns(transposed, *how))
-    assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
+    assert_same(kernels.quantize_columns(transposed.to(DEVICE), *how), ops.quantize_columns(transposed, *how))
+    assert_same(kernels.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -77,34 +78,34 @@ def test_every_mode_and_format_on_hostile_blocks(fmt: MXFormat, mode: ScaleMode)
 def test_shapes_that_fill_no_tile(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = numbers(*shape, dtype=dtype)
     how = E4M3.dtype, "rceil", BLOCK
-    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
-    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
-    assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
+    assert_same(kernels.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+    assert_same(kernels.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
+    assert_same(kernels.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48, 64, 96, 192])
 def test_blocks_of_any_length(block_size: int) -> None:
     x = numbers(48, 48) if block_size == 1 else numbers(192, 192)
     how = E4M3.dtype, "rceil", block_size
-    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
-    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
+    assert_same(kernels.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+    assert_same(kernels.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
 
 
 def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
-    x = numbers(9, 2 * rows.LONGEST + 100)
+    x = numbers(9, 2 * kernels.LONGEST + 100)
     how = E4M3.dtype, "rceil", x.shape[1]
-    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+    assert_same(kernels.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
 
 
 def assert_per_row(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str) -> None:
     """Rows with magnitudes, and columns of these, of x and of what lies on DEVICE."""
     *want, amax = ops.quantize_per_row(x, None, None, dtype, mode)
-    *got, found = per_row.quantize_per_row(moved, None, None, dtype, mode)
+    *got, found = kernels.quantize_per_row(moved, None, None, dtype, mode)
     assert_same(got, want)
     torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0, equal_nan=True)
     want = ops.quantize_per_column(x, None, None, amax, dtype, mode)
     assert_same(want, ops.quantize_columns(x, dtype, mode, x.shape[-2]) if x.numel() else want)
-    assert_same(per_row.quantize_per_column(moved, None, None, found, dtype, mode), want)
+    assert_same(kernels.quantize_per_column(moved, None, None, found, dtype, mode), want)
 
 
 @pytest.mark.parametrize("rows", [(40, 24), (3, 17, 136), (64, 8, 5), (96, 0), (0, 32)], ids=str)
@@ -114,7 +115,7 @@ def test_parts_below_each_other_are_quantized_as_one(
     rows: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part may hold the largest of a column; results are poisoned."""
-    monkeypatch.setattr(per_row, "ROWS_PER_PROGRAM", 8)
+    monkeypatch.setattr(kernels, "ROWS_PER_PROGRAM", 8)
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(*batch, n, 96, generator=generator).to(dtype) * 2.0 ** (4 * i) for i, n in enumerate(rows)]
     parts[-1].view(-1, 96)[-1:, -1:] = -float("inf")
@@ -122,17 +123,17 @@ def test_parts_below_each_other_are_quantized_as_one(
     moved = [part if part is None else part.to(DEVICE) for part in (x, y, z)]
     how = E4M3.dtype, "rceil"
     *want, amax = ops.quantize_per_row(torch.cat(parts, -2), None, None, *how)
-    *got, found = per_row.quantize_per_row(*moved, *how)
+    *got, found = kernels.quantize_per_row(*moved, *how)
     assert_same(got, want)
     torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0)
     want = ops.quantize_per_column(torch.cat(parts, -2), None, None, amax, *how)
-    assert_same(per_row.quantize_per_column(*moved, found, *how), want)
+    assert_same(kernels.quantize_per_column(*moved, found, *how), want)
 
 
 def test_parts_with_rows_longer_than_registers_hold_are_joined() -> None:
-    x, y = numbers(9, rows.LONGEST + 100, seed=1), numbers(11, rows.LONGEST + 100, seed=2)
+    x, y = numbers(9, kernels.LONGEST + 100, seed=1), numbers(11, kernels.LONGEST + 100, seed=2)
     *want, amax = ops.quantize_per_row(torch.cat((x, y)), None, None, E4M3.dtype, "rceil")
-    *got, found = per_row.quantize_per_row(x.to(DEVICE), y.to(DEVICE), None, E4M3.dtype, "rceil")
+    *got, found = kernels.quantize_per_row(x.to(DEVICE), y.to(DEVICE), None, E4M3.dtype, "rceil")
     assert_same(got, want)
     torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0, equal_nan=True)
 
@@ -153,7 +154,7 @@ def test_rows_of_one_scale_and_columns_of_two_reads(
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     x.view(-1, shape[-1])[-1, -1] = -float("inf")
     assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
-    monkeypatch.setattr(per_row, "ROWS_PER_PROGRAM", 8)
+    monkeypatch.setattr(kernels, "ROWS_PER_PROGRAM", 8)
     assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
 
 
@@ -163,11 +164,11 @@ def test_rows_of_one_scale_of_matrices_side_by_side(widths: tuple[int, ...], dty
     whole = numbers(40, sum(widths), dtype=dtype)
     for fmt in (E4M3, E5M2):
         want = ops.quantize_rows(whole, fmt.dtype, "rceil", whole.shape[1])
-        for longest in (rows.LONGEST, 64):
+        for longest in (kernels.LONGEST, 64):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(joined, "LONGEST", longest)
+                patch.setattr(kernels, "LONGEST", longest)
                 x, y, z = (*(part.to(DEVICE) for part in whole.split(widths, 1)), None)[:3]
-                assert_same(joined.quantize_joined_rows(x, y, z, fmt.dtype, "rceil"), want)
+                assert_same(kernels.quantize_joined_rows(x, y, z, fmt.dtype, "rceil"), want)
         assert_same(ops.quantize_joined_rows(x, y, z, fmt.dtype, "rceil"), want)
 
 
@@ -207,14 +208,14 @@ def test_any_number_of_matrices_below_each_other() -> None:
 
 def test_programs_of_a_weight_are_busy_to_the_end() -> None:
     """On 132 SMs with 3 programs of 4 rows at once each: 64 experts of 1536 rows, one matrix, many short ones."""
-    assert per_row._steps(64, 1536, 4, 396) == 64, "6 programs an expert, 384 in all"
-    assert per_row._steps(1, 2048, 4, 396) == per_row.LEAST_ROWS // 4
-    assert per_row._steps(4, 16384, 4, 132) == 42, "98 programs a matrix, 392 in all: three times what fits"
-    assert per_row._steps(512, 8, 4, 396) == 4
+    assert kernels._steps(64, 1536, 4, 396) == 64, "6 programs an expert, 384 in all"
+    assert kernels._steps(1, 2048, 4, 396) == kernels.LEAST_ROWS // 4
+    assert kernels._steps(4, 16384, 4, 132) == 42, "98 programs a matrix, 392 in all: three times what fits"
+    assert kernels._steps(512, 8, 4, 396) == 4
 
 
 def test_rows_of_one_scale_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_row, "LONGEST", 128)
+    monkeypatch.setattr(kernels, "LONGEST", 128)
     x = numbers(2, 40, 192)
     assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
 
@@ -229,19 +230,19 @@ def test_rows_of_one_scale_turned_sliced_and_empty() -> None:
 def test_columns_of_an_odd_length() -> None:
     x = numbers(3, 101, 40)
     how = E4M3.dtype, "rceil", 101
-    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
+    assert_same(kernels.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 def test_square_tiles(block_size: int) -> None:
     x = numbers(256, 384)
     how = E4M3.dtype, "rceil", block_size
-    assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
+    assert_same(kernels.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
 def test_square_tiles_of_another_size_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="48 x 48"):
-        rows.quantize_2d(numbers(96, 96).to(DEVICE), E4M3.dtype, "rceil", 48)
+        kernels.quantize_2d(numbers(96, 96).to(DEVICE), E4M3.dtype, "rceil", 48)
 
 
 def test_turned_sliced_and_misaligned_inputs() -> None:
@@ -249,18 +250,18 @@ def test_turned_sliced_and_misaligned_inputs() -> None:
     how = E4M3.dtype, "rceil", BLOCK
     for x in (buffer[3:67, 7:199], buffer.mT[:192, :64], torch.as_strided(buffer, (32, 64), (64, 1), 1)):
         moved = torch.as_strided(buffer.to(DEVICE), x.shape, x.stride(), x.storage_offset())
-        assert_same(rows.quantize_rows(moved, *how), ops.quantize_rows(x, *how))
-        assert_same(columns.quantize_columns(moved, *how), ops.quantize_columns(x, *how))
-        assert_same(rows.quantize_2d(moved, *how), ops.quantize_2d(x, *how))
+        assert_same(kernels.quantize_rows(moved, *how), ops.quantize_rows(x, *how))
+        assert_same(kernels.quantize_columns(moved, *how), ops.quantize_columns(x, *how))
+        assert_same(kernels.quantize_2d(moved, *how), ops.quantize_2d(x, *how))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 32), (32, 0)], ids=str)
 def test_empty_inputs(shape: tuple[int, ...]) -> None:
     x = torch.empty(shape)
     how = E4M3.dtype, "rceil", BLOCK
-    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
-    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
-    assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
+    assert_same(kernels.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+    assert_same(kernels.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
+    assert_same(kernels.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
 def requantized(mx_parts: tuple[Tensor, Tensor], *args: object, valid: int | None = None) -> None:

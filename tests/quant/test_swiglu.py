@@ -26,7 +26,7 @@ from mxep.quant import (
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from mxep.quant.sigmoid import reciprocal, sigmoid_pair
+from mxep.quant.activation import reciprocal, sigmoid_pair
 from mxep.quant.swiglu import tree_sum
 from quant.exact import FORMATS, assert_bytes, raw
 from quant.opchecks import WITHOUT_SCHEMA, check_op

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mxep.quant import MXFormat, ScaleMode, SwiGLU, quantize
-from mxep.quant.activation import PLAIN
+from mxep.quant.activation import PLAIN, sigmoid_pair
 from mxep.quant.kernels import swiglu as kernels
-from mxep.quant.sigmoid import sigmoid_pair
 from quant.exact import FORMATS
 from quant.poison import POISON
 from quant.poison import poisoned_allocations as poisoned_allocations

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mxep.quant import MXTensor, quantize
-from mxep.quant.parts import MXParts
+from mxep.quant import MXParts, MXTensor, quantize
 from mxep.runtime import graph, record, replay
 from mxep.runtime.bundle import Bundle, Operands, build, count, take_apart
 from mxep.runtime.replay import Replayed, replayed

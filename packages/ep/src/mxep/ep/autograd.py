@@ -40,8 +40,7 @@ from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import rowwise_and_saved, weights_are_held
 from mxep.gemm.several import Weight, join_parts, weight_parts
-from mxep.quant import E4M3, MXTensor, SwiGLU
-from mxep.quant.parts import MXParts
+from mxep.quant import E4M3, MXParts, MXTensor, SwiGLU
 from mxep.runtime.bundle import build, take_apart, tensors_in
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.modes import count_flops, offer_flops

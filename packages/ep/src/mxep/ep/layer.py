@@ -31,7 +31,7 @@ from torch import Tensor
 
 from mxep.comms import RoutingPlan
 from mxep.gemm.quantize_once import is_held
-from mxep.quant.parts import MXParts
+from mxep.quant import MXParts
 from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import Replayed
 

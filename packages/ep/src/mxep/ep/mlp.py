@@ -26,8 +26,7 @@ from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight, expanded
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.gemm.several import Weight
-from mxep.quant import MXTensor, SwiGLU, group_sums
-from mxep.quant.parts import MXParts
+from mxep.quant import MXParts, MXTensor, SwiGLU, group_sums
 from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import replayed
 

@@ -20,8 +20,7 @@ from mxep.gemm.backends import BACKENDS, Backend, select
 from mxep.gemm.quantize_once import is_held, weights_are_held
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import join_parts
-from mxep.quant import BLOCK, E4M3, MXTensor
-from mxep.quant.parts import MXParts
+from mxep.quant import BLOCK, E4M3, MXParts, MXTensor
 
 
 def is_known_by_name(a: Tensor, recipe: Recipe, backend: Backend) -> bool:

@@ -29,8 +29,7 @@ from mxep.gemm.checks import check_operands, check_tensors
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor
-from mxep.quant.parts import MXParts
+from mxep.quant import MXParts, MXTensor
 from mxep.runtime.bundle import as_parts
 
 Watched = Callable[[], AbstractContextManager[None]]

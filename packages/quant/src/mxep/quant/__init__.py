@@ -5,18 +5,29 @@ import importlib.metadata
 from mxep.quant.activation import SwiGLU
 from mxep.quant.block_fp8 import BlockFP8, quantize_blocks, rescale_blocks
 from mxep.quant.checks import Axis
-from mxep.quant.fold import FoldStats, fold, fold_with_stats
-from mxep.quant.fold_for_dgrad import column_scales, fold_for_dgrad, fold_for_dgrad_with_stats
-from mxep.quant.fold_for_wgrad import WgradOperands, fold_for_wgrad
+from mxep.quant.fold import (
+    FoldStats,
+    WgradOperands,
+    column_scales,
+    fold,
+    fold_for_dgrad,
+    fold_for_dgrad_with_stats,
+    fold_for_wgrad,
+    fold_with_stats,
+)
 from mxep.quant.formats import BLOCK, E2M1, E4M3, E5M2, MXFormat, ScaleMode, format_of
-from mxep.quant.group_sums import group_sums
-from mxep.quant.groups import PaddedGroups, group_of_rows, pad_groups, unpad_groups, valid_rows
-from mxep.quant.quantize import quantize, quantize_columns_with_amax, quantize_joined, quantize_with_amax
-from mxep.quant.requantize import requantize
+from mxep.quant.groups import PaddedGroups, group_of_rows, group_sums, pad_groups, unpad_groups, valid_rows
+from mxep.quant.quantize import (
+    quantize,
+    quantize_columns_with_amax,
+    quantize_joined,
+    quantize_with_amax,
+    requantize,
+    to_mxfp8,
+)
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from mxep.quant.swizzle import gather_swizzled, swizzle_scales
-from mxep.quant.tensor import MXTensor
-from mxep.quant.to_mxfp8 import to_mxfp8
+from mxep.quant.tensor import MXParts, MXTensor
 
 try:
     __version__ = importlib.metadata.version("mxep-quant")
@@ -32,6 +43,7 @@ __all__ = [
     "BlockFP8",
     "FoldStats",
     "MXFormat",
+    "MXParts",
     "MXTensor",
     "PaddedGroups",
     "ScaleMode",

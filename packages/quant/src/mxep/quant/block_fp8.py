@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from mxep.quant.checks import VALUE_DTYPES, check_values
-from mxep.quant.formats import E4M3, SCALE_DTYPE, ScaleMode
+from mxep.quant.formats import E4M3, NAN_SCALE, SCALE_DTYPE, ScaleMode, power_of_two, scale_of_amax
 from mxep.quant.ops import NAN_ELEMENT, values_of
-from mxep.quant.scales import NAN_SCALE, power_of_two, scale_of_amax
 
 BlockShape = tuple[int, int]
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, SCALE_DTYPE)

@@ -1,6 +1,6 @@
 """Code that kernels share, those of other packages too: Triton device functions, and helpers of launchers.
 
-    scales   abs_bits -> scale_of_amax -> reciprocal           to quantize: `mxep.quant.scales`, bit for bit
+    scales   abs_bits -> scale_of_amax -> reciprocal           to quantize: `mxep.quant.formats`, bit for bit
              power_of_two                                      to dequantize
              shifted                                           to fold: `mxep.quant.fold.shift_qdata`
              half_of_e2m1                                      to decode MXFP4

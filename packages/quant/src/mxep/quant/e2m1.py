@@ -19,9 +19,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import E2M1, E4M3, SCALE_DTYPE, ScaleMode
+from mxep.quant.formats import E2M1, E4M3, NAN_SCALE, SCALE_DTYPE, ScaleMode, power_of_two, reciprocal, scale_of_amax
 from mxep.quant.ops import NAN_ELEMENT, pick_mx
-from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
 from mxep.runtime.op import op
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -86,7 +85,7 @@ def widen(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=E2M1.dtype),
         x.new_empty((*x.shape[:-1], x.shape[-1] // block_size), dtype=SCALE_DTYPE),
     ),
-    launcher="mxep.quant.kernels.quantize_e2m1:quantize_e2m1",
+    launcher="mxep.quant.kernels.e2m1:quantize_e2m1",
 )
 def quantize(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K/2) float4_e2m1fn_x2, scale (..., K/block_size) e8m0."""
@@ -106,7 +105,7 @@ def quantize(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
         ),
         dtype=dtype,
     ),
-    launcher="mxep.quant.kernels.dequantize:dequantize_e2m1",
+    launcher="mxep.quant.kernels.requantize:dequantize_e2m1",
 )
 def dequantize(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """qdata (..., N, K/2), scale (..., N, K/block_size) e8m0 -> (..., N, K) `dtype`: exact in fp32, rounded once.

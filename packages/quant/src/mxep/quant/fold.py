@@ -22,8 +22,48 @@ to 6. So a row of max_scale 2^S gets the scale 2^(S-6), and all blocks within 2^
 A block with only zeros does not count for max_scale, whatever its scale. A NaN block (scale 255) makes NaN of its row,
 as in the exact product: every element 0x7f, scale 255. If everything is zero the scale is 0.
 
-`mxep.quant.fold_for_wgrad` does the same shift along the other axis, for a wgrad.
-R rows, D row length, S stored rows (slots) of an indexed tensor, G groups.
+**For dgrad** (`fold_for_dgrad`) a frozen weight needs one scale per column, from the blocks that forward multiplies.
+Forward contracts W (N, K) with x along K, dgrad with dy along N. A block of forward is 32 elements of one row. dgrad
+meets the same blocks as a column of tiles, one row high and 32 columns wide:
+
+    columns 32 j .. 32 j + 31     row 0   2^s0 * 32 qdata       T = max s over rows that are not all zero here
+                                  row 1   2^s1 * 32 qdata       row n becomes qdata * 2^-(T - sn), rounded to E4M3
+                                  ...                           one scale 2^T for the 32 columns
+
+So dgrad and forward have different conditions. dgrad needs the scales of one block column to lie close together over
+all N rows of an expert. Forward needs this of the blocks of each row: rows with norms 2^20 apart change nothing there.
+The weight is not quantized a second time. So an exact fold gives the gradient of the very values that forward
+multiplied. `column_scales` reads a weight once; a frozen weight keeps them, and a fold then is one read and one write.
+
+**For wgrad** (`fold_for_wgrad`) row-blocked X and dY become the operands, without a second quantization.
+dW = sum over tokens m of dY[m]^T X[m]. Token m carries the scale 2^(s_x(m) + s_y(m)), where s is the largest exponent
+of its row's blocks. A GEMM that contracts over tokens cannot apply it. So the largest scale of a group, 2^E, multiplies
+the product, and the rest of a token, d, is shifted into its qdata: d // 2 into X's, the other half into dY's. Each
+element is also shifted by the difference between its block and its row, and rounded once. On the way rows are picked by
+an index, and qdata are transposed: FP8 tensor cores need contiguous tokens.
+
+    product[g] = 2^E[g] * y_t[:, g] @ x_t[:, g].T         (N, K), over the columns of group g
+
+Example: a group of four tokens, the third a padding row, K = N = 1.
+
+    token           0      1      2      3
+    s_x             0     -2      -     -1
+    s_y             3      0      -      0
+    s_x + s_y       3     -2      -     -1       E = 3
+    d               0      5      -      4
+    x   q         1.5    3.0      0    1.0
+        shift       0      2      -      2
+        becomes   1.5   0.75      0   0.25
+    y   q         2.0    1.0      0    4.0
+        shift       0      3      -      2
+        becomes   2.0  0.125      0    1.0       2^3 * (3 + 0.09375 + 0 + 0.25) = 26.75, as 24 + 0.75 + 0 + 2
+
+Only scales decide the shifts. A row of zeros from `quantize`, `fold` or a padding index has scale 0, 2^-127, so it does
+not raise E. (Zeros with a larger scale, as in 2-D blocks, can raise it. Others then shift further than needed.)
+A row with a NaN block (scale 255) does not count. Its qdata become 0x7f, so its whole group's product is NaN. The exact
+product has NaN only in a row or a column. All other tokens keep their bits. A group without a counting row has E = 0.
+
+R rows (tokens), D row length, S stored rows (slots) of an indexed tensor, G groups; N outputs, K inputs of a weight.
 """
 
 import math
@@ -32,13 +72,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mxep.quant.checks import BLOCKS_2D, check_block
+from mxep.quant import e2m1
+from mxep.quant.checks import BLOCKS_2D, check_block, check_byte_elements
 from mxep.quant.e2m1 import widen
-from mxep.quant.formats import BLOCK, E2M1, E4M3, SCALE_DTYPE
-from mxep.quant.groups import check_offs, fill_rows, valid_rows
+from mxep.quant.formats import BLOCK, E2M1, E4M3, NAN_SCALE, SCALE_DTYPE, power_of_two
+from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
 from mxep.quant.ops import NAN_ELEMENT, pick_mx, values_of
-from mxep.quant.scales import NAN_SCALE, power_of_two
-from mxep.quant.shapes import empty_rows, num_rows, picked_shape
+from mxep.quant.quantize import to_mxfp8
+from mxep.quant.shapes import empty_rows, num_rows, padded_rows, picked_shape
 from mxep.quant.tensor import MXTensor
 from mxep.runtime.op import op
 
@@ -194,8 +235,197 @@ def fold_op(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor
 @op(
     "mxep::fold_e2m1",
     fake=lambda qdata, scale: empty_rows(qdata, E4M3.dtype, 0, (*qdata.shape[:-1], 2 * qdata.shape[-1])),
-    launcher="mxep.quant.kernels.fold_e2m1:fold_e2m1",
+    launcher="mxep.quant.kernels.e2m1:fold_e2m1",
 )
 def fold_e2m1(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """qdata (..., R, D/2) E2M1, scale (..., R, D/32) e8m0 -> qdata (..., R, D) E4M3, scale (..., R, 1)."""
     return fold_op.reference(*widen(qdata, scale), None, None)  # type: ignore[no-any-return]
+
+
+def fold_for_dgrad(mx: MXTensor, column_scale: Tensor | None = None) -> MXTensor:
+    """`mx` (..., N, K) with one scale over all N rows of each column, as dgrad contracts it.
+
+    mx: blocks of 32 along K (axis -1), or one scale per row with `column_scale`; E4M3, E5M2 or E2M1 (the result has
+        E4M3); no row index.
+    column_scale: (..., K/32) of `column_scales`, if it is known; of a folded weight, those from before it was folded.
+    Returns (..., N, K) with axis -2 and block_size N; bytes contiguous along N, scale (..., 1, K), equal within each
+    32 columns. No autograd. Raises ValueError for other blocks.
+    """
+    if column_scale is None:
+        column_scale = column_scales(mx)
+    n = mx.shape[-2]
+    qdata = fold_columns(mx.qdata, mx.scale, column_scale).mT
+    scale = column_scale.view(torch.uint8).repeat_interleave(BLOCK, -1).unsqueeze(-2)
+    return MXTensor(qdata, scale.view(SCALE_DTYPE), None, -2, n, mx.dtype, trusted=True)
+
+
+def column_scales(mx: MXTensor) -> Tensor:
+    """(..., K/32) e8m0: the scale of each 32 columns after `fold_for_dgrad`; 255 if one of their blocks is NaN.
+
+    mx: (..., N, K) with blocks of 32 along K, no row index. Reads all qdata, in plain torch. Of E2M1, the scales are
+        those of its widened elements (`mxep.quant.e2m1.widen`).
+    """
+    _check_blocks(mx)
+    scale, without_sign = mx.scale.view(torch.uint8), 0x7F7F7F7F7F7F7F7F
+    nan = scale == NAN_SCALE
+    if mx.qdata.dtype == E2M1.dtype:  # packed: widening takes 36 bytes an element
+        scale = torch.where(nan, scale, scale.clamp(min=e2m1.HEADROOM) - e2m1.HEADROOM)
+        without_sign = 0x7777777777777777
+    qdata = mx.qdata.view(torch.uint8).contiguous()
+    words = (qdata if qdata.storage_offset() % 8 == 0 else qdata.clone()).view(torch.int64)
+    live = (words & without_sign).ne(0).unflatten(-1, (scale.shape[-1], -1)).any(-1)
+    return torch.where(live | nan, scale, 0).amax(-2).view(SCALE_DTYPE)
+
+
+@op(
+    "mxep::fold_columns",
+    fake=lambda qdata, scale, column_scale: qdata.new_empty(
+        (*qdata.shape[:-2], BLOCK * column_scale.shape[-1], qdata.shape[-2]),
+        dtype=E4M3.dtype if qdata.dtype == E2M1.dtype else qdata.dtype,
+    ),
+    launcher="mxep.quant.kernels.fold:fold_columns",
+)
+def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
+    """qdata (..., N, K), scale (..., N, K/block) e8m0, column_scale (..., K/32) e8m0 -> (..., K, N) fp8: the values
+    over the scale of their column, rounded once."""
+    if qdata.dtype == E2M1.dtype:
+        qdata, scale = e2m1.widen(qdata, scale)
+    by_column = column_scale.view(torch.uint8).int().repeat_interleave(BLOCK, -1).unsqueeze(-2)
+    by_row = scale.view(torch.uint8).int().repeat_interleave(qdata.shape[-1] // scale.shape[-1], -1)
+    exponent = (by_row - by_column).clamp(-flush_shift(qdata.dtype), 64)
+    folded = (values_of(qdata) * power_of_two(127 + exponent)).to(qdata.dtype)
+    nan = (by_column == NAN_SCALE) | values_of(qdata).isfinite().logical_not()
+    folded.view(torch.uint8).masked_fill_(nan, NAN_ELEMENT)
+    return folded.mT.contiguous()
+
+
+def fold_for_dgrad_with_stats(mx: MXTensor) -> tuple[MXTensor, FoldStats]:
+    """`fold_for_dgrad`, and its cost. `spread` and `exact` of the stats are (..., K/32): one value per 32 columns."""
+    _, stats = fold_with_stats(_column_blocks(mx))
+    return fold_for_dgrad(mx), stats
+
+
+def _check_blocks(mx: MXTensor) -> None:
+    if not isinstance(mx, MXTensor):
+        raise ValueError(f"fold_for_dgrad: expected an MXTensor, got a {type(mx).__name__}: quantize it")
+    if mx.axis != -1 or mx.block_size != BLOCK or mx.row_index is not None:
+        raise ValueError(f"fold_for_dgrad: expected blocks of {BLOCK} along K and no row index, got {mx}")
+
+
+def _column_blocks(mx: MXTensor) -> MXTensor:
+    """(..., K/32, 32 N): one row per block column, with the blocks of all N rows one after another."""
+    _check_blocks(mx)
+    mx = to_mxfp8(mx)
+    qdata = mx.qdata.view(torch.uint8).unflatten(-1, (-1, BLOCK)).transpose(-3, -2).flatten(-2)
+    return MXTensor(qdata.view(mx.qdata.dtype), mx.scale.mT, None, -1, BLOCK, mx.dtype, trusted=True)
+
+
+@dataclass(frozen=True)
+class WgradOperands:
+    """Operands of a grouped wgrad: product[g] = 2**exponent[g] * y_t[:, g] @ x_t[:, g].T.
+
+    x_t:      (K, C) qdata in x's format, contiguous (tokens innermost); columns from offs[-1] on are unspecified.
+    y_t:      (N, C) qdata in y's format, the same way.
+    exponent: (G,) int32, -254 to 254. 2**exponent may lie outside fp32: multiply by 2**(e // 2) and 2**(e - e // 2).
+    offs:     (G,) int32, inclusive ends of the groups' columns, zeros included; as given without an alignment.
+    """
+
+    x_t: Tensor
+    y_t: Tensor
+    exponent: Tensor
+    offs: Tensor
+
+
+def fold_for_wgrad(x: MXTensor, y: MXTensor, offs: Tensor, *, alignment: int = 1) -> WgradOperands:
+    """Fold the scales of x (R, K) and y (R, N) into their qdata, per group, and transpose both; see the module.
+
+    x, y: blocked along their rows (axis -1) in blocks of any length, or row-scaled; E4M3 or E5M2. Each may have a row
+        index (-1: a row of zeros).
+    offs: (G,) int32, inclusive ends of the groups. Rows from offs[-1] on are not read.
+    alignment: groups begin at multiples of this many columns, 1 or more.
+    No autograd. Raises ValueError for another axis, unequal rows, a wrong offs or alignment.
+    """
+    if alignment < 1:
+        raise ValueError(f"alignment: got {alignment}, want 1 or more columns")
+    for name, operand in (("x", x), ("y", y)):
+        if not isinstance(operand, MXTensor):
+            raise ValueError(f"{name}: got a {type(operand).__name__}, want an MXTensor: quantize it")
+        check_byte_elements(name, operand)
+        if operand.axis != -1:
+            raise ValueError(f"{name}: got {operand!r}, want a tensor blocked along its rows, axis -1")
+    if x.shape[0] != y.shape[0]:
+        raise ValueError(f"y: got {y.shape[0]} rows, want {x.shape[0]}, as x has")
+    check_offs(offs, x, y)
+    x_parts, y_parts = ((mx.qdata, mx.scale, mx.row_index) for mx in (x, y))
+    return WgradOperands(*_fold_for_wgrad(*x_parts, *y_parts, offs, alignment))
+
+
+@op(
+    "mxep::fold_for_wgrad",
+    fake=lambda x, x_scale, x_index, y, y_scale, y_index, offs, alignment: (
+        *(
+            operand.new_empty((operand.shape[1], padded_rows(num_rows(x, x_index), offs.shape[0], alignment)))
+            for operand in (x, y)
+        ),
+        torch.empty_like(offs),
+        torch.empty_like(offs),
+    ),
+    launcher="mxep.quant.kernels.fold:fold_for_wgrad",
+)
+def _fold_for_wgrad(
+    x: Tensor,
+    x_scale: Tensor,
+    x_index: Tensor | None,
+    y: Tensor,
+    y_scale: Tensor,
+    y_index: Tensor | None,
+    offs: Tensor,
+    alignment: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (S, K) fp8, x_scale (S, K/block_size) e8m0, x_index int32 (R,) or None (then R is S); y (S', N) likewise; offs
+    int32 (G,) -> x_t (K, C), y_t (N, C), exponent and out_offs (G,) int32."""
+    capacity = num_rows(x, x_index)
+    valid = valid_rows(offs, capacity)
+    x, x_scale, x_max = _picked(x, x_scale, x_index, valid)
+    y, y_scale, y_max = _picked(y, y_scale, y_index, valid)
+    counts = (x_max != NAN_SCALE) & (y_max != NAN_SCALE)
+    carried = x_max + y_max
+    group = group_of_rows(offs, valid)
+    nothing = -1
+    most = carried.new_full((offs.shape[0] + 1,), nothing)  # the last entry is for rows past the groups
+    most = most.scatter_reduce(0, group, torch.where(counts, carried, nothing), "amax")
+    d = torch.where(counts, most[group] - carried, 0)
+    exponent = torch.where(most == nothing, 0, most - 2 * 127)[:-1]
+    to_x = d // 2
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    out_offs = ((sizes + alignment - 1) // alignment * alignment).cumsum(0, dtype=torch.int32)
+    column = (
+        torch.arange(valid, device=x.device, dtype=torch.int64)
+        + torch.nn.functional.pad(out_offs - offs, (1, 0))[group]
+    )
+    columns = padded_rows(capacity, len(offs), alignment)
+    x_t = _shift_and_transpose(x, x_scale, x_max, to_x, column, columns)
+    y_t = _shift_and_transpose(y, y_scale, y_max, d - to_x, column, columns)
+    return x_t, y_t, exponent, out_offs
+
+
+def _picked(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The valid rows: qdata (valid, K) fp8, scale (valid, blocks) int32, largest scale of each row (valid,) int32."""
+    qdata, scale = pick_mx(qdata, scale, row_index, valid)
+    scale = scale.int()
+    return qdata, scale, torch.nn.functional.pad(scale, (0, 1)).amax(1)  # a row without blocks has scale 0
+
+
+def _shift_and_transpose(
+    qdata: Tensor, scale: Tensor, max_scale: Tensor, half: Tensor, column: Tensor, columns: int
+) -> Tensor:
+    """Shift qdata (valid, K) by (max_scale - scale) + half, and put each row in its column of (K, C). Rows with
+    max_scale NaN become all 0x7f."""
+    blocks = scale.shape[1]
+    shift = (max_scale + half).unsqueeze(1) - scale
+    by_block = torch.unflatten(qdata, 1, (blocks, qdata.shape[1] // max(blocks, 1)))
+    shifted = shift_qdata(by_block, shift.unsqueeze(2)).view(torch.uint8).flatten(1)
+    shifted.masked_fill_((max_scale == NAN_SCALE).unsqueeze(1), NAN_ELEMENT)
+    transposed = shifted.new_zeros((shifted.shape[1], columns))
+    transposed[:, column] = shifted.T
+    return transposed.view(qdata.dtype)

@@ -31,11 +31,10 @@ from mxep.quant.block_fp8 import BlockFP8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
 from mxep.quant.e2m1 import HEADROOM, decode, unpack
 from mxep.quant.fold import flush_shift, shift_qdata
-from mxep.quant.formats import BLOCK, E2M1, E4M3
+from mxep.quant.formats import BLOCK, E2M1, E4M3, NAN_SCALE
 from mxep.quant.ops import values_of
-from mxep.quant.scales import NAN_SCALE
+from mxep.quant.quantize import to_mxfp8
 from mxep.quant.tensor import MXTensor
-from mxep.quant.to_mxfp8 import to_mxfp8
 
 COLUMNS = ("kind", "format", "weights", "shape", "changed, SNR")
 E2M1_ROOM = 14

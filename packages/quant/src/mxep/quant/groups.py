@@ -1,4 +1,4 @@
-"""Groups of rows: how many rows are valid, and padding each group to the alignment that a GEMM needs.
+"""Groups of rows: how many rows are valid, padding each group to the alignment that a GEMM needs, sums of groups.
 
 M rows lie group after group. Padding spreads them out, so that every group starts and ends at a multiple of
 `alignment`. The gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and alignment 4:
@@ -10,6 +10,9 @@ M rows lie group after group. Padding spreads them out, so that every group star
 Sizes live on the device, and nobody reads them on the host. So the result has a static capacity:
 round_up(M + G * (alignment - 1), alignment) rows. Backward of pad is unpad, and the reverse.
 
+`group_sums` adds row r of a group to lane r mod 32, rows in order. Then lanes 16 to 31 go onto 0 to 15, 8 to 15 onto
+0 to 7, ... So sums have a fixed order. There is no host sync, and no copy of x.
+
 M rows of x, G groups, C capacity in rows, D row length.
 """
 
@@ -19,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.quant.ops import bytewise, pick_rows
-from mxep.quant.shapes import empty_picked, padded_rows
+from mxep.quant.formats import E2M1
+from mxep.quant.ops import bytewise, decode, pick_rows
+from mxep.quant.shapes import GROUP_SUMS_LANES as LANES
+from mxep.quant.shapes import empty_group_sums, empty_picked, padded_rows
 from mxep.quant.tensor import MXTensor
 from mxep.runtime.op import op
 
@@ -132,7 +137,7 @@ def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
         torch.empty_like(group_sizes, dtype=torch.int32),
         group_sizes.new_empty(padded_rows(num_rows, group_sizes.shape[0], alignment), dtype=torch.int32),
     ),
-    launcher="mxep.quant.kernels.gather:pad_index",
+    launcher="mxep.quant.kernels.groups:pad_index",
     index_dtypes=(torch.int32, torch.int64),
 )
 def _pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
@@ -149,7 +154,7 @@ def _pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tens
     return offs, torch.where(mask, source, -1).int()
 
 
-@op("mxep::pad_rows", fake=empty_picked, launcher="mxep.quant.kernels.gather:pad_rows")
+@op("mxep::pad_rows", fake=empty_picked, launcher="mxep.quant.kernels.groups:pad_rows")
 def _pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
     return pick_rows(x, row_index)
 
@@ -157,7 +162,7 @@ def _pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
 @op(
     "mxep::unpad_rows",
     fake=lambda y, row_index, num_rows: y.new_empty(num_rows, y.shape[1]),
-    launcher="mxep.quant.kernels.gather:unpad_rows",
+    launcher="mxep.quant.kernels.groups:unpad_rows",
 )
 def _unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     i = torch.arange(row_index.shape[0], dtype=torch.int32, device=y.device)
@@ -201,3 +206,38 @@ def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
     if x.row_index is not None:
         row_index = torch.where(row_index >= 0, x.row_index[row_index.clamp(min=0)], row_index)
     return x.with_parts(x.qdata, x.scale, row_index)
+
+
+def group_sums(x: Tensor, offs: Tensor) -> Tensor:
+    """(G, N) fp32 (fp64 for fp64): sums of rows offs[g-1] .. offs[g] - 1 of x, zeros for an empty group.
+
+    x: (R, N) bf16 | fp32 | fp16 | fp64, or an MXTensor. offs: (G,) int32 inclusive ends. Rows from offs[-1] on are not
+    read. No autograd. Raises ValueError for other offs or shapes.
+    """
+    check_offs(offs, x)
+    if not isinstance(x, MXTensor):
+        sums: Tensor = _group_sums(x, None, 1, offs)
+    elif x.axis != -1 or x.row_index is not None or x.qdata.dtype == E2M1.dtype:
+        sums = _group_sums(x.dequantize(), None, 1, offs)
+    else:
+        sums = _group_sums(x.qdata, x.scale, x.block_size, offs)
+    return sums
+
+
+@op(
+    "mxep::group_sums",
+    fake=lambda x, scale, block_size, offs: empty_group_sums(x, offs),
+    launcher="mxep.quant.kernels.groups:group_sums",
+)
+def _group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) -> Tensor:
+    """x (R, N), scale (R, N / block_size) e8m0 or None."""
+    values = x.to(empty_group_sums(x, offs).dtype) if scale is None else decode(x, scale, (1, block_size), None)
+    groups, (rows, width) = offs.shape[0], x.shape
+    group = group_of_rows(offs, rows)
+    first = torch.cat((offs.new_zeros(1), offs))[group]
+    lane = (torch.arange(rows, device=x.device, dtype=torch.int64) - first) % LANES
+    lanes = values.new_zeros((groups + 1) * LANES, width).index_add_(0, group * LANES + lane, values)
+    lanes = lanes.view(groups + 1, LANES, width)[:groups]
+    while (half := lanes.shape[1] // 2) > 0:
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes.squeeze(1)

@@ -10,7 +10,7 @@
     dequantize        qdata, scale -> values, of the rows an index picks if there is one
     materialize       qdata, scale, index -> qdata, scale of the picked rows, contiguous
     expand_scale      scale of 2-D blocks -> scale of rows
-    (requantize       in `mxep.quant.requantize`, swizzle, fold and swiglu each in the file of their name)
+    (requantize       in `mxep.quant.quantize`, swizzle, fold and swiglu each in the file of their name)
 
 Elements: q = cast_saturating(x * 2**(127 - scale)). The product is in fp32 (exact, or far below the smallest q), and
 the cast rounds to nearest even. -0 keeps its sign. A block with NaN or Inf has scale 255 and every element 0x7f.
@@ -26,8 +26,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import SCALE_DTYPE, ScaleMode, format_of
-from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
+from mxep.quant.formats import NAN_SCALE, SCALE_DTYPE, ScaleMode, format_of, power_of_two, reciprocal, scale_of_amax
 from mxep.quant.shapes import (
     empty_2d,
     empty_columns,
@@ -61,7 +60,7 @@ def encode(
 @op(
     "mxep::quantize_rows",
     fake=lambda x, dtype, mode, block_size: empty_rows(x, dtype, block_size),
-    launcher="mxep.quant.kernels.rows:quantize_rows",
+    launcher="mxep.quant.kernels.quantize:quantize_rows",
 )
 def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K) `dtype`, scale (..., K/block_size) e8m0."""
@@ -73,7 +72,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
 @op(
     "mxep::quantize_into_room",
     fake=lambda x, room, dtype, mode, block_size: empty_rows(x, dtype, block_size, (room, x.shape[1])),
-    launcher="mxep.quant.kernels.rows:quantize_into_room",
+    launcher="mxep.quant.kernels.quantize:quantize_into_room",
 )
 def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (T, K) -> qdata (room, K), scale (room, K/block_size). The first T rows are those of quantize_rows, the others
@@ -87,7 +86,7 @@ def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, bloc
 @op(
     "mxep::quantize_joined_rows",
     fake=lambda x, y, z, dtype, mode: empty_rows(x, dtype, 0, joined_shape(x, y, z)),
-    launcher="mxep.quant.kernels.joined:quantize_joined_rows",
+    launcher="mxep.quant.kernels.quantize:quantize_joined_rows",
 )
 def quantize_joined_rows(
     x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
@@ -101,7 +100,7 @@ def quantize_joined_rows(
 @op(
     "mxep::quantize_columns",
     fake=lambda x, dtype, mode, block_size: empty_columns(x, dtype, block_size),
-    launcher="mxep.quant.kernels.columns:quantize_columns",
+    launcher="mxep.quant.kernels.quantize:quantize_columns",
 )
 def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., N, K) bf16 | fp32 | fp16 -> qdata (..., K, N) `dtype`, scale (..., N/block_size, K) e8m0."""
@@ -116,7 +115,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
         *empty_rows(x, dtype, x.shape[-1], stacked_shape(x, y, z)),
         x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=torch.float32),
     ),
-    launcher="mxep.quant.kernels.per_row:quantize_per_row",
+    launcher="mxep.quant.kernels.quantize:quantize_per_row",
 )
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
@@ -131,7 +130,7 @@ def quantize_per_row(
 @op(
     "mxep::quantize_per_column",
     fake=lambda x, y, z, amax, dtype, mode: empty_columns(x, dtype, (shape := stacked_shape(x, y, z))[-2], shape),
-    launcher="mxep.quant.kernels.per_row:quantize_per_column",
+    launcher="mxep.quant.kernels.quantize:quantize_per_column",
 )
 def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
@@ -145,7 +144,7 @@ def quantize_per_column(
 @op(
     "mxep::quantize_2d",
     fake=lambda x, dtype, mode, block_size: empty_2d(x, dtype, block_size),
-    launcher="mxep.quant.kernels.rows:quantize_2d",
+    launcher="mxep.quant.kernels.quantize:quantize_2d",
 )
 def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., N, K) bf16 | fp32 | fp16 -> qdata (..., N, K) `dtype`, scale (..., N/block_size, K/block_size) e8m0."""
@@ -205,7 +204,7 @@ def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index
     fake=lambda qdata, scale, block_rows, block_columns, row_index, dtype: qdata.new_empty(
         (*qdata.shape[:-2], num_rows(qdata, row_index), qdata.shape[-1]), dtype=dtype
     ),
-    launcher="mxep.quant.kernels.dequantize:dequantize",
+    launcher="mxep.quant.kernels.requantize:dequantize",
 )
 def dequantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype
@@ -222,7 +221,7 @@ def dequantize(
     fake=lambda qdata, scale, row_index: tuple(
         x.new_empty(x.shape) if row_index is None else empty_picked(x, row_index) for x in (qdata, scale)
     ),
-    launcher="mxep.quant.kernels.gather:materialize",
+    launcher="mxep.quant.kernels.groups:materialize",
 )
 def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
     """qdata (S, K), scale (S, K/block_size), row_index int32 (R,) -> qdata (R, K), scale (R, K/block_size); -1: zeros.

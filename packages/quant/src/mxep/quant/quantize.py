@@ -1,11 +1,13 @@
-"""Quantization as users call it: plain tensor in, MXTensor out, gradients straight through.
+"""Quantization as users call it: a plain or quantized tensor in, an MXTensor out.
 
     quantize            x -> blocks along rows, along columns, or square 2-D blocks
     quantize_joined     several x -> one scale per row of all side by side
     quantize_with_amax  x, or several below each other -> one scale per row, and the amax of columns, which makes one
                         scale per column cheaper later: quantize_columns_with_amax
+    requantize          an MXTensor -> blocks of 32 along its columns, in one pass, without bf16 in between
+    to_mxfp8            MXFP4 and block FP8 -> the same values in E4M3
 
-The numerics (element rule, scales) are those of `mxep.quant.ops` and `mxep.quant.scales`.
+The numerics (element rule, scales) are those of `mxep.quant.ops` and `mxep.quant.formats`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
 A view `y.mT` of contiguous y, such as a weight stored (E, K, N), is read in memory order: y is quantized the other way
 and transposed.
@@ -18,18 +20,25 @@ import torch
 from torch import Tensor
 
 from mxep.quant import e2m1, ops
+from mxep.quant.block_fp8 import BlockFP8
 from mxep.quant.checks import (
     BLOCKS_2D,
+    VALUE_DTYPES,
     Axis,
     check_axis,
     check_block,
     check_block_e2m1,
+    check_byte_elements,
     check_format,
     check_mode,
     check_values,
 )
 from mxep.quant.formats import BLOCK, E2M1, E4M3, MXFormat, ScaleMode
-from mxep.quant.tensor import MXTensor, wrap
+from mxep.quant.groups import check_offs, fill_rows, valid_rows
+from mxep.quant.ops import bytewise, decode, quantize_columns
+from mxep.quant.shapes import empty_columns, num_rows, picked_shape, round_up
+from mxep.quant.tensor import MXParts, MXTensor, wrap
+from mxep.runtime.op import op
 
 
 def quantize(
@@ -64,7 +73,7 @@ def quantize(
         qdata, scale = e2m1.quantize(by_rows, check_mode(mode), block_size)
         if axis == -2:
             qdata, scale = qdata.mT, scale.mT
-        return wrap(x, qdata, scale, None, axis, block_size, x.dtype)
+        return wrap(x, MXParts(qdata, scale, None, axis, block_size, x.dtype))
     how = check_format(fmt), check_mode(mode), block_size
     if room is not None:
         if x.dim() != 2 or axis != -1 or room < len(x):
@@ -83,7 +92,7 @@ def quantize(
         qdata = qdata.mT
     if transposed:
         qdata, scale = qdata.mT, scale.mT
-    return wrap(x, qdata, scale, None, axis, block_size, x.dtype)
+    return wrap(x, MXParts(qdata, scale, None, axis, block_size, x.dtype))
 
 
 def quantize_joined(
@@ -174,3 +183,102 @@ def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
     if not x.is_contiguous() and x.mT.is_contiguous():
         return x.mT, True
     return x, False
+
+
+def requantize(
+    mx: MXTensor,
+    *,
+    fmt: MXFormat | str | None = None,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
+    offs: Tensor | None = None,
+) -> MXTensor:
+    """`mx` (..., N, K), blocked in any way, indexed or not, blocked anew: 32 elements along N, without a row index.
+
+    The result has axis -2. Its bytes are contiguous along N, as from `quantize(x, axis=-2)`.
+    fmt: element format of the result; default: the same. mode: scale mode of the result.
+    offs: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, multiples of 32. Rows
+        from offs[-1] on are not read, and unspecified in the result.
+    A new block with NaN or Inf in it becomes NaN as a whole. Differentiable: the gradient passes unchanged.
+    Raises ValueError if N is no multiple of 32, and for a wrong offs.
+    """
+    if not isinstance(mx, MXTensor):
+        raise ValueError(f"requantize: got a {type(mx).__name__}, want an MXTensor: quantize it")
+    check_byte_elements("requantize", mx)
+    check_block(BLOCK, -2, mx)
+    check_offs(offs, mx)
+    dtype = mx.qdata.dtype if fmt is None else check_format(fmt)
+    qdata, scale = _requantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, offs, dtype, check_mode(mode))
+    return wrap(mx, MXParts(qdata.mT, scale, None, -2, BLOCK, mx.dtype))
+
+
+@op(
+    "mxep::requantize",
+    fake=lambda qdata, scale, block_rows, block_columns, row_index, offs, dtype, mode: empty_columns(
+        qdata, dtype, BLOCK, picked_shape(qdata, row_index)
+    ),
+    launcher="mxep.quant.kernels.requantize:requantize",
+)
+def _requantize(
+    qdata: Tensor,
+    scale: Tensor,
+    block_rows: int,
+    block_columns: int,
+    row_index: Tensor | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    mode: str,
+) -> tuple[Tensor, Tensor]:
+    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index int32 (R,) or None (then R is N)
+    -> qdata (..., K, R) `dtype`, scale (..., R/32, K)."""
+    capacity = num_rows(qdata, row_index)
+    valid = valid_rows(offs, capacity)
+    if valid % BLOCK:
+        raise ValueError(f"requantize: got offs[-1] {valid}, want a multiple of {BLOCK}")
+    if row_index is None:
+        read = round_up(valid, block_rows)
+        qdata, scale = qdata[..., :read, :], scale[..., : read // block_rows, :]
+    else:
+        row_index = row_index[:valid]
+    values = decode(qdata, scale, (block_rows, block_columns), row_index)[..., :valid, :]
+    transposed, new_scale = quantize_columns.reference(values, dtype, mode, BLOCK)
+    if valid < capacity:
+        transposed = bytewise(lambda x: torch.nn.functional.pad(x, (0, capacity - valid)), transposed)
+    return transposed, fill_rows(new_scale, capacity // BLOCK)
+
+
+def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXTensor:
+    """The values of x, exactly, as an MXTensor of E4M3 (an MXTensor of 8-bit elements is returned as it is).
+
+    x: an MXTensor (..., N, K); its axis, block size and row index stay. Or BlockFP8 (..., N, K); the result has blocks
+        of 32 along K.
+    dtype: the outer dtype, bf16, fp32 or fp16; default: that of the MXTensor, or bf16.
+    No autograd. Raises ValueError for BlockFP8 if its scales are not powers of two, or if K or its block columns are no
+    multiple of 32.
+    """
+    if dtype is not None and dtype not in VALUE_DTYPES:
+        raise ValueError(f"to_mxfp8: expected dtype {VALUE_DTYPES}, got {dtype}")
+    if isinstance(x, BlockFP8):
+        return _of_blocks(x, torch.bfloat16 if dtype is None else dtype)
+    if not isinstance(x, MXTensor):
+        raise ValueError(f"to_mxfp8: expected an MXTensor or BlockFP8, got a {type(x).__name__}")
+    dtype = x.dtype if dtype is None else dtype
+    qdata, scale = x.qdata, x.scale
+    if qdata.dtype == E2M1.dtype and x.axis == -1:
+        qdata, scale = e2m1.widen(qdata, scale)
+    elif qdata.dtype == E2M1.dtype:
+        qdata, scale = (part.mT for part in e2m1.widen(qdata.mT, scale.mT))
+    return MXTensor(qdata, scale, x.row_index, x.axis, x.block_size, dtype, trusted=True)
+
+
+def _of_blocks(x: BlockFP8, dtype: torch.dtype) -> MXTensor:
+    n, k = x.shape[-2:]
+    columns = min(x.block_size[1], k)
+    if k % BLOCK or columns % BLOCK:
+        raise ValueError(f"to_mxfp8: expected K and block columns in multiples of {BLOCK}, got {k} and {columns}")
+    exponents = x.scale_exponents()
+    if exponents is None:
+        raise ValueError(f"to_mxfp8: expected power-of-two scales, got others in {x.scale.dtype}: dequantize() them")
+    rows = min(x.block_size[0], n)
+    scale = exponents.view(torch.uint8).repeat_interleave(rows, -2)[..., :n, :]
+    scale = scale.repeat_interleave(columns // BLOCK, -1)[..., : k // BLOCK]
+    return MXTensor.from_qdata_and_scales(x.qdata, scale, dtype)

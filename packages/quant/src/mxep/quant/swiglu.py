@@ -11,7 +11,7 @@
 
 The weight multiplies here because the down-projection is linear. So combine is a plain sum, and the weight's gradient a
 sum over a row. Everything is fp32, every operation is separate and in the order written, the sigmoid is portable
-(`mxep.quant.sigmoid`), and the sum over F is a fixed tree (`tree_sum`). So a kernel without FMA contraction has the
+(`mxep.quant.activation`), and the sum over F is a fixed tree (`tree_sum`). So a kernel without FMA contraction has the
 same bits, at any position and any R.
 
 Limits: gate = -inf gives a silu and a slope of -3.9e-36, as -86 does; +inf gives inf and a slope of 1. A NaN stays in

@@ -73,7 +73,7 @@ def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor
         qdata.new_empty((num_rows(qdata, row_index), qdata.shape[1])),
         scale.new_empty(swizzled_shape(num_rows(qdata, row_index), scale.shape[1], offs)),
     ),
-    launcher="mxep.quant.kernels.gather:gather_swizzled",
+    launcher="mxep.quant.kernels.groups:gather_swizzled",
 )
 def _gather_swizzled(
     qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None
@@ -89,7 +89,7 @@ def _gather_swizzled(
     fake=lambda scale, offs: scale.new_empty(
         (*scale.shape[:-2], *swizzled_shape(scale.shape[-2], scale.shape[-1], offs))
     ),
-    launcher="mxep.quant.kernels.gather:swizzle_scales",
+    launcher="mxep.quant.kernels.groups:swizzle_scales",
 )
 def _swizzle(scale: Tensor, offs: Tensor | None) -> Tensor:
     plain = scale.view(torch.uint8)

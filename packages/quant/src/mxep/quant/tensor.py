@@ -18,18 +18,41 @@ With a row index a tensor is logically expert-major while its bytes still lie in
 rows a, b is the tensor of rows b, 0, b.
 """
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from mxep.quant import e2m1, ops
-from mxep.quant.aten import HANDLERS
 from mxep.quant.checks import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts, shape_of
 from mxep.quant.formats import BLOCK, E2M1, SCALE_DTYPE, MXFormat, format_of
+from mxep.quant.ops import bytewise
+from mxep.runtime.bundle import register_parts
 from mxep.runtime.op import check_no_tangent
+
+
+class MXParts(NamedTuple):
+    """The parts of an MXTensor: a wrapper costs the host as much as a launch."""
+
+    qdata: Tensor
+    scale: Tensor
+    row_index: Tensor | None
+    axis: Axis
+    block_size: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: "MXTensor") -> "MXParts":
+        """The parts of x."""
+        return MXParts(x.qdata, x.scale, x.row_index, x.axis, x.block_size, x.dtype)
+
+    def join(self) -> "MXTensor":
+        """The MXTensor of these parts."""
+        return MXTensor(*self, trusted=True)
 
 
 class MXTensor(Tensor):
@@ -139,7 +162,7 @@ class MXTensor(Tensor):
         # The kernel needs one byte per element.
         materialize = ops.materialize.reference if self.qdata.dtype == E2M1.dtype else ops.materialize
         qdata, scale = materialize(self.qdata, self.scale, self.row_index)
-        return wrap(self, qdata, scale, None, self.axis, self.block_size, self.dtype)
+        return wrap(self, MXParts(qdata, scale, None, self.axis, self.block_size, self.dtype))
 
     def along(self, axis: int) -> "MXTensor":
         """View 2-D blocks as blocks along one axis: the same qdata, each scale repeated for its 32 rows or columns.
@@ -157,7 +180,7 @@ class MXTensor(Tensor):
         if axis_ == -2:
             return self._transposed().along(-1)._transposed()
         scale = ops.expand_scale(self.scale, self.block_size)
-        return wrap(self, self.qdata, scale, None, -1, self.block_size, self.dtype)
+        return wrap(self, MXParts(self.qdata, scale, None, -1, self.block_size, self.dtype))
 
     def _transposed(self) -> "MXTensor":
         return self.transpose(-2, -1)  # type: ignore[return-value]
@@ -205,7 +228,7 @@ class MXTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if (handler := HANDLERS.get(func)) is not None:
-            return handler(func, args, kwargs or {})
+            return handler(func, *args, **(kwargs or {}))
         # Within an op of torch.library, composite functions such as `mT` have not been decomposed before.
         result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
@@ -269,19 +292,167 @@ class _Wrap(torch.autograd.Function):
         return grads[0], *[None] * 6
 
 
-def wrap(
-    source: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    row_index: Tensor | None,
-    axis: Axis,
-    block_size: int,
-    dtype: torch.dtype,
-) -> MXTensor:
+def wrap(source: Tensor, parts: MXParts) -> MXTensor:
     """An MXTensor of these parts. Its gradient passes unchanged (straight through) to `source`, of the same shape."""
-    parts = qdata, scale, row_index, axis, block_size, dtype
     if not (source.requires_grad and torch.is_grad_enabled()) and not torch.compiler.is_compiling():
         check_no_tangent(source)
-        return MXTensor(*parts, trusted=True)
+        return parts.join()
     mx: MXTensor = _Wrap.apply(source, *parts)  # type: ignore[no-untyped-call]
     return mx
+
+
+register_parts(MXParts, MXTensor)
+
+
+aten = torch.ops.aten
+
+
+def _each(mx: MXTensor, function: Callable[[Tensor], Tensor]) -> MXTensor:
+    index = None if mx.row_index is None else function(mx.row_index)
+    return mx.with_parts(function(mx.qdata), function(mx.scale), index)
+
+
+def _same_parts(func: Any, mx: MXTensor, *_: Any, **kwargs: Any) -> MXTensor:
+    return _each(mx, lambda part: func(part, **kwargs))
+
+
+def _is_pinned(func: Any, mx: MXTensor, *_: Any) -> bool:
+    return all(part.is_pinned() for part in (mx.qdata, mx.scale, mx.row_index) if part is not None)
+
+
+def _copy_(func: Any, to: Tensor, source: Tensor, *how: Any, **kwargs: Any) -> Tensor:
+    """Copy between MXTensors that agree in all but their bytes. A plain tensor takes the values."""
+    if not isinstance(to, MXTensor):
+        copied: Tensor = func(to, source.dequantize(), *how, **kwargs)
+        return copied
+    if not isinstance(source, MXTensor):
+        raise NotImplementedError(f"{func} of a plain tensor into an MXTensor: quantize it first")
+    kinds = [(mx.shape, mx.format, mx.axis, mx.block_size, mx.row_index is None, mx.qdata.shape) for mx in (to, source)]
+    if kinds[0] != kinds[1]:
+        raise NotImplementedError(f"{func} into {to!r} from {source!r}: want shape, format, axis, block and rows alike")
+    for name in to.__tensor_flatten__()[0]:
+        func(getattr(to, name), getattr(source, name), *how, **kwargs)
+    return to
+
+
+def _isnan(func: Any, mx: MXTensor) -> Tensor:
+    """A plain tensor, computed from the values. torch's anomaly mode asks for it."""
+    result: Tensor = func(mx.dequantize())
+    return result
+
+
+def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
+    if -1 in size and mx.numel():
+        known = math.prod(n for n in size if n != -1)
+        size = [mx.numel() // known if n == -1 else n for n in size]
+    if tuple(size) == tuple(mx.shape):
+        return _each(mx, aten.alias.default)
+    if mx.row_index is not None or mx.axis != -1 or len(size) < 2 or size[-1] != mx.shape[-1]:
+        raise NotImplementedError(
+            f"{func} of an MXTensor {tuple(mx.shape)} as {tuple(size)}: its blocks have no such shape; "
+            "call .dequantize() first"
+        )
+    qdata = mx.qdata.view(*size[:-1], mx.qdata.shape[-1])
+    return mx.with_parts(qdata, mx.scale.reshape(*size[:-1], mx.scale.shape[-1]))
+
+
+def _in_memory(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> MXTensor:
+    """qdata, scales and index in the requested memory, copied or of any value."""
+    if dtype not in (None, mx.dtype):
+        raise NotImplementedError(f"{func} of an MXTensor as {dtype}: want {mx.dtype}; or call .dequantize({dtype})")
+    names = {"device", "non_blocking", "pin_memory", "memory_format"} & kwargs.keys()
+    return _each(mx, lambda part: func(part, **{name: kwargs[name] for name in names}))
+
+
+def _transpose(func: Any, mx: MXTensor, *dims: Any) -> MXTensor:
+    """Transpose the last two axes: t, transpose(i, j) or permute(order)."""
+    *rest, a, b = order = [*range(mx.ndim)]
+    if func is aten.permute.default:
+        order = [dim % mx.ndim for dim in dims[0]]
+    else:
+        i, j = (dim % mx.ndim for dim in dims or (-2, -1))
+        order[i], order[j] = j, i
+    if order != [*rest, b, a]:
+        raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be transposed")
+    if mx.row_index is not None:
+        raise NotImplementedError("an MXTensor with a row index cannot be transposed: call .materialize() first")
+    return mx.with_parts(mx.qdata.mT, mx.scale.mT, None, -3 - mx.axis if isinstance(mx.axis, int) else mx.axis)
+
+
+def _blocked(mx: MXTensor, dim: int) -> bool:
+    return dim in ((mx.axis,) if isinstance(mx.axis, int) else mx.axis)
+
+
+def _slice(
+    func: Any, mx: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> MXTensor:
+    """Slice rows anywhere. A blocked axis takes whole blocks only (ValueError)."""
+    dim = dim % mx.ndim - mx.ndim
+    if mx.row_index is not None and dim == -2:
+        return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, start, end, step))
+    if not _blocked(mx, dim):
+        return mx.with_parts(func(mx.qdata, dim, start, end, step), func(mx.scale, dim, start, end, step), mx.row_index)
+    first, last, _ = slice(start, end).indices(mx.shape[dim])
+    if first % mx.block_size or last % mx.block_size or step != 1:
+        raise ValueError(
+            f"slice of an MXTensor along its blocked axis {dim}: got [{first}:{last}:{step}], "
+            f"want multiples of its block, {mx.block_size}"
+        )
+    per_byte = format_of(mx.qdata.dtype).elements_per_byte
+    qdata = func(mx.qdata, dim, first // per_byte, last // per_byte)
+    return mx.with_parts(qdata, func(mx.scale, dim, first // mx.block_size, last // mx.block_size), mx.row_index)
+
+
+def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> list[MXTensor]:
+    """Consecutive slices, of one size or of the sizes given."""
+    length = mx.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - first) for first in range(0, length, sizes)]
+    ends = itertools.accumulate(sizes)
+    return [_slice(aten.slice.Tensor, mx, dim, end - size, end) for size, end in zip(sizes, ends)]
+
+
+def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> MXTensor:
+    """Join MXTensors of one format, axis, block and dtype along any axis. A row index is applied."""
+    dense = [mx.materialize() if mx.row_index is not None else mx for mx in tensors if isinstance(mx, MXTensor)]
+    kinds = {(mx.format, mx.axis, mx.block_size, mx.dtype, mx.ndim) for mx in dense}
+    if len(kinds) > 1 or len(dense) < len(tensors):
+        got = ", ".join(repr(x) if isinstance(x, MXTensor) else f"a {type(x).__name__}" for x in tensors)
+        raise NotImplementedError(f"{func} of {got}: want MXTensors of one format, axis, block and dtype")
+    qdata = func([mx.qdata.view(torch.uint8) for mx in dense], dim).view(dense[0].qdata.dtype)
+    scale = func([mx.scale.view(torch.uint8) for mx in dense], dim).view(SCALE_DTYPE)
+    return dense[0].with_parts(qdata, scale)
+
+
+def _index_select(func: Any, mx: MXTensor, dim: int, index: Tensor) -> MXTensor:
+    dim = dim % mx.ndim - mx.ndim
+    if _blocked(mx, dim):
+        raise NotImplementedError(f"{func} of an MXTensor along its blocked axis {dim}: call .dequantize() first")
+    if mx.row_index is not None and dim == -2:
+        return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, index))
+    qdata, scale = (bytewise(lambda part: func(part, dim, index), part) for part in (mx.qdata, mx.scale))
+    return mx.with_parts(qdata, scale, mx.row_index)
+
+
+def _select(func: Any, mx: MXTensor, dim: int, index: int) -> MXTensor:
+    if dim % mx.ndim >= mx.ndim - 2:
+        raise NotImplementedError(f"{func} of an MXTensor along {dim}: slice rows, or call .dequantize() first")
+    return mx.with_parts(func(mx.qdata, dim, index), func(mx.scale, dim, index))
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.clone.default), _same_parts),
+    aten._pin_memory.default: _same_parts,
+    **dict.fromkeys((aten._to_copy.default, aten.empty_like.default), _in_memory),
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),
+    **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _transpose),
+    aten.is_pinned.default: _is_pinned,
+    aten.isnan.default: _isnan,
+    aten.copy_.default: _copy_,
+    aten.cat.default: _cat,
+    aten.index_select.default: _index_select,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+}
+"""How aten ops move, transpose, slice, join or copy qdata and scales together. They do no arithmetic."""

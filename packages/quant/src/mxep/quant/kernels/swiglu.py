@@ -6,10 +6,12 @@
       v
     h (R, F) | d_gate_up (R, 2F), d_row_weight        written once; backward also writes h, if needed: 1 or 2 out
 
-Programs stride over rows. A warp takes 1024 or 2048 elements of one, so that few wait at a barrier. Chunks are
+The fp32 operations are those of `mxep.quant.activation`, in the same order, and a row is summed as by `tree_sum` of
+`mxep.quant.swiglu`. Programs stride over rows. A warp takes 1024 or 2048 elements of one, so that few wait at a
+barrier. A chunk has the same number of elements for each thread of a program; the last may not be full. Chunks are
 unrolled, and a chunk is loaded before the previous one is computed. A result that needs its whole row first, for the
-scale, stays in registers: fp32 for one scale per row, but qdata, a quarter of that, if it is folded. A load of bf16
-brings 8 elements per thread. F is a constant of the kernel, so 768 or 14336 elements cost nothing for padding.
+scale, stays in registers: fp32 for one scale per row, but qdata, a quarter of that, if it is folded. F is a constant of
+the kernel, so 768 or 14336 elements cost nothing for padding.
 
 While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 instructions per element forward, 54
 backward. Folded it takes 36 and 53 to 55. Hence the sigmoid has no division, and the sum over a row leaves a thread
@@ -23,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxep.quant import activation
 from mxep.quant.activation import SwiGLU
 from mxep.quant.device import (
     NAN_SCALE,
@@ -35,10 +38,160 @@ from mxep.quant.device import (
     shifted,
     valid_rows,
 )
-from mxep.quant.kernels.activation import glu, joined_pairs, split_pairs, unclamped
-from mxep.quant.kernels.chunks import amax, joined, load_chunk, store_chunk, sums_of_eight, tree_sum
 from mxep.quant.shapes import empty_swiglu, empty_swiglu_backward
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
+
+_LIMIT = tl.constexpr(activation.LIMIT)
+_SCALE = tl.constexpr(activation.SCALE)
+_ROUND = tl.constexpr(activation.ROUND)
+_C0, _C1 = tl.constexpr(activation.C0), tl.constexpr(activation.C1)
+_MAGIC = tl.constexpr(activation.MAGIC)
+_ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _sigmoid_pair(x):
+    """`mxep.quant.activation.sigmoid_pair` of x clamped to +- _LIMIT, fp32."""
+    t = x * _SCALE
+    u = t + _ROUND
+    f = t - (u - _ROUND)
+    even = f * f + _C0
+    odd = f * _C1
+    p = (even + odd).to(tl.int32, bitcast=True) + (u.to(tl.int32, bitcast=True) << 23)
+    p = p.to(tl.float32, bitcast=True)
+    q = even - odd
+    d = p + q
+    r = (-d.to(tl.int32, bitcast=True) + _MAGIC).to(tl.float32, bitcast=True)
+    t = d * r
+    r = r * (3.0 - t * (3.0 - t))
+    r = r * (2.0 - d * r)
+    return q * r, p * r
+
+
+@triton.jit
+def _clamp(x, LOW: tl.constexpr, HIGH: tl.constexpr):
+    return tl.minimum(tl.maximum(x, LOW, propagate_nan=_ALL_NAN), HIGH, propagate_nan=_ALL_NAN)
+
+
+@triton.jit
+def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """`SwiGLU.glu`: glu, up', and the terms of the slope. These are alpha * gate' clamped like the sigmoid's argument,
+    and both sigmoids. LIMIT None: no clamp."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=_ALL_NAN)
+        up = _clamp(up, -LIMIT, LIMIT)
+    if SHIFT != 0.0:
+        up = up + SHIFT
+    above = tl.maximum(gate, -_LIMIT / ALPHA, propagate_nan=_ALL_NAN)
+    x = _clamp(gate * ALPHA if ALPHA != 1.0 else gate, -_LIMIT, _LIMIT)
+    s, one_minus_s = _sigmoid_pair(x)
+    return above * s, up, x, s, one_minus_s
+
+
+@triton.jit
+def unclamped(d_gate, d_up, gate, up, LIMIT: tl.constexpr):
+    """`SwiGLU.unclamped` for both gradients."""
+    if LIMIT is not None:
+        d_gate = tl.where(gate > LIMIT, 0.0, d_gate)
+        d_up = tl.where(tl.abs(up) > LIMIT, 0.0, d_up)
+    return d_gate, d_up
+
+
+@triton.jit
+def split_pairs(x):
+    """Even elements of a vector, and odd ones."""
+    return tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+
+
+@triton.jit
+def joined_pairs(a, b):
+    """The inverse of `split_pairs`."""
+    return tl.reshape(tl.join(a, b), (a.shape[0] * 2,))
+
+
+@triton.jit
+def _neighbours(x):
+    a, b = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+    return a + b
+
+
+@triton.jit
+def sums_of_eight(x):
+    """The first part of `mxep.quant.swiglu.tree_sum`. x: a power of two elements, 8 or more."""
+    return _neighbours(_neighbours(_neighbours(x)))
+
+
+@triton.jit
+def amax(x, N: tl.constexpr):
+    """Largest magnitude of every N neighbours of x, NaN if one is NaN. It takes one instruction per two elements;
+    integers take three. N: a power of two, best the elements of a thread, as `tl.max` across threads loses NaNs."""
+    if N == 1:
+        return tl.abs(x)
+    else:
+        a, b = tl.split(tl.reshape(amax(x, 1), (x.shape[0] // 2, 2)))
+        return amax(tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL), N // 2)
+
+
+@triton.jit
+def _halves(x):
+    """The second part of it. A sum of two numbers has only one order, so each level is a tl.sum."""
+    if x.shape[0] <= 2:
+        return tl.sum(x, axis=0)
+    else:
+        return _halves(tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), axis=0))
+
+
+@triton.jit
+def tree_sum(chunks):
+    """`mxep.quant.swiglu.tree_sum` of a row, given as chunks (a tuple) of a power of two sums of eight. The upper
+    levels are between chunks."""
+    if len(chunks) > 1:
+        half: tl.constexpr = triton.next_power_of_2(len(chunks)) // 2
+        sums = ()
+        for i in tl.static_range(half):
+            if i + half < len(chunks):
+                sums += (chunks[i] + chunks[i + half],)
+            else:
+                sums += (chunks[i] + 0.0,)
+        return tree_sum(sums)
+    else:
+        return _halves(chunks[0])
+
+
+@triton.jit
+def joined(chunks):
+    """Join chunks (a tuple) to one tensor, padded to a power of two of them with anything. One store serves all."""
+    if len(chunks) > 1:
+        pairs = ()
+        for i in tl.static_range(0, len(chunks), 2):
+            pair = tl.join(chunks[i], chunks[i + 1 if i + 1 < len(chunks) else i])
+            pairs += (tl.reshape(tl.trans(pair), (pair.numel,)),)
+        return joined(pairs)
+    else:
+        return chunks[0]
+
+
+@triton.jit
+def load_chunk(ptr, c: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
+    """Chunk c, of N elements, of a row of COUNT; zeros after its end."""
+    element = c * N + tl.arange(0, N)
+    if (c + 1) * N <= COUNT:
+        return tl.load(ptr + element)
+    else:
+        return tl.load(ptr + element, mask=element < COUNT, other=0.0)
+
+
+@triton.jit
+def store_chunk(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
+    """Store `values` as chunk c of a row of COUNT."""
+    N: tl.constexpr = values.shape[0]
+    element = c * N + tl.arange(0, N)
+    values = values.to(ptr.dtype.element_ty)
+    if (c + 1) * N <= COUNT:
+        tl.store(ptr + element, values)
+    else:
+        tl.store(ptr + element, values, mask=element < COUNT)
+
 
 WARP_ELEMENTS = 2048
 """Most elements of a row, padded to a power of two, per warp of its program."""

@@ -1,4 +1,4 @@
-"""Rows by an index: copied or padded, with their scales copied or swizzled on the way.
+"""Rows in groups: picked by an index (copied or padded, scales copied or swizzled on the way), and summed.
 
     row index[i] of x (or row i; -1: zeros)     a program takes BLOCK_M rows x BLOCK_N columns
       | values or qdata                         -> row i of the result
@@ -7,6 +7,8 @@
 
 If scales are swizzled, a program's rows are a tile of that layout, so it writes 512 scales in one piece. Other
 tiles are wide, so that their scales fill sectors of 32 bytes. Programs of rows past the last group end at once.
+
+group_sums: a program takes a group and BLOCK_N columns, 32 rows at a time.
 """
 
 import math
@@ -16,8 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import as_bytes, group_bounds, valid_rows
-from mxep.quant.shapes import SWIZZLE_ROWS, empty_picked, num_rows, padded_rows, swizzled_shape
+from mxep.quant.device import as_bytes, group_bounds, power_of_two, valid_rows
+from mxep.quant.shapes import (
+    GROUP_SUMS_LANES,
+    SWIZZLE_ROWS,
+    empty_group_sums,
+    empty_picked,
+    num_rows,
+    padded_rows,
+    swizzled_shape,
+)
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 WIDE = (8, 1024)
@@ -224,3 +234,54 @@ def _pick(
         BLOCK_SIZE=32, SWIZZLE=swizzle, GROUPS=next_power_of_2(max(num_groups, 1)), BLOCK_M=block_m,
         BLOCK_N=block_n, num_warps=SWIZZLE_WARPS if swizzle else NUM_WARPS,
     )  # fmt: skip
+
+
+BLOCK_N = 128
+
+
+@triton.jit
+def _halves(lanes):
+    """The sum over the first axis. A sum of two numbers has only one order."""
+    if lanes.shape[0] > 1:
+        return _halves(tl.sum(tl.reshape(lanes, (2, lanes.shape[0] // 2, lanes.shape[1])), axis=0))
+    else:
+        return tl.reshape(lanes, (lanes.shape[1],))
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def group_sums_kernel(
+    x_ptr, scale_ptr, offs_ptr, out_ptr, rows, num_groups, N, stride, scale_stride, block_size,
+    LANES: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """scale_ptr may be None. UNIT divides block_size and BLOCK_N."""
+    group = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    unit = tl.program_id(1) * BLOCK_N + UNIT * tl.arange(0, BLOCK_N // UNIT)[None, :]
+    start, end = group_bounds(group, offs_ptr, num_groups, rows)
+    lanes = tl.zeros((LANES, BLOCK_N), out_ptr.dtype.element_ty)
+    for first in range(start, end, LANES):
+        row = (first + tl.arange(0, LANES)[:, None]).to(tl.int64)
+        x = tl.load(x_ptr + row * stride + column, mask=(row < end) & (column < N), other=0.0).to(lanes.dtype)
+        if scale_ptr is not None:
+            scale = tl.load(
+                scale_ptr + row * scale_stride + unit // block_size, mask=(row < end) & (unit < N), other=127
+            )
+            x = tl.reshape(x, (LANES, BLOCK_N // UNIT, UNIT)) * power_of_two(scale.to(tl.int32))[:, :, None]
+            x = tl.reshape(x, (LANES, BLOCK_N))
+        lanes += x
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(out_ptr + group.to(tl.int64) * N + column, _halves(lanes), mask=column < N)
+
+
+def group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) -> Tensor:
+    """mxep::group_sums."""
+    rows, width = x.shape
+    groups = offs.shape[0]
+    out = empty_group_sums(x, offs)
+    x, scale = (part if part is None or part.stride(1) == 1 else part.contiguous() for part in (x, scale))
+    launch(group_sums_kernel, (groups, cdiv(width, BLOCK_N)),
+        x, None if scale is None else as_bytes(scale), offs, out, rows, groups, width, x.stride(0),
+        0 if scale is None else scale.stride(0), block_size,
+        LANES=GROUP_SUMS_LANES, BLOCK_N=BLOCK_N, UNIT=math.gcd(block_size, BLOCK_N), num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,27 +1,32 @@
-"""Expand MXFP4 to E4M3 with one scale per row. E2M1 and block scales are read once, codes and row scales written once.
+"""MXFP4: values to E2M1, and E2M1 folded to E4M3 with one scale per row. Everything is read once and written once.
 
-    row i   D/2 bytes, D/32 scales           S = the largest scale of a block that is not all zero
-      |                                      row scale R = max(S - 6, 0)
-      v                                      each block is times 2^(scale - R), at most 2^6
-    row i   D bytes of E4M3, one scale
+    quantize_e2m1  a block of values -> two codes per byte, one scale. x is a list of blocks, as in `quantize`
+    fold_e2m1      row i: D/2 bytes, D/32 scales -> D bytes of E4M3, one scale max(S - 6, 0) with S the largest scale of
+                   a block that is not all zero. Each block is times 2^(scale - row scale), at most 2^6
 
-Codes are computed four at a time, as bytes of a 32-bit word (`_codes`). One element at a time takes too many
+quantize_e2m1: the code of a magnitude v is the least of four numbers, each rounded to nearest even:
+
+    2 v        codes 0 to 4, which are 0.5 apart     v + 2^22 has steps of 0.5: its bits count them
+    v + 2      codes 4 to 6, 1 apart                 v + 2^23 has steps of 1
+    v / 2 + 4  codes 6 and 7, 2 apart                v + 2^24 has steps of 2
+    7          the largest
+
+It froze weights on an H100, but was never timed there, nor compared with its reference.
+
+fold_e2m1: codes are computed four at a time, as bytes of a 32-bit word (`_codes`). One element at a time takes too many
 instructions: with 1.5 bytes of traffic per element an H200 has time for about ten. An E2M1 code c without its sign
-becomes, under the shift e:
+becomes, under the shift e = 6 + (scale - row scale), 12 for the largest block:
 
     c >= 2 (1 .. 6)   E4M3 byte 4 c + 8 e        2^(c >> 1) with one mantissa bit moves up in the exponent by e
     c == 1 (0.5)      8 e                        a subnormal of E2M1 but a normal number of E4M3
     c == 0            0
 
-with e = 6 + (scale - R), 12 for the largest block. This holds from e = 1 on (a block 2^11 below the largest). Rows with
-smaller blocks also use `_small_codes`, which shifts multiples of 2^-9 right and rounds to nearest even. They are read
-again in a loop, because its temporaries would otherwise take all rows from 64 registers to 140.
+This holds from e = 1 on (a block 2^11 below the largest). Rows with smaller blocks also use `_small_codes`, which
+shifts multiples of 2^-9 right and rounds to nearest even. They are read again in a loop, because its temporaries would
+otherwise take all rows from 64 registers to 140. Programs stride over tiles of ROWS whole rows, held in registers. A
+thread takes pairs of words, 16 elements: it loads 8 bytes and stores 16.
 
-Programs stride over tiles of ROWS whole rows, held in registers, as in `fold`. A thread takes pairs of words, 16
-elements: it loads 8 bytes and stores 16.
-
-On an H100 it takes 0.87 to 0.92 of the speed of a copy that moves as many bytes (integration/benchmarks/frozen.py). For
-sm_90 it compiles to 64 registers without spills. An element of ordinary rows takes 6 instructions.
+On an H100 it takes 0.87 to 0.92 of the speed of a copy that moves as many bytes (integration/benchmarks/frozen.py).
 """
 
 import torch
@@ -29,10 +34,77 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import NAN_SCALE, as_bytes, num_sms, rows_of
-from mxep.quant.formats import E4M3
+from mxep.quant.device import NAN_SCALE, abs_bits, as_bytes, num_sms, reciprocal, rows_of, scale_of_amax
+from mxep.quant.formats import E2M1, E4M3, SCALE_DTYPE
 from mxep.quant.shapes import empty_rows
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
+
+QUANTIZE_ELEMENTS = 4096
+LONGEST = 8192
+"""Elements of a block that a program holds in registers."""
+
+
+@triton.jit
+def _nearest_codes(x):
+    """E2M1 codes (int32, 0 to 15) of x (fp32). Those of NaN mean nothing."""
+    size = tl.abs(x)
+    by_halves = (size + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    by_ones = (size + 8388608.0).to(tl.int32, bitcast=True) - (0x4B000000 - 2)
+    by_twos = (size + 16777216.0).to(tl.int32, bitcast=True) - (0x4B800000 - 4)
+    codes = tl.minimum(tl.minimum(by_halves, by_ones), tl.minimum(by_twos, 7))
+    return codes | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _packed(x, scale):
+    """Bytes (blocks, elements / 2) of x (blocks, elements) fp32 under their scales (blocks,)."""
+    codes = tl.where((scale == NAN_SCALE)[:, None], 7, _nearest_codes(x * reciprocal(scale)[:, None]))
+    even, odd = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+    return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def quantize_e2m1_kernel(
+    x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK: one where they fit it."""
+    first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
+    block = tl.arange(0, NUM_BLOCKS)
+    mask = (block < num_blocks - first)[:, None]
+    element = tl.arange(0, CHUNK)[None, :]
+    pair = tl.arange(0, CHUNK // 2)[None, :]
+    x_ptr += first * BLOCK_SIZE + block[:, None] * BLOCK_SIZE + element
+    qdata_ptr += first * (BLOCK_SIZE // 2) + block[:, None] * (BLOCK_SIZE // 2) + pair
+    x = tl.load(x_ptr, mask=mask & (element < BLOCK_SIZE), other=0.0).to(tl.float32)
+    bits = tl.max(abs_bits(x), axis=1)
+    for chunk in range(CHUNK, BLOCK_SIZE, CHUNK):
+        more = tl.load(x_ptr + chunk, mask=mask & (chunk + element < BLOCK_SIZE), other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, tl.max(abs_bits(more), axis=1))
+    scale = scale_of_amax(bits, MODE, tl.uint8)
+    tl.store(qdata_ptr, _packed(x, scale), mask=mask & (pair < BLOCK_SIZE // 2))
+    for chunk in range(CHUNK, BLOCK_SIZE, CHUNK):
+        more = tl.load(x_ptr + chunk, mask=mask & (chunk + element < BLOCK_SIZE), other=0.0).to(tl.float32)
+        inside = mask & (chunk // 2 + pair < BLOCK_SIZE // 2)
+        tl.store(qdata_ptr + chunk // 2, _packed(more, scale), mask=inside)
+    tl.store(scale_ptr + first + block, scale.to(tl.uint8), mask=block < num_blocks - first)
+
+
+def quantize_e2m1(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_e2m1."""
+    *rest, k = x.shape
+    x = x.contiguous()
+    qdata = x.new_empty((*rest, k // 2), dtype=E2M1.dtype)
+    scale = x.new_empty((*rest, k // block_size), dtype=SCALE_DTYPE)
+    if x.numel():
+        chunk = min(next_power_of_2(block_size), LONGEST)
+        blocks = max(1, QUANTIZE_ELEMENTS // chunk)
+        launch(quantize_e2m1_kernel, (cdiv(scale.numel(), blocks),),
+            x, as_bytes(qdata), as_bytes(scale), scale.numel(), MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=blocks,
+            CHUNK=chunk, num_warps=max(4, chunk // 1024),
+        )  # fmt: skip
+    return qdata, scale
+
 
 TILE_PAIRS = 128
 """Pairs of words (16 elements) that a program takes at a time: several short rows, or a longer one."""

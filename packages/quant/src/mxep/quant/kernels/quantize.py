@@ -1,0 +1,499 @@
+"""Quantize: along rows, in square blocks, along columns (transposed on the way), and per row and per column.
+
+    rows         x is a list of blocks, one after another; a program takes NUM_BLOCKS of them. A block that is no power
+                 of two, such as a row, is masked up to one; a longer one is read twice
+    2-D          a program takes BLOCK_SIZE rows x BLOCK_N columns
+    joined rows  one scale per row of [x | y | z], which is never written unquantized
+    columns      x (N, K) -> qdata (K, N), scale (N/BLOCK_SIZE, K); a program takes a tile of BLOCK_M rows x BLOCK_N
+                 columns, read once. A block longer than a tile takes two kernels: amax first, then the qdata
+    per row      qdata (N, K), scale (N, 1), and the amax of each column by atomic max
+    per column   qdata (K, N), scale (1, K) from that amax: the second kernel of columns
+
+Leading axes are a batch. In a tile, a thread holds PACK = 8 consecutive rows, as a tuple of 8 tensors
+(BLOCK_M / 8, BLOCK_N). So the qdata of a column become two 32-bit words in its registers before the tile is transposed
+through shared memory. This takes a quarter of the accesses and instructions that single bytes take.
+
+    tile[i][j] is row 8 * j + i         word 2 * j      q0 | q1 << 8 | q2 << 16 | q3 << 24   (q0 lies first in memory)
+                                        word 2 * j + 1  q4 | q5 << 8 | q6 << 16 | q7 << 24
+    stored (columns, BLOCK_M / 4) words  =  (columns, BLOCK_M) qdata
+
+If rows are no multiple of 8, the tuple has one tensor (BLOCK_M, BLOCK_N), stored byte by byte.
+
+On an H200 columns take 0.96 of copy speed (65536 x 7168). The limit is requests to L2, half of which cross the fabric
+between its two partitions. Hence tiles have lines of 128 bytes, and scales are stored along the tile.
+"""
+
+import functools
+import operator
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax
+from mxep.quant.shapes import empty_2d, empty_columns, empty_rows, joined_shape, stacked, stacked_shape
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
+from mxep.runtime.lengths import Length
+
+
+@triton.jit
+def load_tile(ptr, row, column, stride, rows_left, columns_left, PACK: tl.constexpr):
+    """A tuple of PACK tensors (BLOCK_M / PACK, BLOCK_N): rows `row` + i of a matrix; zeros outside.
+
+    row: (BLOCK_M / PACK, 1) int32, first row of each pack, which lies inside or outside of rows_left as a whole.
+    column: (1, BLOCK_N) int32. stride: elements per row.
+    """
+    mask = (row < rows_left) & (column < columns_left)
+    ptr += row.to(tl.int64) * stride + column
+    tile = ()
+    for _ in tl.static_range(PACK):
+        tile = tile + (tl.load(ptr, mask=mask, other=0.0),)
+        ptr += stride
+    return tile
+
+
+@triton.jit
+def quantize_tile_columns(
+    tile, qdata_ptr, scale_ptr, stride, scale_stride, rows_left, columns_left, MODE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Quantize tile (tuple of (packs, BLOCK_N)) in blocks of BLOCK_SIZE rows, which divides rows_left.
+
+    Column c goes to qdata_ptr + c * stride, the scales of block b go to scale_ptr + b * scale_stride.
+    """
+    PACKS: tl.constexpr = tile[0].shape[0]
+    BLOCK_N: tl.constexpr = tile[0].shape[1]
+    NUM_BLOCKS: tl.constexpr = PACKS * len(tile) // BLOCK_SIZE
+    BY_BLOCK: tl.constexpr = (NUM_BLOCKS, PACKS // NUM_BLOCKS, BLOCK_N)
+    dtype: tl.constexpr = qdata_ptr.dtype.element_ty
+    amax = tl.abs(tile[0].to(tl.float32))
+    for i in tl.static_range(1, len(tile)):
+        amax = tl.maximum(amax, tl.abs(tile[i].to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+    scale = scale_of_amax(tl.max(tl.reshape(abs_bits(amax), BY_BLOCK), axis=1), MODE, dtype)
+    factor = tl.reshape(tl.broadcast_to(reciprocal(scale)[:, None, :], BY_BLOCK), (PACKS, BLOCK_N))
+    scaled = ()
+    for i in tl.static_range(len(tile)):
+        scaled = scaled + (tile[i].to(tl.float32) * factor,)
+    blocks_left = rows_left // BLOCK_SIZE
+    store_transposed(scaled, qdata_ptr, stride, blocks_left * BLOCK_SIZE, columns_left)
+    block = tl.arange(0, NUM_BLOCKS)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
+    offsets = block.to(tl.int64) * scale_stride + column
+    tl.store(scale_ptr + offsets, scale.to(tl.uint8), mask=(column < columns_left) & (block < blocks_left))
+
+
+@triton.jit
+def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
+    """Store the qdata of `tile`, transposed: column c at out_ptr + c * stride.
+
+    tile: a tuple of 8 tensors (BLOCK_M / 8, BLOCK_N), or of one (BLOCK_M, BLOCK_N), of values. They are cast to the
+    qdata of out_ptr, which is the tile's first row and column. stride: qdata per column. With 8 tensors, stride and
+    rows_left are multiples of 8; rows_left is best a multiple of 16 that Triton can see.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    column = tl.arange(0, tile[0].shape[1])[:, None]
+    if len(tile) == 1:
+        qdata = tl.trans(tile[0].to(dtype))
+        row = tl.arange(0, qdata.shape[1])[None, :]
+        mask = (column < columns_left) & (row < rows_left)
+        tl.store(out_ptr + column.to(tl.int64) * stride + row, qdata, mask=mask)
+    else:
+        first = _word(tile[0], tile[1], tile[2], tile[3], dtype)
+        second = _word(tile[4], tile[5], tile[6], tile[7], dtype)
+        words = tl.permute(tl.join(first, second), (1, 0, 2))
+        words = tl.reshape(words, (words.shape[0], words.shape[1] * 2))
+        word = tl.arange(0, words.shape[1])[None, :]
+        mask = (column < columns_left) & (word < rows_left // 4)
+        tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + column.to(tl.int64) * (stride // 4) + word, words, mask=mask)
+
+
+@triton.jit
+def _word(a, b, c, d, dtype: tl.constexpr):
+    """Four values as qdata in a 32-bit word. Cast in pairs, as in hardware, so that two are packed for free."""
+    return _half(a, b, dtype) | (_half(c, d, dtype) << 16)
+
+
+@triton.jit
+def _half(a, b, dtype: tl.constexpr):
+    low, high = tl.split(tl.join(a, b).to(dtype).to(tl.uint8, bitcast=True).to(tl.int32))
+    return low | (high << 8)
+
+
+@triton.jit
+def program_tile(row_tiles, column_tiles, ROWS_FIRST: tl.constexpr):
+    """(batch, row tile, column tile) of this program. ROWS_FIRST: consecutive programs share columns."""
+    program = tl.program_id(0)
+    batch = program // (row_tiles * column_tiles)
+    program = program % (row_tiles * column_tiles)
+    if ROWS_FIRST:
+        return batch.to(tl.int64), program % row_tiles, program // row_tiles
+    else:
+        return batch.to(tl.int64), program // column_tiles, program % column_tiles
+
+
+TILE_ELEMENTS, LONG_ELEMENTS = 4096, 8192
+LONGEST = 16384
+"""Most elements of a block that a program holds in registers."""
+BLOCK_N_2D = 256
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def quantize_blocks_kernel(
+    x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK; one chunk if the block fits it."""
+    first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
+    block = tl.arange(0, NUM_BLOCKS)
+    mask = block < num_blocks - first
+    element = tl.arange(0, CHUNK)[None, :]
+    offsets = block[:, None] * BLOCK_SIZE + element
+    x_ptr += first * BLOCK_SIZE
+    qdata_ptr += first * BLOCK_SIZE
+    dtype: tl.constexpr = qdata_ptr.dtype.element_ty
+    inside = mask[:, None] if CHUNK == BLOCK_SIZE else mask[:, None] & (element < BLOCK_SIZE)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    bits = tl.max(abs_bits(x), axis=1)
+    for chunk in range(CHUNK, BLOCK_SIZE, CHUNK):
+        more_inside = mask[:, None] & (chunk + element < BLOCK_SIZE)
+        more = tl.load(x_ptr + chunk + offsets, mask=more_inside, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, tl.max(abs_bits(more), axis=1))
+    scale = scale_of_amax(bits, MODE, dtype)
+    factor = reciprocal(scale)[:, None]
+    tl.store(qdata_ptr + offsets, (x * factor).to(dtype), mask=inside)
+    for chunk in range(CHUNK, BLOCK_SIZE, CHUNK):
+        more_inside = mask[:, None] & (chunk + element < BLOCK_SIZE)
+        more = tl.load(x_ptr + chunk + offsets, mask=more_inside, other=0.0).to(tl.float32)
+        tl.store(qdata_ptr + chunk + offsets, (more * factor).to(dtype), mask=more_inside)
+    tl.store(scale_ptr + first + block, scale.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def quantize_2d_kernel(
+    x_ptr, qdata_ptr, scale_ptr, K, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """x (rows, K), rows a multiple of BLOCK_SIZE. Leading axes are just more rows."""
+    row_block = tl.program_id(0).to(tl.int64)
+    column0 = tl.program_id(1) * BLOCK_N
+    row = tl.arange(0, BLOCK_SIZE)
+    column = tl.arange(0, BLOCK_N)
+    start = row_block * BLOCK_SIZE * K + column0
+    offsets = row[:, None].to(tl.int64) * K + column[None, :]
+    mask = (column < K - column0)[None, :]
+    x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = qdata_ptr.dtype.element_ty
+    x = tl.reshape(x, (BLOCK_SIZE, BLOCK_N // BLOCK_SIZE, BLOCK_SIZE))
+    scale = scale_of_amax(tl.max(tl.max(abs_bits(x), axis=2), axis=0), MODE, dtype)
+    qdata = tl.reshape((x * reciprocal(scale)[None, :, None]).to(dtype), (BLOCK_SIZE, BLOCK_N))
+    tl.store(qdata_ptr + start + offsets, qdata, mask=mask)
+    block = column0 // BLOCK_SIZE + tl.arange(0, BLOCK_N // BLOCK_SIZE)
+    tl.store(scale_ptr + row_block * (K // BLOCK_SIZE) + block, scale.to(tl.uint8), mask=block < K // BLOCK_SIZE)
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_rows."""
+    return _quantize(x, None, dtype, mode, block_size)
+
+
+def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_into_room."""
+    return _quantize(x, room, dtype, mode, block_size)
+
+
+def _quantize(x: Tensor, room: int | None, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """room: rows of the results, if they have more than x."""
+    qdata, scale = empty_rows(x, dtype, block_size, None if room is None else (room, x.shape[1]))
+    if x.numel():
+        chunk = min(next_power_of_2(block_size), LONGEST)
+        tile = max(1, (TILE_ELEMENTS if chunk == block_size <= TILE_ELEMENTS else LONG_ELEMENTS) // chunk)
+        blocks = scale.numel() if room is None else Length(len(x), functools.partial(operator.mul, scale.shape[1]))
+        launch(quantize_blocks_kernel, (cdiv(scale.numel(), tile),),
+            x.contiguous(), qdata, as_bytes(scale), blocks, MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=tile,
+            CHUNK=chunk, num_warps=max(4, chunk // 2048),
+        )  # fmt: skip
+    return qdata, scale
+
+
+def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_2d. Raises ValueError for a block that is no power of two up to 128."""
+    if block_size & (block_size - 1) or block_size > 128:
+        raise ValueError(f"block_size: got {block_size} x {block_size}, want a power of two up to 128 on CUDA")
+    k = x.shape[-1]
+    qdata, scale = empty_2d(x, dtype, block_size)
+    if x.numel():
+        launch(quantize_2d_kernel, (x.numel() // k // block_size, cdiv(k, BLOCK_N_2D)),
+            x.contiguous(), qdata, as_bytes(scale), k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_N=BLOCK_N_2D,
+            num_warps=8,
+        )  # fmt: skip
+    return qdata, scale
+
+
+TILE = (256, 64)
+LONG_TILE = (64, 128)
+NUM_WARPS = 8
+
+
+@triton.jit
+def quantize_tile_kernel(
+    x_ptr, qdata_ptr, scale_ptr, N, K,
+    MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """x (batch, N, K) -> qdata (batch, K, N), scale (batch, N / BLOCK_SIZE, K)."""
+    PACK: tl.constexpr = 8
+    batch, row_tile, column_tile = program_tile(tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
+    row0 = (row_tile * BLOCK_M).to(tl.int64)
+    column0 = column_tile * BLOCK_N
+    rows_left = N - row_tile * BLOCK_M
+    columns_left = K - column0
+    row = PACK * tl.arange(0, BLOCK_M // PACK)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
+    first = batch * N * K
+    tile = load_tile(x_ptr + first + row0 * K + column0, row, column, K, rows_left, columns_left, PACK)
+    qdata_ptr += first + column0.to(tl.int64) * N + row0
+    scale_ptr += (batch * N + row0) // BLOCK_SIZE * K + column0
+    quantize_tile_columns(tile, qdata_ptr, scale_ptr, N, K, rows_left, columns_left, MODE, BLOCK_SIZE)
+
+
+@triton.jit
+def column_amax_kernel(x_ptr, bits_ptr, length, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """bits (segments, K) = the amax bits of each column of x (segments, length, K); bits start at 0."""
+    segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = column < K
+    offsets = (segment * length + row)[:, None] * K + column[None, :]
+    x = tl.load(x_ptr + offsets, mask=(row < length)[:, None] & mask[None, :], other=0.0).to(tl.float32)
+    tl.atomic_max(bits_ptr + segment * K + column, tl.max(abs_bits(x), axis=0), mask=mask, sem="relaxed")
+
+
+@triton.jit
+def quantize_long_columns_kernel(
+    x_ptr, bits_ptr, qdata_ptr, scale_ptr, length, N, K, all_rows, MODE: tl.constexpr, PACK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """x (segments, length, K), bits (segments, K) -> qdata (batch, K, N), scale (segments, K).
+
+    bits: amax bits. They may have a sign, from a NaN that torch made or from -0.
+    all_rows: length of a column of qdata if it holds other parts, too. None if not.
+    """
+    segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), True)
+    batch = segment // (N // length)
+    within = segment % (N // length)
+    row0 = row_tile * BLOCK_M
+    column0 = column_tile * BLOCK_N
+    column = tl.arange(0, BLOCK_N)[None, :]
+    mask = column < K - column0
+    bits = tl.load(bits_ptr + segment * K + column0 + column, mask=mask, other=0) & 0x7FFFFFFF
+    scale = scale_of_amax(bits, MODE, qdata_ptr.dtype.element_ty)
+    row = PACK * tl.arange(0, BLOCK_M // PACK)[:, None]
+    x_ptr += (segment * length + row0) * K + column0
+    tile = load_tile(x_ptr, row, column, K, length - row0, K - column0, PACK)
+    scaled = ()
+    for i in tl.static_range(PACK):
+        scaled = scaled + (tile[i].to(tl.float32) * reciprocal(scale),)
+    stride = N if all_rows is None else all_rows
+    qdata_ptr += (batch * K + column0) * stride + within * length + row0
+    store_transposed(scaled, qdata_ptr, stride, length - row0, K - column0)
+    if row_tile == 0:
+        tl.store(scale_ptr + segment * K + column0 + column, scale.to(tl.uint8), mask=mask)
+
+
+def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_columns."""
+    x = x.contiguous()
+    qdata, scale = empty_columns(x, dtype, block_size)
+    n, k = x.shape[-2:]
+    if x.numel() and 16 <= block_size <= min(TILE) and block_size & (block_size - 1) == 0:  # blocks fill a tile
+        block_m, block_n = TILE
+        launch(quantize_tile_kernel, (x.numel() // (n * k) * cdiv(n, block_m) * cdiv(k, block_n),),
+            x, qdata, as_bytes(scale), n, k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+    elif x.numel():
+        bits = torch.zeros((x.numel() // (block_size * k), k), dtype=torch.int32, device=x.device)
+        column_amax(x, bits, block_size)
+        quantize_long_columns(x, bits, qdata, scale, mode, block_size)
+    return qdata, scale
+
+
+def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
+    """Write to bits (..., K), zeros: amax bits of each block of a column of x (..., N, K) contiguous."""
+    k = x.shape[-1]
+    block_m, block_n = TILE
+    if bits.numel() and block_size:
+        grid = (bits.numel() // k * cdiv(block_size, block_m) * cdiv(k, block_n),)
+        launch(column_amax_kernel, grid, x, bits, block_size, k, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS)
+
+
+def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor, mode: str, block_size: int) -> None:
+    """quantize_columns of x (..., N, K) contiguous, given its columns' amax bits (segments, K). Writes qdata, scale.
+
+    qdata: (..., K, N), or these columns of a wider one.
+    """
+    n, k = x.shape[-2:]
+    block_m, block_n = LONG_TILE
+    width = qdata.stride(-2)
+    packed = block_size % 8 == width % 8 == qdata.storage_offset() % 8 == 0
+    grid = (bits.shape[0] * cdiv(block_size, block_m) * cdiv(k, block_n),)
+    launch(quantize_long_columns_kernel, grid,
+        x, bits, qdata, as_bytes(scale), block_size, n, k, None if width == n else width, MODE=mode,
+        PACK=8 if packed else 1, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load(x_ptr, row, K: tl.constexpr):
+    column = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    return tl.load(x_ptr + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(x, factor, qdata_ptr, K: tl.constexpr):
+    column = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    tl.store(qdata_ptr + column, (x * factor).to(qdata_ptr.dtype.element_ty), mask=column < K)
+
+
+@triton.jit
+def quantize_joined_rows_kernel(
+    x_ptr, y_ptr, z_ptr, qdata_ptr, scale_ptr, KX: tl.constexpr, KY: tl.constexpr, KZ: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """KZ 0: z is not read."""
+    row = tl.program_id(0).to(tl.int64)
+    x = _load(x_ptr, row, KX)
+    y = _load(y_ptr, row, KY)
+    bits = tl.maximum(tl.max(abs_bits(x), axis=1), tl.max(abs_bits(y), axis=1))
+    if KZ:
+        z = _load(z_ptr, row, KZ)
+        bits = tl.maximum(bits, tl.max(abs_bits(z), axis=1))
+    scale = scale_of_amax(bits, MODE, qdata_ptr.dtype.element_ty)
+    factor = reciprocal(scale)[:, None]
+    qdata_ptr += row * (KX + KY + KZ)
+    _store(x, factor, qdata_ptr, KX)
+    _store(y, factor, qdata_ptr + KX, KY)
+    if KZ:
+        _store(z, factor, qdata_ptr + KX + KY, KZ)
+    tl.store(scale_ptr + row + tl.arange(0, 1), scale.to(tl.uint8))
+
+
+def quantize_joined_rows(
+    x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_joined_rows. Rows longer than registers hold are joined first."""
+    parts = [part.contiguous() for part in (x, y, z) if part is not None]
+    widths = [part.shape[1] for part in parts] + [0] * (3 - len(parts))
+    padded = sum(map(next_power_of_2, filter(None, widths)))
+    if padded > LONGEST or 0 in widths[: len(parts)]:
+        joined = torch.cat(parts, 1)
+        return quantize_rows(joined, dtype, mode, joined.shape[1])
+    qdata, scale = empty_rows(x, dtype, 0, joined_shape(*parts))
+    if x.shape[0]:
+        launch(quantize_joined_rows_kernel, (x.shape[0],),
+            parts[0], parts[1], parts[-1], qdata, as_bytes(scale), KX=widths[0], KY=widths[1], KZ=widths[2], MODE=mode,
+            num_warps=max(4, next_power_of_2(padded // 2048)),
+        )  # fmt: skip
+    return qdata, scale
+
+
+ROWS_PER_PROGRAM = 192
+"""Approximate rows per program. Few mean many atomics, one per column of a program. Many mean few programs."""
+LEAST_ROWS = 16
+"""Least rows per program, however short the matrices are."""
+
+
+@triton.jit(do_not_specialize=["steps"])
+def quantize_rows_with_amax_kernel(
+    x_ptr, qdata_ptr, scale_ptr, bits_ptr, N, all_rows, steps, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """x (batch, N, K) -> qdata, scale (batch, N). bits (batch, K), the columns' amax bits, start at 0 or at others'.
+
+    A program takes ROWS rows in each of its steps. all_rows: rows of a matrix of the results, if it has other parts'
+    rows, too; else None.
+    """
+    programs = tl.cdiv(N, ROWS * steps)
+    batch = (tl.program_id(0) // programs).to(tl.int64)
+    row0 = tl.program_id(0) % programs * (ROWS * steps)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, triton.next_power_of_2(K))
+    column_mask = column < K
+    if all_rows is not None:
+        qdata_ptr += batch * (all_rows - N) * K
+        scale_ptr += batch * (all_rows - N)
+    amax = tl.zeros(column.shape, tl.int32)
+    dtype: tl.constexpr = qdata_ptr.dtype.element_ty
+    first = batch * N + row0
+    offsets = row[:, None] * K + column[None, :]
+    left = N - row0
+    mask = (row < left)[:, None] & column_mask[None, :]
+    ahead = tl.load(x_ptr + first * K + offsets, mask=mask, other=0.0)
+    for step in range(tl.minimum(steps, tl.cdiv(left, ROWS))):
+        x = ahead.to(tl.float32)
+        row_mask = row < left
+        mask = row_mask[:, None] & column_mask[None, :]
+        left -= ROWS
+        next_mask = (row < tl.where(step + 1 < steps, left, 0))[:, None] & column_mask[None, :]
+        ahead = tl.load(x_ptr + (first + ROWS) * K + offsets, mask=next_mask, other=0.0)
+        bits = abs_bits(x)
+        amax = tl.maximum(amax, tl.max(bits, axis=0))
+        scale = scale_of_amax(tl.max(bits, axis=1), MODE, dtype)
+        to = tl.max_contiguous(qdata_ptr + first * K + offsets, (1, 8))
+        tl.store(to, (x * reciprocal(scale)[:, None]).to(dtype), mask=mask)
+        tl.store(scale_ptr + first + row, scale.to(tl.uint8), mask=row_mask)
+        first += ROWS
+    tl.atomic_max(bits_ptr + batch * K + column, amax, mask=column_mask, sem="relaxed")
+
+
+def quantize_per_row(
+    x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mxep::quantize_per_row. Rows longer than registers hold are joined and read once more."""
+    *rest, n, k = shape = stacked_shape(x, y, z)
+    amax = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
+    bits = amax.view(torch.int32)
+    if k > LONGEST or not x.numel():
+        x = stacked(x, y, z).contiguous()
+        column_amax(x, bits, n)
+        return *quantize_rows(x, dtype, mode, k), amax
+    qdata, scale = empty_rows(x, dtype, k, shape)
+    wide = next_power_of_2(k) > 2048
+    rows = 8 // x.element_size() if k <= LONGEST // 2 else 1
+    batch, all_rows = amax.numel() // k, None if y is None else n
+    for part, (to, scale_to) in _places((qdata, as_bytes(scale)), -2, x, y, z):
+        n = part.shape[-2]
+        steps = _steps(batch, n, rows, num_sms(x.device) * (1 if wide else 3))
+        launch(quantize_rows_with_amax_kernel, (batch * cdiv(n, rows * steps),),
+            part, to, scale_to, bits, n, all_rows, steps, K=k, MODE=mode, ROWS=rows, num_warps=16 if wide else 4,
+        )  # fmt: skip
+    return qdata, scale, amax
+
+
+def _places(
+    results: tuple[Tensor, ...], dim: int, *parts: Tensor | None
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Each part, contiguous, and its place in `results`, which hold all parts along `dim`."""
+    start = 0
+    for part in parts:
+        if part is not None and (n := part.shape[-2]):
+            whole = results[0].shape[dim] == n
+            yield part.contiguous(), results if whole else tuple(to.narrow(dim, start, n) for to in results)
+            start += n
+
+
+def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
+    """Steps of `rows` rows for each program, so that `at_once` programs are busy to the end."""
+    waves = max(1, round(batch * n / (at_once * ROWS_PER_PROGRAM)))
+    return cdiv(max(LEAST_ROWS, cdiv(n, max(1, at_once * waves // batch))), rows)
+
+
+def quantize_per_column(
+    x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_per_column."""
+    *_, n, k = shape = stacked_shape(x, y, z)
+    qdata, scale = empty_columns(x, dtype, n, shape)
+    if qdata.numel():
+        bits = amax.contiguous().view(-1, k).view(torch.int32)
+        for part, (to,) in _places((qdata,), -1, x, y, z):
+            quantize_long_columns(part, bits, to, scale, mode, part.shape[-2])
+    return qdata, scale
