@@ -8,7 +8,7 @@ from types import FrameType
 import pytest
 import torch
 
-from mxep.comms.plain import PlainExchange
+from mxep.comms.shared_memory import PlainExchange
 from mxep.ep import MoE, SymmetricDispatcher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +41,6 @@ def test_the_way_to_the_dispatch_kernel_is_the_pages_and_grows_no_frame(monkeypa
     pages = table()
     # On a CPU the exchange is another, whose stores are torch's.
     beyond = [frame for frame, _ in pages[len(seen) :]]
-    assert (pages[: len(seen)], beyond) == (seen[::-1], ["Dispatch.dispatch", "launch", "dispatch_kernel"])
+    assert (pages[: len(seen)], beyond) == (seen[::-1], ["KernelExchange.dispatch", "launch", "dispatch_kernel"])
     assert len(pages) <= MOST_FRAMES
     assert len({file for _, file in pages}) <= MOST_FILES

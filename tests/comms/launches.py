@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
-from mxep.comms.kernels import all_to_all, gather, nodes, plan, signals
+from mxep.comms.kernels import all_to_all, plan, signals
+from mxep.comms.kernels import rows as kernel_rows
 from mxep.comms.kernels.exchange import KernelExchange
 from mxep.comms.layout import Layout
 from mxep.comms.transport import SymmetricBuffer
@@ -83,22 +84,22 @@ def join_rows(*widths: int, table: int = 0) -> None:
     """Of T K rows and of fewer: compiled once."""
     payload = [torch.empty(T, width, dtype=torch.uint8) for width in widths]
     first, other = (*payload, None)[:2]
-    for rows in (W + T * K, 1, 33):
-        beside = torch.empty(rows, table, dtype=torch.uint8) if table else None
-        gather.join_rows(first, other, ints(rows), beside, ints(1), 2)
+    for count in (W + T * K, 1, 33):
+        beside = torch.empty(count, table, dtype=torch.uint8) if table else None
+        kernel_rows.join_rows(first, other, ints(count), beside, ints(1), 2)
 
 
 def plan_slots(num_nodes: int) -> None:
     """Of several sizes: kernels are compiled once for all."""
     for T, slots in ((1, 1), (128, 16), (8192, 99)):
         of = ints(T, K), torch.empty(T, K), torch.empty(3, dtype=torch.int64)
-        nodes.plan_slots(*of, num_nodes, slots, 16, 16 * num_nodes)
+        all_to_all.plan_slots(*of, num_nodes, slots, 16, 16 * num_nodes)
 
 
 def tables_of_slots() -> None:
     for rows, experts in ((1, 1), (64, 16), (99, 5)):
-        nodes.read_tables(torch.empty(rows, 8 * K, dtype=torch.uint8), experts, experts)
-        nodes.pick_values(torch.empty(rows, K), ints(T, W), ints(T, K), experts)
+        all_to_all.read_tables(torch.empty(rows, 8 * K, dtype=torch.uint8), experts, experts)
+        all_to_all.pick_values(torch.empty(rows, K), ints(T, W), ints(T, K), experts)
 
 
 LAUNCHES = {

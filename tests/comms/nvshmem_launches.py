@@ -5,10 +5,9 @@ Apart from `launches.py`, as put and meet link NVSHMEM's device library, which t
 
 import torch
 
-from mxep.comms.kernels.nvshmem import compile_meet, compile_put
-from mxep.comms.kernels.staged import stage_sums, sum_arrived_slots
 from mxep.comms.layout import Layout
-from mxep.comms.nvshmem import device_library
+from mxep.comms.nvshmem.exchange import compile_meet, compile_put, stage_sums, sum_arrived_slots
+from mxep.comms.nvshmem.transport import device_library
 from mxep.comms.plan import RoutingPlan
 
 W, T, K, D = 4, 8192, 8, 7168

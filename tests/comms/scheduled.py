@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.comms.cuda import FaultRecord
+from mxep.comms import SymmetricMemoryTransport
 from mxep.comms.kernels import signals
+from mxep.comms.symmetric_memory import FaultRecord
 from mxep.comms.transport import SymmetricBuffer, Transport, signal_pad_bytes
 from schedule import Schedule
 
@@ -63,6 +64,7 @@ class ScheduledTransport(Transport):
     """One rank's. A wait has no limit: if nothing can come any more the schedule says so."""
 
     access = "kernels"
+    exchange = SymmetricMemoryTransport.exchange
     clock = False
 
     def __init__(self, ranks: Ranks, rank: int) -> None:

@@ -11,7 +11,7 @@ from comms.cases import assert_bitwise, content
 from mxep.comms import NEW, compare_headers, join_rows, mark_headers, new_dispatch, plan_all_to_all
 from mxep.comms import rows as comms_rows
 from mxep.comms.kernels import all_to_all as kernels
-from mxep.comms.kernels import gather
+from mxep.comms.kernels import rows as gather
 from mxep.comms.layout import differ
 from quant.poison import poisoned_allocations as poisoned_allocations
 

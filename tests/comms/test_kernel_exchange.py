@@ -27,9 +27,9 @@ from mxep.comms import (
     dispatch,
     gather_rows,
 )
-from mxep.comms.cuda import FaultRecord
-from mxep.comms.kernels.dispatch import tokens_per_tile
+from mxep.comms.kernels.rows import tokens_per_tile
 from mxep.comms.layout import CHANNELS
+from mxep.comms.symmetric_memory import FaultRecord
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels themselves run, in the other files")
@@ -148,7 +148,7 @@ def test_an_id_past_int32_is_no_experts_after_it_was_narrowed(ctx: Context):
     for kind in (InterpretedTransport, PlayedTransport, SharedMemoryTransport):
         workspace = make_workspace(ctx, kind, top_k=2)
         buffer = workspace.begin("tables")
-        workspace.steps.dispatch_tables(buffer, ids, torch.ones(2, 2), torch.empty(1, dtype=torch.int32))
+        workspace.exchange.dispatch_tables(buffer, ids, torch.ones(2, 2), torch.empty(1, dtype=torch.int32))
         told = workspace.layout.ids(buffer.local)[0, :2].tolist()
         assert [[-1 <= i < 5 for i in ids] for ids in told] == [[False, False], [False, True]]  # there are 5 experts
         assert told[1][1] == 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comms.cases import assert_bitwise
 from mxep.comms import pick_values, plan_slots, read_tables
-from mxep.comms.kernels import nodes as kernels
+from mxep.comms.kernels import all_to_all as kernels
 from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,7 +72,7 @@ def test_the_most_tokens_for_a_node_are_kept():
 
 def test_slots_of_many_tiles_a_program_and_many_programs(monkeypatch):
     """As of large batches: a program has several tiles, and earlier programs' counts are summed in several reads."""
-    monkeypatch.setattr(kernels, "TILE", 16)
+    monkeypatch.setattr(kernels, "NODE_TILE", 16)
     monkeypatch.setattr(kernels, "FLAT_TILE", 32)
     monkeypatch.setattr(kernels, "MOST_CHUNKS", 5)
     monkeypatch.setattr(kernels, "COUNTS_AT_ONCE", 8)

@@ -26,9 +26,16 @@ from comms.test_exchange import (
 )
 from comms.test_stress import check_rounds
 from mxep.comms import NvshmemTransport, PeersDisagree, PeerTimeout, SymmetricMemoryTransport, combine, dispatch
-from mxep.comms.kernels import nvshmem
 from mxep.comms.layout import PE_SHIFT
-from mxep.comms.nvshmem import check_group, check_versions, choose_backend, device_library, device_version, host_version
+from mxep.comms.nvshmem import exchange as nvshmem
+from mxep.comms.nvshmem.transport import (
+    check_group,
+    check_versions,
+    choose_backend,
+    device_library,
+    device_version,
+    host_version,
+)
 from ranks import Context, distributed
 
 TESTS = Path(__file__).parents[1]

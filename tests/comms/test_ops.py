@@ -9,8 +9,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from comms.cases import assert_bitwise, content
-from mxep.comms import all_to_all, gather_rows, nodes, plan, rows, sum_slots
-from mxep.comms.kernels import combine, gather
+from mxep.comms import all_to_all, gather_rows, plan, rows, sum_slots
+from mxep.comms.kernels import rows as gather
 from mxep.comms.layout import CHANNELS, NUM_COUNTERS, Layout
 
 IDS = torch.tensor([[0, 3], [-1, 1], [2, 2]], dtype=torch.int32)
@@ -32,9 +32,9 @@ def calls():
         "plan_all_to_all": (all_to_all.plan_all_to_all, (IDS, torch.rand(3, 2), 2, 2, 24)),
         "mark_headers": (all_to_all.mark_headers, (wide, sizes, number, 1)),
         "compare_headers": (all_to_all.compare_headers, (wide, sizes, number, found, 1)),
-        "plan_slots": (nodes.plan_slots, (IDS, torch.rand(3, 2), torch.zeros(3, dtype=torch.int64), 2, 2, 2, 4)),
-        "read_tables": (nodes.read_tables, (wide, 1, 2)),
-        "pick_values": (nodes.pick_values, (torch.rand(6, 2), slots, IDS, 2)),
+        "plan_slots": (all_to_all.plan_slots, (IDS, torch.rand(3, 2), torch.zeros(3, dtype=torch.int64), 2, 2, 2, 4)),
+        "read_tables": (all_to_all.read_tables, (wide, 1, 2)),
+        "pick_values": (all_to_all.pick_values, (torch.rand(6, 2), slots, IDS, 2)),
     }
 
 
@@ -163,6 +163,6 @@ def test_the_kernels_equal_their_references_whatever_the_strides(name):
         pairs = [(gather.gather_rows(*call), rows.gather_part.reference(*call)) for call in calls]
     else:
         summands = torch.randn(4, 37, device=device).bfloat16()[:, :21]
-        pairs = [(combine.sum_slots(summands, index), rows.add_rows.reference(summands, index))]
+        pairs = [(gather.sum_slots(summands, index), rows.add_rows.reference(summands, index))]
     for got, wanted in pairs:
         assert_bitwise(got, wanted, name)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from comms.cases import CASES, Sent, assert_bitwise, bring, expected_plan
 from mxep.comms import DROPPED, Capacity, RoutingPlan, make_plan
-from mxep.comms.capacity import ANY_ID
+from mxep.comms.layout import ANY_ID
 from mxep.comms.plan import plan_rows
 
 

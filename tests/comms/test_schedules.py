@@ -13,7 +13,8 @@ from comms.scheduled import Ranks, ScheduledContext
 from comms.test_exchange import bring_to, check_arrived, check_return, cross, make_workspace, my_experts, plan_slots
 from mxep.comms import PeersDisagree
 from mxep.comms import dispatch as dispatch_tokens
-from mxep.comms.kernels import combine, dispatch, signals
+from mxep.comms.kernels import combine, signals
+from mxep.comms.kernels import exchange as dispatch
 from schedule import Deadlock, Race, Schedule, mutate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there kernels are not interpreted")
@@ -32,8 +33,8 @@ def play(
 ) -> None:
     """Five tokens make three chunks of two tiles of one token, or five of one; tables are of two programs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(combine, "CHUNK_BYTES", (128, 80)[seed % 2])
-        patch.setattr(combine, "TILE_BYTES", 1)
+        patch.setattr(dispatch, "CHUNK_BYTES", (128, 80)[seed % 2])
+        patch.setattr(dispatch, "COMBINE_TILE", 1)
         patch.setattr(dispatch, "TABLE_PAIRS", 8)
         Ranks(Schedule(seed, resident=resident), world_size, programs).run(body)
 
@@ -78,7 +79,7 @@ def wild_ids(ctx: ScheduledContext) -> None:
     wrong, layout = workspace.num_experts, workspace.layout
     ids = torch.tensor([[1, 2**32], [-(2**32), 2**40 + 1], [-1, wrong], [2**31, -(2**31) - 1]])
     buffer = workspace.begin("wild ids")
-    workspace.steps.dispatch_tables(buffer, ids, torch.ones(ids.shape), torch.empty(1, dtype=torch.int32))
+    workspace.exchange.dispatch_tables(buffer, ids, torch.ones(ids.shape), torch.empty(1, dtype=torch.int32))
     tables = layout.ids(buffer.local)[:, : len(ids)].tolist()
     assert tables == [[[1, wrong], [-2, wrong], [-1, wrong], [wrong, -2]]] * ctx.world_size
 

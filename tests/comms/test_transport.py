@@ -19,7 +19,7 @@ from mxep.comms import (
     dispatch,
     make_plan,
 )
-from mxep.comms.cuda import cuda_device
+from mxep.comms.symmetric_memory import cuda_device
 from mxep.integration.launch import Rank, RanksFailed, run_ranks
 from ranks import Context, distributed
 

@@ -789,7 +789,7 @@ def test_an_exchange_that_failed_before_peers_heard_of_it_may_be_made_again(ctx:
     wanted = moe(x)
     for times in range(1, 3):  # an odd number would leave its buffers out of step
         for _ in range(times * (ctx.rank == 0)):
-            failing = mock.patch("mxep.comms.plain._pack", side_effect=MemoryError)
+            failing = mock.patch("mxep.comms.shared_memory._pack", side_effect=MemoryError)
             with failing, pytest.raises(MemoryError):
                 moe(x)
         assert torch.equal(moe(x), wanted)

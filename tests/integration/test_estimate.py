@@ -18,11 +18,12 @@ from benchmarks import estimate as task
 from benchmarks.comms import Traffic, routing
 from benchmarks.estimate_costs import Layout, fit, memory, read, terms
 from benchmarks.layer_cases import BASELINE, Shape
-from mxep.comms import Capacity, NvshmemTransport, make_plan, puts
+from mxep.comms import Capacity, NvshmemTransport, make_plan
 from mxep.comms.layout import PE_SHIFT
 from mxep.comms.layout import Layout as Buffer
-from mxep.comms.puts import PutExchange
-from mxep.comms.transport import StagedBuffer
+from mxep.comms.nvshmem import StagedBuffer
+from mxep.comms.nvshmem import exchange as puts
+from mxep.comms.nvshmem.exchange import PutExchange
 from mxep.integration.app import prepare
 from mxep.integration.config import ConfigError
 from mxep.integration.schema import Config, configs_dir, register

@@ -9,26 +9,25 @@ make_plan   assigns slots to expert-major rows, from the senders' tables
 
 import importlib.metadata
 
-from .all_to_all import compare_headers, mark_headers, plan_all_to_all
-from .capacity import Capacity, CapacityExceeded
+from .all_to_all import compare_headers, mark_headers, pick_values, plan_all_to_all, plan_slots, read_tables
 from .exchange import Handle, combine, dispatch
-from .failures import tell_failure, told_failures
 from .layout import NEW, describe_dispatch, new_dispatch
-from .nodes import pick_values, plan_slots, read_tables
 from .nvshmem import NvshmemTransport
-from .one_thread import OneThread
-from .plan import DROPPED, RoutingPlan, check_ids, make_plan, narrow_ids
+from .plan import DROPPED, Capacity, CapacityExceeded, RoutingPlan, check_ids, make_plan, narrow_ids
 from .rows import gather_rows, join_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
 from .transport import (
+    OneThread,
     PeersDisagree,
     PeerTimeout,
     SymmetricBuffer,
     Transport,
     batch_too_large,
     check_agreement,
+    tell_failure,
     timeout_of,
+    told_failures,
 )
 from .workspace import Workspace
 

@@ -93,18 +93,18 @@ def dispatch(
         number = workspace.new_dispatch()
     if not async_op and weights is None:
         # After this: every rank's tokens for this rank are in its slots.
-        workspace.steps.dispatch(buffer, payload, expert_ids, num_sms, number)
+        workspace.exchange.dispatch(buffer, payload, expert_ids, num_sms, number)
         return Handle(None, workspace.slots(buffer, payload))
     workspace.enter_stream((payload, expert_ids))
     try:
-        workspace.steps.dispatch(buffer, payload, expert_ids, num_sms, number)
+        workspace.exchange.dispatch(buffer, payload, expert_ids, num_sms, number)
     finally:
         workspace.leave_stream()
     tables = None
     if weights is not None:
         # After this: the tables of all W ranks are here.
         number = expert_ids.new_empty(1, dtype=torch.int32)
-        workspace.steps.dispatch_tables(buffer, expert_ids, weights, number)
+        workspace.exchange.dispatch_tables(buffer, expert_ids, weights, number)
         tables = workspace.tables(buffer)
     return Handle(workspace, workspace.slots(buffer, payload), tables, number)
 
@@ -150,11 +150,11 @@ def combine(
     # Every rank with one of this rank's tokens puts its sum into slot (that rank, token). Then they are summed.
     buffer = workspace.begin("combine")
     if not async_op:
-        workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values)
+        workspace.exchange.combine(buffer, rows, row_values, plan, expert_ids, out, values)
         return Handle(None, (out, values))
     workspace.enter_stream((rows, plan, expert_ids, row_values, out, values))
     try:
-        workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values)
+        workspace.exchange.combine(buffer, rows, row_values, plan, expert_ids, out, values)
     finally:
         workspace.leave_stream()
     return Handle(workspace, (out, values))

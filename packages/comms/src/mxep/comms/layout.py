@@ -36,6 +36,8 @@ PE_SHIFT = 40
 none."""
 TABLES, ROWS = 0, 1
 """Channels of tables and of the first rows."""
+ANY_ID = 2**31 - 1
+"""Value of num_experts if E is unknown: any nonnegative id is valid."""
 
 NEW = -1
 """Number sent with a new dispatch by a layer without a number. It matches any other new dispatch."""
@@ -68,6 +70,12 @@ def describe_dispatch(number: int) -> str:
 
 def round_up(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
+
+
+def num_owners(num_experts: int, num_local_experts: int) -> int:
+    """O, the number of ranks that a plan counts rows for: all if E is known and divides evenly, else this one."""
+    known = num_experts != ANY_ID and num_experts % num_local_experts == 0
+    return num_experts // num_local_experts if known else 1
 
 
 def step_of(op_id: int) -> str:

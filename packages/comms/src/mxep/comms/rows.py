@@ -55,7 +55,7 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
     fake=lambda part, row_index, offs: part.new_empty(
         (part if row_index is None else row_index).shape[0], part.shape[1]
     ),
-    launcher="mxep.comms.kernels.gather:gather_rows",
+    launcher="mxep.comms.kernels.rows:gather_rows",
     capability=ANY_GPU,
 )
 def gather_part(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tensor:
@@ -71,7 +71,7 @@ def _joined_width(*parts: Tensor | None) -> int:
     fake=lambda first, other, row_index, table, number, step: first.new_empty(
         row_index.shape[0], _joined_width(first, other, table)
     ),
-    launcher="mxep.comms.kernels.gather:join_rows",
+    launcher="mxep.comms.kernels.rows:join_rows",
     capability=ANY_GPU,
 )
 def join_parts(
@@ -91,7 +91,7 @@ def join_parts(
 @op(
     "mxep::sum_slots",
     fake=lambda rows, slot_rows: rows.new_empty(slot_rows.shape[0], rows.shape[1]),
-    launcher="mxep.comms.kernels.combine:sum_slots",
+    launcher="mxep.comms.kernels.rows:sum_slots",
     capability=ANY_GPU,
 )
 def add_rows(rows: Tensor, slot_rows: Tensor) -> Tensor:

@@ -3,10 +3,21 @@
 allocate(n)     rank 0: [ n bytes ]   rank 1: [ n bytes ]   ...   each rank has the addresses of all of them
 barrier(step)   no rank leaves before all have entered; stores made before it are visible after it
 check()         raises known failures of earlier barriers
+
+A rank that raises leaves a note in the process group's store, for peers that time out:
+
+rank 1   raises MemoryError in its layer, before an exchange      tell_failure: writes the note
+rank 0   times out                                                told_failures: "rank 1 raised MemoryError: ..."
 """
 
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -16,11 +27,11 @@ from torch import Tensor
 
 from mxep.runtime.record import fixed
 
-from .arena import Arena, current_stream
-from .failures import told_failures
-from .layout import NEW, describe_dispatch, step_of
+from .layout import NEW, Layout, describe_dispatch, step_of
 
 T = TypeVar("T")
+GRACE = 5.0
+"""Seconds that the process group's store has to answer. Its host may be gone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +59,96 @@ class SymmetricBuffer:
         self.views.clear()
 
 
-@dataclass(frozen=True, eq=False)
-class StagedBuffer(SymmetricBuffer):
-    """A buffer that peers put into, with staging for this rank's puts. Other ranks' ``peers`` may be empty tensors.
+class OneThread:
+    """Guard that lets one thread make the exchanges of a group, because ranks must make them in one order.
 
-    Attributes:
-        staging: uint8 (nbytes,) symmetric memory with the buffer's layout. No peer touches it.
+    Two threads of a process would take turns by chance, and differently on each rank. The first thread that exchanges
+    owns the exchanges until it ends. Autograd's threads act for it: code within a backward may always exchange.
     """
 
-    staging: Tensor = field(kw_only=True)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ident = 0
+        self._owner: threading.Thread | None = None
+
+    def claim(self) -> None:
+        """Call before an exchange. Raises RuntimeError on a second thread while the first one lives."""
+        ident = threading.get_ident()
+        if ident == self._ident or torch._C._current_graph_task_id() != -1:
+            return
+        with self._lock:
+            mine, owner = threading.current_thread(), self._owner
+            if owner is not None and owner is not mine and owner.is_alive():
+                raise RuntimeError(
+                    f"exchange: got thread {mine.name!r}, expected {owner.name!r}, which made the exchanges before: "
+                    "call layers that share a group in one thread, or make a process group for each thread"
+                )
+            self._owner, self._ident = mine, ident
+
+
+@dataclass(eq=False)
+class Arena:
+    """State that all workspaces of a transport share. `workspace.py` explains its use.
+
+    Attributes:
+        device: the transport's device.
+        buffers: two buffers of one size, used in turn; empty before the first workspace.
+        exchanges: exchanges begun. dispatches: dispatches with tables, counted here on CPU only.
+        new_dispatch: number that the next new dispatch sends, see `Transport.announce`.
+        signal_pad: signal pad of barriers that move no rows; None on CPU.
+        stream: stream on which the last exchange began. in_flight: tensors it still uses. done: event at its end.
+        capture: id of the CUDA graph capture with the last exchange, 0 if none. was_captured: True after any capture.
+        replaced: smaller, older buffers that captured graphs still store to.
+        refused: reason why this rank refused an exchange. No exchange follows a refusal.
+        users: users that opened the transport together and have not closed it. The code that shares it counts them.
+        thread: guard that admits one thread to exchanges.
+    """
+
+    device: torch.device
+    buffers: tuple[SymmetricBuffer, ...] = ()
+    exchanges: int = 0
+    dispatches: int = 0
+    new_dispatch: int = NEW
+    signal_pad: SymmetricBuffer | None = None
+    stream: torch.cuda.Stream | None = None
+    in_flight: object = None
+    done: torch.cuda.Event | None = None
+    capture: int = 0
+    was_captured: bool = False
+    replaced: tuple[SymmetricBuffer, ...] = ()
+    refused: str | None = None
+    users: int = 0
+    thread: OneThread = field(default_factory=OneThread)
+
+    def graph_state(self, transport: Transport) -> tuple[SymmetricBuffer, bool] | None:
+        """State that a record of the next exchanges depends on: the first exchange's buffer, and was_captured.
+
+        After a capture nobody counts the graph's launches, so each exchange begins with a barrier. None if no record
+        can be played: exchanges are not kernels, none has a buffer, one was refused or is in flight, or the last ran on
+        another stream. Raises like ``transport.check()``.
+        """
+        if transport.access != "kernels" or self.refused is not None or not self.buffers:
+            return None
+        self.thread.claim()
+        transport.check()
+        if self.in_flight is not None or self.stream not in (None, current_stream(self.device.index)):
+            return None
+        return self.buffers[self.exchanges % 2], self.was_captured
+
+    def launched(self, exchanges: int) -> None:
+        """Count the exchanges of a record that was just played on the current stream."""
+        self.exchanges += exchanges
+        self.stream = current_stream(self.device.index)
+
+
+def current_stream(device_index: int) -> torch.cuda.Stream:
+    """Cached `torch.cuda.current_stream`, which makes a new object per call."""
+    return _stream(*torch._C._cuda_getCurrentStream(device_index))
+
+
+@functools.lru_cache(256)
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 class Transport(ABC):
@@ -105,6 +197,10 @@ class Transport(ABC):
         signal_pad: buffer of :func:`signal_pad_bytes` to meet over. Barriers that may run at once, on two streams, need
         one each.
         """
+
+    @abstractmethod
+    def exchange(self, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
+        """Make the exchanges of one workspace. `PlainExchange` in `shared_memory.py` specifies its methods."""
 
     def announce(self, new_dispatch: int) -> None:
         """Set the number that new dispatches send from now on.
@@ -167,7 +263,7 @@ class PeersDisagree(RuntimeError):
     """Ranks met in different exchanges, or with rows of different widths. The transport is unusable afterwards."""
 
     @classmethod
-    def over(cls, rank: int, op_ids: Sequence[int]) -> "PeersDisagree":
+    def over(cls, rank: int, op_ids: Sequence[int]) -> PeersDisagree:
         """The error for ``rank`` if ranks met with these op ids."""
         for peer, op_id in enumerate(op_ids):
             if step_of(op_id) == "refused":
@@ -185,7 +281,7 @@ class PeersDisagree(RuntimeError):
         return cls(f"rank {rank} met peers in other exchanges: {', '.join(found)}")
 
     @classmethod
-    def over_dispatches(cls, rank: int, step: str, dispatches: Sequence[int]) -> "PeersDisagree":
+    def over_dispatches(cls, rank: int, step: str, dispatches: Sequence[int]) -> PeersDisagree:
         """The error for ``rank`` if ranks met in one exchange with these dispatch numbers."""
         found = (f"rank {peer} of {describe_dispatch(number)}" for peer, number in enumerate(dispatches))
         why = "ranks ran forwards or backwards in another order, or one left out or repeated an exchange"
@@ -200,6 +296,43 @@ def batch_too_large(tokens: int, max_tokens: int) -> str:
 def how_to_make_room(tokens: int) -> str:
     cure = f"set max_tokens={tokens} or more, on all ranks, where the layer or workspace is made"
     return f"{cure}, or call reserve({tokens}) of a layer made without it"
+
+
+def tell_failure(group: dist.ProcessGroup | None, error: BaseException) -> None:
+    """Leave a note of the error that this rank raised. It replaces an earlier note."""
+    text = f"{type(error).__name__}: {error}"[:1000]
+    _ask(lambda: _store(group).set(f"mxep/raised/{dist.get_rank(group)}", f"{time.time()} {text}"))
+
+
+def told_failures(group: dist.ProcessGroup | None, ranks: Iterable[int]) -> str:
+    """Notes of these ranks, worded as the end of a message; "" without notes or if the store does not answer."""
+    notes: list[str] = []
+
+    def read() -> None:
+        store = _store(group)
+        for rank in ranks:
+            if store.check([key := f"mxep/raised/{rank}"]):
+                when, _, text = store.get(key).decode().partition(" ")
+                notes.append(f"; rank {rank} raised {text} ({time.time() - float(when):.0f} s ago)")
+
+    _ask(read)
+    return "".join(notes)
+
+
+def _ask(question: Callable[[], object]) -> None:
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError, KeyError):  # the store, or the group, is gone
+            question()
+
+    thread = threading.Thread(target=ask, daemon=True)  # daemon: a store on a silent host blocks it forever
+    thread.start()
+    thread.join(GRACE)
+
+
+def _store(group: dist.ProcessGroup | None) -> Any:
+    found = group or dist.group.WORLD
+    assert found is not None
+    return dist.distributed_c10d._world.pg_map[found][1]
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:

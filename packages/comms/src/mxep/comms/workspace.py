@@ -45,10 +45,8 @@ from torch import Tensor
 
 from mxep.runtime.record import record_event, set_up, wait_event
 
-from .arena import current_stream
 from .layout import ALIGNMENT, Layout, round_up
-from .plain import PlainExchange
-from .transport import SymmetricBuffer, Transport, check_agreement, signal_pad_bytes
+from .transport import SymmetricBuffer, Transport, check_agreement, current_stream, signal_pad_bytes
 
 Tables = tuple[Tensor, Tensor, Tensor]
 
@@ -113,7 +111,7 @@ class Workspace:
         self.num_local_experts = num_experts // transport.world_size
         self.device = transport.device
         self._device_index: Any = None if transport.stream is None else transport.device.index
-        self.steps = _make_exchange(transport, self.layout, self.num_local_experts, num_sms)
+        self.exchange = transport.exchange(self.layout, self.num_local_experts, num_sms)
         self._make_room()
 
     def is_on_other_device(self) -> bool:
@@ -123,7 +121,7 @@ class Workspace:
     def begin(self, step: str) -> SymmetricBuffer:
         """Return the next exchange's buffer.
 
-        Views of the exchange before last end here, views of the last exchange when this one ends. `steps` count an
+        Views of the exchange before last end here, views of the last exchange when this one ends. `exchange` counts an
         exchange once peers are told of it. If it fails before that, it may be repeated in the same buffer.
 
         Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed. Raises RuntimeError on a
@@ -150,7 +148,7 @@ class Workspace:
     def refuse(self, why: str, *, tokens: int = 0) -> None:
         """Skip the next exchange and tell the peers, which raise PeersDisagree. A single rank just goes on."""
         if self.transport.world_size > 1 and self.arena.refused is None:
-            self.steps.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
+            self.exchange.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
             self.arena.refused = why
 
     def new_dispatch(self) -> Tensor:
@@ -249,19 +247,6 @@ class Workspace:
             arena.capture, arena.done, arena.stream = capture, None, None  # events do not cross captures
         arena.was_captured |= capture != 0
         return arena.was_captured and (changed or capture == 0)
-
-
-def _make_exchange(transport: Any, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
-    """Make the exchanges of this transport: plain torch, kernels or puts. The last two import Triton."""
-    if transport.access == "host":
-        return PlainExchange(transport, layout, experts_per_rank)
-    if transport.access == "puts":
-        from .puts import PutExchange
-
-        return PutExchange(transport, layout, experts_per_rank, num_sms)
-    from .kernels.exchange import KernelExchange
-
-    return KernelExchange(transport, layout, experts_per_rank, num_sms)
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:

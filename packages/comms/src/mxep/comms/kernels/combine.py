@@ -14,14 +14,10 @@ runs them in turn.
 Sums are in fp32: over the token's list in its order, then over ranks in rank order. Each sum is rounded once.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mxep.comms.kernels.dispatch import Launches, owner_of, tokens_per_tile
+from mxep.comms.kernels.rows import add_rows
 from mxep.comms.kernels.signals import (
     arrive,
     compare_dispatches,
@@ -32,24 +28,8 @@ from mxep.comms.kernels.signals import (
     signal_peers,
     wait_for_peers,
 )
-from mxep.comms.layout import CHANNELS, CHUNKS, round_up
-from mxep.comms.plan import RoutingPlan
-from mxep.comms.transport import SymmetricBuffer
-from mxep.runtime.launch import cdiv, launch, next_power_of_2
-from mxep.runtime.lengths import Length
+from mxep.comms.layout import CHANNELS
 
-TILE_BYTES = 16384
-CHUNK_BYTES = 12 << 20
-"""Least bytes that a chunk moves: finishing a chunk costs a trip over the link."""
-TICKET_BYTES = 64 << 10
-"""Least bytes of tiles per ticket."""
-LAG = 3
-SPREAD = 256
-"""Least number of programs that share a sum of slots, if there are enough slots."""
-PER_SM = 2
-"""Programs per multiprocessor: one waits for its rows while the other sends."""
-NUM_WARPS = 8
-MAX_REGISTERS = 128
 AT_ONCE = tl.constexpr(4)
 """Rows of a slot that are loaded at once."""
 ARRIVED_AT_END = tl.constexpr(2 + CHANNELS)
@@ -60,25 +40,9 @@ SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles"
 
 
 @triton.jit
-def add_rows(acc, rows_ptr, row, D: tl.constexpr, BLOCK: tl.constexpr):
-    """acc (BLOCK_T, BLOCK) plus rows `row` (BLOCK_T,). Negative rows add nothing."""
-    column = tl.arange(0, BLOCK)[None, :]
-    offs = tl.maximum(row, 0).to(tl.int64)[:, None] * D + column
-    return acc + tl.load(rows_ptr + offs, mask=(row >= 0)[:, None] & (column < D), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def sum_slots_kernel(
-    rows_ptr, slot_rows_ptr, out_ptr, slots,
-    K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    slot = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column = tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
-    for k in range(K):
-        total = add_rows(total, rows_ptr, tl.load(slot_rows_ptr + slot * K + k, mask=slot < slots, other=-1), D, BLOCK)
-    offs = slot.to(tl.int64)[:, None] * D + column
-    tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=(slot < slots)[:, None] & (column < D))
+def owner_of(expert, experts_per_rank, W: tl.constexpr):
+    """Rank that owns an expert, -1 for an id without an owner."""
+    return tl.where((expert >= 0) & (expert < W * experts_per_rank), expert // experts_per_rank, -1).to(tl.int32)
 
 
 @triton.jit
@@ -227,68 +191,3 @@ def combine_kernel(
         compare_dispatches(counters_ptr, dispatch, signal, state_ptr, W, WP)
         tl.store(counters_ptr + 1, signal >> 32)
         tl.store(counters_ptr + TILE_COUNTER, tl.zeros((), tl.int64))
-
-
-def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
-    """mxep::sum_slots."""
-    (slots, top_k), dim = slot_rows.shape, rows.shape[1]
-    out = torch.empty(slots, dim, dtype=rows.dtype, device=rows.device)
-    block = next_power_of_2(dim)
-    block_t = tokens_per_tile(TILE_BYTES // (block * rows.itemsize), slots, SPREAD)
-    if out.numel():
-        launch(sum_slots_kernel, (cdiv(slots, block_t),),
-            rows.contiguous(), slot_rows.contiguous(), out, slots, K=top_k, D=dim, BLOCK=block, BLOCK_T=block_t,
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
-    return out
-
-
-class Combine(Launches):
-    """Launches of combines. `plain.py` specifies the methods."""
-
-    def combine(
-        self,
-        buffer: SymmetricBuffer,
-        rows: Tensor,
-        row_values: Tensor | None,
-        plan: RoutingPlan,
-        expert_ids: Tensor,
-        out: Tensor,
-        values: Tensor | None,
-    ) -> None:
-        key = rows.dtype, rows.shape[1]
-        if key not in self._known:
-            self._known[key] = self._combine_args(*key)
-        programs, scalars, constants = self._known[key]
-        launch(combine_kernel, (programs,),
-            rows.contiguous(), None if row_values is None else row_values.contiguous(), plan.slot_rows,
-            plan.num_tokens, expert_ids, out, values, buffer.pointers, self.state, plan.dispatch,
-            Length(expert_ids.shape[0]), self.layout.max_tokens, self.rank, self.experts_per_rank, *scalars,
-            **constants, **self._clock, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
-        )  # fmt: skip
-        self.arena.exchanges += 1
-
-    def _combine_args(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-        """(programs, scalars, constexprs)."""
-        layout, block = self.layout, next_power_of_2(dim)
-        programs = PER_SM * self.max_sms
-        most = TILE_BYTES // (block * dtype.itemsize)
-        block_t = tokens_per_tile(most, layout.max_tokens, programs)
-        tiles = max(1, -(-layout.max_tokens // block_t))
-        tile_bytes = block_t * min(layout.top_k, layout.world_size) * dim * dtype.itemsize
-        ticket_tiles = max(1, min(TICKET_BYTES // tile_bytes, tiles // programs))
-        chunk_tiles = -(-tiles // max(1, min(CHUNKS, tiles * tile_bytes // CHUNK_BYTES)))
-        chunk_tiles = round_up(chunk_tiles, ticket_tiles)
-        chunks = -(-tiles // chunk_tiles)
-        lag = max(1, min(LAG, chunks // 2))
-        op_id = layout.op_id("combine", dim * dtype.itemsize)
-        starts = layout.values_start, layout.counters_start, layout.rows_start
-        constants = {
-            **self._sizes,
-            "D": dim,
-            "BLOCK": block,
-            "ROW_ELEMENTS": layout.row_bytes // dtype.itemsize,
-            "BLOCK_T": block_t,
-            "TICKET_TILES": ticket_tiles,
-        }
-        return max(1, min(programs, tiles)), (chunk_tiles, chunks, lag, op_id, *starts), constants

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.comms.capacity import num_owners
+from mxep.comms.layout import num_owners
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 SEGMENT = 32

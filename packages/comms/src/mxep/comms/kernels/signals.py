@@ -15,7 +15,7 @@ writer and only grows, by 2^32 at a time until it wraps around. The sign of a di
 
 Time limit. A wait reads the GPU's clock, in ns (the interpreter counts polls). If time is up or a peer's op id differs,
 the first program to notice writes a fault record and goes on. The host reads the record without a sync (`FaultRecord`
-of `cuda.py`). Later waits end at once. So streams never hang, and the host raises.
+of `symmetric_memory.py`). Later waits end at once. So streams never hang, and the host raises.
 State: (4,) int64 on the device: failed flag, limit in ns, address of the fault record, number of dispatches. The last
 program of a table exchange numbers the dispatch on the device, because a graph of it may be replayed.
 

@@ -1,6 +1,6 @@
-"""Gathers rows by an index, in words as wide as rows and offsets allow. Programs past the last valid row exit at once.
+"""Rows by index: gather them, join their parts, sum the rows of each slot. Bytes move in words as wide as rows allow.
 
-One launch joins rows: it stores each part into its columns.
+Programs past the last valid row exit at once. One launch joins rows: it stores each part into its columns.
 """
 
 import math
@@ -10,12 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.comms.kernels.dispatch import WORDS
 from mxep.comms.layout import ALIGNMENT, round_up
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_BYTES = 16384
 NUM_WARPS = 8
+SPREAD = 256
+"""Least number of programs that share a sum of slots, if there are enough slots."""
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def tokens_per_tile(most: int, tokens: int, programs: int) -> int:
+    """Largest power of two that is at most `most` and gives every program a tile; at least 1."""
+    count = 1
+    while 2 * count <= most and tokens >= 2 * count * programs:
+        count *= 2
+    return count
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -133,4 +143,40 @@ def join_rows(
         *sources, *targets, row_index, number, *strides, len(out), step,
         **constants, BLOCK_T=at_once, num_warps=NUM_WARPS,
     )  # fmt: skip
+    return out
+
+
+@triton.jit
+def add_rows(acc, rows_ptr, row, D: tl.constexpr, BLOCK: tl.constexpr):
+    """acc (BLOCK_T, BLOCK) plus rows `row` (BLOCK_T,). Negative rows add nothing."""
+    column = tl.arange(0, BLOCK)[None, :]
+    offs = tl.maximum(row, 0).to(tl.int64)[:, None] * D + column
+    return acc + tl.load(rows_ptr + offs, mask=(row >= 0)[:, None] & (column < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def sum_slots_kernel(
+    rows_ptr, slot_rows_ptr, out_ptr, slots,
+    K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
+    for k in range(K):
+        total = add_rows(total, rows_ptr, tl.load(slot_rows_ptr + slot * K + k, mask=slot < slots, other=-1), D, BLOCK)
+    offs = slot.to(tl.int64)[:, None] * D + column
+    tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=(slot < slots)[:, None] & (column < D))
+
+
+def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
+    """mxep::sum_slots."""
+    (slots, top_k), dim = slot_rows.shape, rows.shape[1]
+    out = torch.empty(slots, dim, dtype=rows.dtype, device=rows.device)
+    block = next_power_of_2(dim)
+    block_t = tokens_per_tile(TILE_BYTES // (block * rows.itemsize), slots, SPREAD)
+    if out.numel():
+        launch(sum_slots_kernel, (cdiv(slots, block_t),),
+            rows.contiguous(), slot_rows.contiguous(), out, slots, K=top_k, D=dim, BLOCK=block, BLOCK_T=block_t,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
     return out

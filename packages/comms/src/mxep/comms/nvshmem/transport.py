@@ -18,7 +18,9 @@ import math
 import os
 import re
 import sysconfig
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,23 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from .cuda import CudaTransport
-from .layout import ALIGNMENT, PE_SHIFT, round_up
-from .transport import StagedBuffer, SymmetricBuffer, check_agreement, gather_objects, signal_pad_bytes
+from mxep.comms.layout import ALIGNMENT, PE_SHIFT, Layout, round_up
+from mxep.comms.symmetric_memory import CudaTransport
+from mxep.comms.transport import SymmetricBuffer, check_agreement, gather_objects, signal_pad_bytes
 
 # Ids of allocations that torch never frees. They belong to the process, like NVSHMEM itself.
 _ALLOCATION = itertools.count(0x6D78_6570)
+
+
+@dataclass(frozen=True, eq=False)
+class StagedBuffer(SymmetricBuffer):
+    """A buffer that peers put into, with staging for this rank's puts. Other ranks' ``peers`` may be empty tensors.
+
+    Attributes:
+        staging: uint8 (nbytes,) symmetric memory with the buffer's layout. No peer touches it.
+    """
+
+    staging: Tensor = field(kw_only=True)
 
 
 class NvshmemTransport(CudaTransport):
@@ -102,6 +115,11 @@ class NvshmemTransport(CudaTransport):
         with torch.cuda.device(self.device):
             self._meet(pad, 0, 0, self.world_size * 8)
 
+    def exchange(self, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
+        from .exchange import PutExchange  # imports Triton
+
+        return PutExchange(self, layout, experts_per_rank, num_sms)
+
     def put(
         self, buffer: StagedBuffer, source: Tensor, destinations: Tensor, num_sms: int | None, groups: int = 1
     ) -> None:
@@ -125,12 +143,12 @@ class NvshmemTransport(CudaTransport):
 
     def _prepare(self) -> None:
         """Do the set-up that can fail on one rank alone. It waits for no other rank."""
-        from .kernels import nvshmem
+        from . import exchange
 
-        self._kernels, library = nvshmem, device_library()
+        self._kernels, library = exchange, device_library()
         with torch.cuda.device(self.device):
-            self._put_kernel = nvshmem.compile_put(library)
-            self._meet_kernel = nvshmem.compile_meet(library, self.world_size)
+            self._put_kernel = exchange.compile_put(library)
+            self._meet_kernel = exchange.compile_meet(library, self.world_size)
         check_versions(device_version(self._meet_kernel.asm["ptx"]), host_version(), library)
         # Two programs a multiprocessor.
         self.max_sms = 2 * torch.cuda.get_device_properties(self.device).multi_processor_count

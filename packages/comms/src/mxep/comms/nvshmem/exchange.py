@@ -1,0 +1,342 @@
+"""PutExchange: exchanges by puts to PEs instead of stores to addresses.
+
+    stage     outgoing rows, side by side in the buffer's staging area
+    put       row i of it -> each of its destinations; only bytes [0, n) of a row travel, in order
+    meet      all puts of this rank have landed; signal; wait for all signals (`kernels/signals.py`)
+    compare   the dispatch numbers that came along with rows
+
+    step               staged                                       destinations of a row
+    dispatch_tables    this rank's entry of its own tables          (W,)  the same entry on every other rank
+    dispatch           token t                                      (W,)  slot (this rank, t) of ranks that need it
+    combine            sum of slot (r, t); values of rank r         (1,)  slot and entry (this rank, t) of rank r
+
+An exchange writes the staging area only after the last exchange on that buffer has met: its puts have left by then.
+
+put_kernel and meet_kernel call NVSHMEM. Each kernel links NVSHMEM's device library, which takes some 10 s, and NVSHMEM
+initialises each loaded module. So there are only two, with run-time sizes and unspecialized arguments. They are
+compiled once, when a transport opens. An exchange compiles nothing, so it may be captured at once.
+
+Functions are declared with C's widths: int64 for addresses, sizes and signals, int32 for PEs and operations. All
+threads of a block make a block put together. Each thread calls the other functions by itself, so `meet_kernel` is one
+warp and only sets signals.
+
+Memory order. Kernels before `meet_kernel` in its stream issue the puts of an exchange. `quiet` completes them all and
+orders them before the signals. Between GPUs of one host it is a fence at system scope, which the peer's acquire needs.
+Over a network it waits for the network. `uint64_test` is NVSHMEM's acquire of data that a signal announced over a
+network.
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import core
+
+from mxep.comms.kernels.combine import is_sent, load_slot_rows, store_sum, sum_arrived
+from mxep.comms.kernels.rows import tokens_per_tile
+from mxep.comms.kernels.signals import compare, next_signal, wait_for_peers
+from mxep.comms.layout import ALIGNMENT, PE_SHIFT, ROWS, TABLES, Layout, round_up
+from mxep.comms.plan import RoutingPlan, narrow_ids
+from mxep.comms.shared_memory import owners, width_of
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
+
+if TYPE_CHECKING:
+    from .transport import NvshmemTransport, StagedBuffer
+
+SIGNAL_SET = tl.constexpr(9)
+CMP_GE = tl.constexpr(5)
+PE_BITS = tl.constexpr(PE_SHIFT)
+PIECE = tl.constexpr(16384)
+"""Most bytes of one put. Longer rows are cut, so that many programs share them."""
+PUT_WARPS = 16
+
+
+def _declare(symbol: str, *types: str) -> Any:
+    """Declare a device function of NVSHMEM's library. Its result, if any, is ignored."""
+    op_id = {tuple(core.dtype(name) for name in types): (symbol, core.dtype("int32"))}
+
+    @core.extern
+    def call(*args: Any, _semantic: Any = None) -> Any:
+        return core.extern_elementwise("", "", list(args), op_id, is_pure=False, _semantic=_semantic)
+
+    return call
+
+
+put_nbi_block = _declare("nvshmemx_putmem_nbi_block", "int64", "int64", "int64", "int32")
+signal_op = _declare("nvshmemx_signal_op", "int64", "int64", "int32", "int32")
+uint64_test = _declare("nvshmem_uint64_test", "int64", "int32", "int64")
+quiet = _declare("nvshmem_quiet")
+
+PUT_ARGUMENTS = ("source_ptr", "buffer_ptr", "destinations_ptr", "stride", "rows", "nbytes", "per_row", "groups")
+MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "op_id", "channel", "rank", "counters_start")
+
+
+@triton.jit(do_not_specialize=PUT_ARGUMENTS)
+def put_kernel(source_ptr, buffer_ptr, destinations_ptr, stride, rows, nbytes, per_row, groups):
+    """Put row i of source, nbytes each, to destinations (i, j). A destination is a PE and a byte of its buffer."""
+    pieces = tl.cdiv(nbytes, PIECE)
+    for job in range(tl.program_id(0), rows * per_row * pieces, tl.num_programs(0)):
+        pair = job // pieces
+        start = (job % pieces) * PIECE
+        index = pair // per_row
+        row = index % groups * (rows // groups) + index // groups
+        destination = tl.load(destinations_ptr + row.to(tl.int64) * per_row + pair % per_row)
+        if destination >= 0:
+            pe = (destination >> PE_BITS).to(tl.int32)
+            byte = destination - (pe.to(tl.int64) << PE_BITS)
+            source = source_ptr.to(tl.int64) + row.to(tl.int64) * stride + start
+            size = tl.minimum(nbytes - start, PIECE).to(tl.int64)
+            put_nbi_block(buffer_ptr.to(tl.int64) + byte + start, source, size, pe)
+
+
+@triton.jit(do_not_specialize=MEET_ARGUMENTS)
+def meet_kernel(
+    buffer_ptr, pes_ptr, state_ptr, op_id, channel, rank, counters_start,
+    W: tl.constexpr, WP: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Complete this rank's puts, signal every rank and wait for every rank's signal. One warp."""
+    local_base = buffer_ptr.to(tl.int64)
+    counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64)) + channel
+    signal = next_signal(counters_ptr, 0, op_id)
+    quiet()
+    # Lane r signals rank r. Lanes past W repeat other lanes' signals.
+    peer = tl.arange(0, LANES) % W
+    target = local_base + (channel * W + rank) * 8
+    signal_op(target + peer.to(tl.int64) * 0, signal, SIGNAL_SET, tl.load(pes_ptr + peer))
+    wait_for_peers(local_base, channel, signal, state_ptr, W, WP, True)
+    uint64_test(local_base, CMP_GE, tl.zeros((), tl.int64))
+    tl.store(counters_ptr, signal >> 32)
+
+
+def compile_put(library: str) -> Any:
+    """Compile ``put_kernel`` for the current device."""
+    raw, longs = torch.empty(16, dtype=torch.uint8, device="cpu"), torch.empty(2, dtype=torch.int64, device="cpu")
+    wide = 1 << PE_SHIFT
+    libraries = {"libnvshmem_device": library}
+    return put_kernel.run(
+        raw, raw, longs, wide, 2, 2, 2, 2, grid=(1,), warmup=True, num_warps=PUT_WARPS, extern_libs=libraries
+    )
+
+
+def compile_meet(library: str, world_size: int) -> Any:
+    """Compile ``meet_kernel`` for this number of ranks and the current device."""
+    raw, ints, longs = (
+        torch.empty(16, dtype=torch.uint8, device="cpu"),
+        torch.empty(4, dtype=torch.int32, device="cpu"),
+        torch.empty(2, dtype=torch.int64, device="cpu"),
+    )
+    wide = 1 << PE_SHIFT
+    return meet_kernel.run(
+        raw, ints, longs, wide, 2, 2, wide, *_meet_constants(world_size),
+        grid=(1,), warmup=True, num_warps=1, extern_libs={"libnvshmem_device": library},
+    )  # fmt: skip
+
+
+def put(kernel: Any, programs: int, source: Tensor, buffer: Tensor, destinations: Tensor, groups: int) -> None:
+    """Put rows (N, n) uint8 to destinations (N, J) int64 with at most this many programs."""
+    rows, nbytes = source.shape
+    per_row = destinations.shape[1]
+    jobs = rows * per_row * cdiv(nbytes, PIECE.value)
+    if jobs:
+        kernel[(min(programs, jobs), 1, 1)](
+            source, buffer, destinations.contiguous(), source.stride(0), rows, nbytes, per_row, groups
+        )
+
+
+def meet(
+    kernel: Any, buffer: Tensor, pes: Tensor, state: Tensor, op_id: int, channel: int, rank: int, counters_start: int
+) -> None:
+    constants = _meet_constants(pes.shape[0])
+    kernel[(1, 1, 1)](buffer, pes, state, op_id, channel, rank, counters_start, *constants)
+
+
+def _meet_constants(world_size: int) -> tuple[int, int, int]:
+    padded = next_power_of_2(world_size)
+    return world_size, padded, max(32, padded)
+
+
+TILE_ELEMENTS = 8192
+PROGRAMS = 264
+"""Least number of programs before a tile takes more than one row."""
+NUM_WARPS = 8
+
+
+@triton.jit(do_not_specialize=["max_tokens", "rows_start", "values_start"])
+def stage_sums_kernel(
+    rows_ptr, row_values_ptr, slot_rows_ptr, num_tokens_ptr, homes_ptr, staging_ptr, destinations_ptr, max_tokens,
+    rows_start, values_start,
+    ROW_BYTES: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Write slot (r, t)'s sum and row values to slot (r, t) of the staging, its destination to `destinations`."""
+    peer = tl.program_id(1)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = load_slot_rows(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K, KP)
+    store_sum(
+        rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, staging_ptr.to(tl.int64), max_tokens, peer,
+        rows_start, values_start, K, KP, D, BLOCK, ROW_ELEMENTS, BLOCK_T,
+    )  # fmt: skip
+    home = tl.load(homes_ptr + peer) + token.to(tl.int64) * ROW_BYTES
+    tl.store(destinations_ptr + peer * max_tokens + token, tl.where(is_sent(row), home, -1), mask=token < max_tokens)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rows_start", "values_start"])
+def sum_arrived_kernel(
+    buffer_ptr, ids_ptr, out_ptr, values_ptr, num_tokens, max_tokens, experts_per_rank, rows_start, values_start,
+    W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Sum slots (r, t) of a buffer over ranks r that own an expert of t. Gather the values of the token's pairs."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    sum_arrived(
+        out_ptr, values_ptr, ids_ptr, token, token < num_tokens, buffer_ptr.to(tl.int64), max_tokens,
+        experts_per_rank, rows_start, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, BLOCK_T,
+    )  # fmt: skip
+
+
+def stage_sums(
+    rows: Tensor, row_values: Tensor | None, plan: RoutingPlan, layout: Layout, homes: Tensor, staging: Tensor
+) -> Tensor:
+    """Write all slots' sums and row values to their slots in ``staging``, uint8, laid out as a buffer.
+
+    homes: (W,) int64, destination of slot (this rank, 0) on each rank. Result: (S,) int64 destination of each slot. It
+    is -1 for slots without a token for this rank; their sums and values are not written.
+    """
+    dim = rows.shape[1]
+    row_values = None if row_values is None else row_values.contiguous()
+    block = next_power_of_2(dim)
+    block_t = tokens_per_tile(TILE_ELEMENTS // block, layout.num_slots, PROGRAMS)
+    destinations = torch.empty(layout.num_slots, dtype=torch.int64, device=rows.device)
+    launch(stage_sums_kernel, (max(1, cdiv(layout.max_tokens, block_t)), layout.world_size),
+        rows.contiguous(), row_values, plan.slot_rows, plan.num_tokens, homes, staging, destinations,
+        layout.max_tokens, layout.rows_start, layout.values_start, ROW_BYTES=layout.row_bytes, K=layout.top_k,
+        KP=next_power_of_2(layout.top_k), D=dim, BLOCK=block,
+        ROW_ELEMENTS=layout.row_bytes // rows.itemsize, BLOCK_T=block_t, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return destinations
+
+
+def sum_arrived_slots(
+    layout: Layout, buffer: Tensor, expert_ids: Tensor, experts_per_rank: int, out: Tensor, values: Tensor | None
+) -> None:
+    """Sum the slots that arrived in ``buffer`` (uint8) into ``out`` (T, D), and copy their values to ``values``."""
+    tokens, dim = out.shape
+    block = next_power_of_2(dim)
+    block_t = tokens_per_tile(TILE_ELEMENTS // block, tokens, PROGRAMS)
+    launch(sum_arrived_kernel, (max(1, cdiv(tokens, block_t)),),
+        buffer, expert_ids, out, values, tokens, layout.max_tokens, experts_per_rank, layout.rows_start,
+        layout.values_start, W=layout.world_size, K=layout.top_k, KP=next_power_of_2(layout.top_k), D=dim,
+        BLOCK=block, ROW_ELEMENTS=layout.row_bytes // out.itemsize, BLOCK_T=block_t, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+class PutExchange:
+    """Exchanges of one workspace. `PlainExchange` specifies each method. num_sms: as in `KernelExchange`."""
+
+    def __init__(
+        self, transport: "NvshmemTransport", layout: Layout, experts_per_rank: int, num_sms: int | None
+    ) -> None:
+        self.transport, self.layout, self.experts_per_rank = transport, layout, experts_per_rank
+        self.rank, self.num_sms = transport.rank, num_sms
+
+    def refuse(self, buffer: "StagedBuffer", tokens: int) -> None:
+        with contextlib.suppress(RuntimeError):  # an error tells this rank nothing new
+            for channel in (ROWS, TABLES):
+                self._meet(buffer, channel, "refused", tokens)
+        self.transport.arena.exchanges += 1
+
+    def dispatch_tables(self, buffer: "StagedBuffer", expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
+        layout, local = self.layout, buffer.local
+        tokens, top_k = expert_ids.shape
+        ids = layout.ids(local)[self.rank].view(-1)[: tokens * top_k]
+        values = layout.values(local)[self.rank].view(-1)[: tokens * top_k]
+        count = layout.num_tokens(local)[self.rank : self.rank + 1]
+        ids.copy_(narrow_ids(expert_ids.reshape(-1)))
+        values.copy_(weights.reshape(-1))
+        count.fill_(tokens)
+        for table in (ids, values, count):
+            others = self.transport.bases + (table.data_ptr() - local.data_ptr())
+            others[self.rank].fill_(-1)  # not "= -1", which copies from the host
+            self.transport.put(buffer, table.view(torch.uint8).view(1, -1), others[None], self.num_sms)
+        self._meet(buffer, TABLES, "dispatch_tables", layout.top_k)
+        dispatches = self.transport.state[3:]
+        dispatches.add_(1).bitwise_and_(2**31 - 1)
+        number.copy_(dispatches)
+
+    def dispatch(
+        self,
+        buffer: "StagedBuffer",
+        payload: Sequence[Tensor],
+        expert_ids: Tensor,
+        num_sms: int | None = None,
+        number: Tensor | None = None,
+    ) -> None:
+        layout, owner = self.layout, owners(expert_ids, self.experts_per_rank)
+        ranks = torch.arange(layout.world_size, device=owner.device, dtype=torch.int64)
+        needed = (owner[:, :, None] == ranks).any(1)
+        slot = self.rank * layout.max_tokens + torch.arange(len(owner), device=owner.device, dtype=torch.int64)
+        offs = layout.rows_start + slot[:, None] * layout.row_bytes
+        destinations = torch.where(needed, self.transport.bases + offs, -1)
+        num_sms = min(filter(None, (num_sms, self.num_sms)), default=None)
+        self.transport.put(buffer, self._stage(buffer, payload), destinations, num_sms)
+        self._meet_with_rows(buffer, "dispatch", width_of(payload), number)
+
+    def combine(
+        self,
+        buffer: "StagedBuffer",
+        rows: Tensor,
+        row_values: Tensor | None,
+        plan: RoutingPlan,
+        expert_ids: Tensor,
+        out: Tensor,
+        values: Tensor | None,
+    ) -> None:
+        layout, staging = self.layout, buffer.staging
+        width, bases = rows.shape[1] * rows.itemsize, self.transport.bases
+        first_slot = bases + layout.rows_start + self.rank * layout.max_tokens * layout.row_bytes
+        destinations = stage_sums(rows, row_values, plan, layout, first_slot, staging)
+        sums = layout.rows(staging)[: layout.num_slots, : round_up(width, ALIGNMENT)]
+        # In turns: otherwise all ranks would begin with the slots of the first rank.
+        self.transport.put(buffer, sums, destinations[:, None], self.num_sms, groups=layout.world_size)
+        if row_values is not None:
+            # Whole entries: receivers read only the slots that were sent.
+            source = layout.values(staging).view(layout.world_size, -1).view(torch.uint8)
+            entry = layout.values_start + self.rank * source.shape[1]
+            self.transport.put(buffer, source, (bases + entry)[:, None], self.num_sms)
+        self._meet_with_rows(buffer, "combine", width, plan.dispatch)
+        sum_arrived_slots(layout, buffer.local, expert_ids, self.experts_per_rank, out, values)
+
+    def _meet_with_rows(self, buffer: "StagedBuffer", step: str, width: int, number: Tensor | None) -> None:
+        """Send the dispatch number, meet and compare. number: number of the rows' dispatch."""
+        layout, word = self.layout, self.layout.dispatches(buffer.staging)[:1]
+        if number is None:
+            word.zero_()
+        else:
+            word.copy_(number)
+        there = self.transport.bases + (layout.dispatches_start + 8 * self.rank)
+        self.transport.put(buffer, word.view(torch.uint8)[None], there[None], self.num_sms)
+        self._meet(buffer, ROWS, step, width)
+        self.transport.arena.exchanges += 1
+        op_id = layout.op_id(step, width)
+        compare(buffer.local, number, self.transport.state, layout.counters_start, op_id, layout.world_size)
+
+    def _meet(self, buffer: "StagedBuffer", channel: int, step: str, number: int) -> None:
+        self.transport.meet(buffer, channel, self.layout.op_id(step, number), self.layout.counters_start)
+
+    def _stage(self, buffer: "StagedBuffer", payload: Sequence[Tensor]) -> Tensor:
+        """Copy parts (T, n_i) side by side into the staging -> (T, n), with n rounded up to 16 bytes."""
+        staged = self.layout.rows(buffer.staging)[: len(payload[0]), : round_up(width_of(payload), ALIGNMENT)]
+        offset = 0
+        for part in payload:
+            width = part.shape[1]
+            flat = part.contiguous().view(-1)  # flat, because one row is contiguous whatever its stride
+            word = torch.int64 if math.gcd(8, offset, width, flat.storage_offset()) == 8 else torch.uint8
+            target = staged[:, offset : offset + width].view(word)
+            target.copy_(flat.view(word).view(target.shape))
+            offset += width
+        return staged
