@@ -25,7 +25,7 @@ PACKAGES = {
 MOST_LINES = 500
 # Besides a package's `__all__`, with a line each in its README.
 PUBLIC_MODULES = {"mxep.quant.device"}
-RUNTIME = "bundle", "launch", "lengths", "modes", "op", "record", "replay"
+RUNTIME = "bundle", "launch", "lengths", "op", "record", "replay"
 PUBLIC_MODULES |= {f"mxep.runtime.{name}" for name in RUNTIME}
 
 

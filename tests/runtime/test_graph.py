@@ -14,8 +14,7 @@ from torch import Tensor
 from mxep.ep import MoE
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.runtime import graph
-from mxep.runtime.driver import RELAXED, KernelParams, call, driver, relaxed
-from mxep.runtime.graph import Player
+from mxep.runtime.graph import RELAXED, KernelParams, Player, call, driver, relaxed
 from mxep.runtime.record import Launch, Recorder
 from mxep.runtime.replay import no_replays, replayed
 

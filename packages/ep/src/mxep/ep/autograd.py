@@ -43,7 +43,7 @@ from mxep.gemm.several import Weight, join_parts, weight_parts
 from mxep.quant import E4M3, MXParts, MXTensor, SwiGLU
 from mxep.runtime.bundle import build, take_apart, tensors_in
 from mxep.runtime.lengths import first_rows
-from mxep.runtime.modes import count_flops, offer_flops
+from mxep.runtime.op import count_flops, offer_flops
 
 from .checks import check_weights
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher

@@ -14,7 +14,7 @@ from torch import Tensor
 import mxep.gemm.backends
 import mxep.gemm.compiled
 import mxep.gemm.fp32_linear  # noqa: F401  these define the ops
-from mxep.runtime.modes import count_flops, offer_flops
+from mxep.runtime.op import count_flops, offer_flops
 
 ops = torch.ops.mxep
 

@@ -12,16 +12,17 @@ import ctypes
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .driver import ON_DEVICE, CopyParams, KernelParams, MemsetParams, call, driver, patient_driver, relaxed
 from .lengths import Length
 from .memory import Sizes, cut, forms_of, nbytes_of, pieces_of
-from .record import Call, Copy, Fill, Launch, Record, Step, View, weight_parts
+from .record import Call, Copy, Fill, Launch, Record, Step, View, tensors_of
 
 TENSOR_MAP = 128
 """Bytes of a CUtensorMap."""
@@ -36,13 +37,21 @@ _FORMATS: dict[str, Any] = {
 _empty = torch.empty
 
 
+class _Piece(NamedTuple):
+    """Steps that run together. makes: (base, dtype, shape) of each allocation before them. drops: bases freed after."""
+
+    makes: list[Any]
+    drops: list[int]
+    work: Any
+
+
 class Player:
     """Plays a record on a device. Thread-safe: one thread at a time launches a graph.
 
     donated: indices of arguments that nobody else holds. The player drops each after its last use.
 
     Attributes:
-        has_begun: whether the last failed play had run some of the steps.
+        has_begun: True if the last failed play had run some of the steps.
     """
 
     has_begun = False
@@ -68,23 +77,19 @@ class Player:
             drops = [slab[0]] * (slab[1] > 0) + [given + k for k in layout.drops[p]] + layout.donated[p]
             work = [record.steps[i] for i in steps]
             called = isinstance(work[0].what, Call) or device.type != "cuda"
-            made = _Called(work, record, in_slab) if called else _Graph(work, steps, record, in_slab)
-            self._pieces.append(_Piece(makes, drops, made))
+            kind: Any = _Called(work, record, in_slab) if called else _Graph(work, steps, record, in_slab)
+            self._pieces.append(_Piece(makes, drops, kind))
         self._results = [_result(x, record, forms) for x in record.results]
 
     def play(self, given: list[Any], addresses: Sequence[int], tokens: int = 0) -> list[Any]:
-        """Run the steps on these arguments and return the function's results.
+        """Run the steps on these arguments and return the function's results. Raises torch.OutOfMemoryError.
 
         given: the arguments; donated ones are dropped from the list. addresses: their addresses, 0 for None. tokens:
         rows of those that move.
-        Raises torch.OutOfMemoryError. `has_begun` tells whether some steps had run by then.
         """
         empty, device, more = _empty, self._device, self._bases - len(given)
-        given += [None] * more
-        held: list[Any] = given
-        held.append(tokens)
-        bases = [*addresses, *[0] * more, tokens]
-        done = 0
+        given += [*[None] * more, tokens]
+        held, bases, done = given, [*addresses, *[0] * more, tokens], 0
         try:
             for piece in self._pieces:
                 for place, dtype, shape in piece.makes:
@@ -101,15 +106,6 @@ class Player:
         if self._record.written:
             torch.autograd.graph.increment_version([x for i in self._record.written if (x := held[i]) is not None])
         return [None if place is None else _seen(held[place], form) for place, form in self._results]
-
-
-class _Piece:
-    """makes: (base, dtype, shape) of each allocation before the piece. drops: bases that are freed after it."""
-
-    __slots__ = ("drops", "makes", "work")
-
-    def __init__(self, makes: list[Any], drops: list[int], work: Any) -> None:
-        self.makes, self.drops, self.work = makes, drops, work
 
 
 def _result(x: View | int | None, record: Record, forms: dict[int, Any]) -> tuple[int | None, View | None]:
@@ -131,22 +127,12 @@ def _seen(x: Tensor, view: View | None, start: int = 0) -> Tensor:
     return empty.set_(x.untyped_storage(), first // view.dtype.itemsize, view.shape, view.strides)
 
 
-class _Work:
-    """The steps of a piece. in_slab: for each source that lies in a slab, the slab's base and the offset there."""
+class _Called:
+    """Steps that run one by one. in_slab: for each source that lies in a slab, the slab's base and the offset there."""
 
     def __init__(self, steps: Sequence[Step], record: Record, in_slab: dict[int, tuple[int, int]]) -> None:
-        self.steps, self.record, self.in_slab = steps, record, in_slab
-
-    def run(self, held: list[Any], bases: list[int]) -> None:
-        raise NotImplementedError
-
-
-class _Called(_Work):
-    """Steps that run one by one."""
-
-    def __init__(self, *how: Any) -> None:
-        super().__init__(*how)
-        self._done = [self._doing(step.what) for step in self.steps]
+        self.record, self.in_slab = record, in_slab
+        self._done = [self._doing(step.what) for step in steps]
 
     def run(self, held: list[Any], bases: list[int]) -> None:
         for do in self._done:
@@ -162,7 +148,7 @@ class _Called(_Work):
                 def call_(held: list[Any], bases: list[int]) -> None:
                     out = op(*[get(held) for get in got], **{name: get(held) for name, get in named})
                     if made:
-                        outs = weight_parts(out)
+                        outs = tensors_of(out)
                         for i, view in made:
                             held[view.source] = outs[i]
                             bases[view.source] = outs[i].data_ptr()
@@ -209,12 +195,13 @@ def for_triton(x: Any) -> Any:
     return x.for_triton() if hasattr(x, "for_triton") else x
 
 
-class _Graph(_Work):
-    """Steps that form a CUDA graph, built at its first launch."""
+class _Graph:
+    """Steps that form a CUDA graph, built at its first launch. places: their indices. in_slab: as in `_Called`."""
 
-    def __init__(self, steps: Sequence[Step], places: Sequence[int], *rest: Any) -> None:
-        super().__init__(steps, *rest)
-        self._first = places[0]
+    def __init__(
+        self, steps: Sequence[Step], places: Sequence[int], record: Record, in_slab: dict[int, tuple[int, int]]
+    ) -> None:
+        self.steps, self.record, self.in_slab, self._first = steps, record, in_slab, places[0]
         self._lock = threading.Lock()
         self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()
         weakref.finalize(self, _destroy, self._graph, self._exec)
@@ -303,7 +290,12 @@ class _Graph(_Work):
     def _of_kernel(self, what: Launch, bases: list[int]) -> tuple[Any, ...]:
         compiled = what.compiled
         fields = list(parameters_of(compiled, what.args))
-        words, places, aligned = _room([size for size, _ in fields])
+        places, end = list[int](), 0  # 8-byte words; a tensor map begins at a multiple of 64 bytes
+        for size, _ in fields:
+            places.append(-(-end // 8) * 8 if size == TENSOR_MAP else end)
+            end = places[-1] - (-size // 8)
+        words = (ctypes.c_uint64 * (end + 8))()
+        aligned = -(-ctypes.addressof(words) // 64) * 64
         pointers = (ctypes.c_void_p * len(fields))(*[aligned + 8 * place for place in places])
         first = (aligned - ctypes.addressof(words)) // 8
         for (size, x), place in zip(fields, places):
@@ -381,33 +373,12 @@ def unlike_a_node(compiled: Any, num_args: int) -> str:
     return ""
 
 
-def _room(sizes: Sequence[int]) -> tuple[Any, list[int], int]:
-    """A buffer for parameters of these sizes, the word at which each begins, and the aligned address of word 0."""
-    places, end = [], 0
-    for size in sizes:
-        if size == TENSOR_MAP:
-            end = -(-end // 8) * 8
-        places.append(end)
-        end += -(-size // 8)
-    words = (ctypes.c_uint64 * (end + 8))()
-    return words, places, -(-ctypes.addressof(words) // 64) * 64
-
-
-class _Address:
-    """Stands in for a tensor where Triton reads only its address."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def _tensor_map(descriptor: Any, meta: Any, address: int) -> bytes:
     """The bytes of a tensor map, encoded by Triton."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    made = make_tensordesc_arg(descriptor._replace(base=_Address(address)), meta)[0]
+    only_address = SimpleNamespace(data_ptr=lambda: address)  # of a tensor, Triton reads no more
+    made = make_tensordesc_arg(descriptor._replace(base=only_address), meta)[0]
     return ctypes.string_at(id(made) + type(made).__basicsize__ - TENSOR_MAP, TENSOR_MAP)
 
 
@@ -417,3 +388,80 @@ def _destroy(graph: ctypes.c_void_p, exec_: ctypes.c_void_p) -> None:
             if exec_:
                 driver().cuGraphExecDestroy(exec_)
             driver().cuGraphDestroy(graph)
+
+
+RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+ON_DEVICE = 2
+"""CU_MEMORYTYPE_DEVICE."""
+
+
+class KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("func", ctypes.c_void_p),
+        *[(f"{of}Dim{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "XYZ"],
+        ("sharedMemBytes", ctypes.c_uint),
+        ("kernelParams", ctypes.POINTER(ctypes.c_void_p)),
+        ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+    ]
+
+
+class MemsetParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS. width: in elements."""
+
+    _fields_ = [
+        ("dst", ctypes.c_uint64),
+        ("pitch", ctypes.c_size_t),
+        ("value", ctypes.c_uint),
+        ("elementSize", ctypes.c_uint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
+
+
+class CopyParams(ctypes.Structure):
+    """CUDA_MEMCPY3D. A flat copy sets few of its fields."""
+
+    _fields_ = [
+        (f"{side}{name}", kind)
+        for side in ("src", "dst")
+        for name, kind in (
+            *[(name, ctypes.c_size_t) for name in ("X", "Y", "Z", "LOD")],
+            *[("MemoryType", ctypes.c_uint), ("Host", ctypes.c_void_p), ("Device", ctypes.c_uint64)],
+            *[("Array", ctypes.c_void_p), ("Reserved", ctypes.c_void_p)],
+            *[(name, ctypes.c_size_t) for name in ("Pitch", "Height")],
+        )
+    ] + [(name, ctypes.c_size_t) for name in ("width", "height", "depth")]  # type: ignore[assignment]
+
+
+def call(name: str, *args: Any) -> None:
+    """Call the driver. Raises RuntimeError if it does not return success."""
+    if failed := getattr(driver(), name)(*args):
+        raise RuntimeError(f"{name}: got error {failed} of CUDA's driver")
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Let this thread build and destroy graphs without ending another thread's capture."""
+    mode = ctypes.c_int(RELAXED)
+    driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@functools.cache
+def driver() -> Any:
+    """The driver. Calls keep the GIL, as they are shorter than releasing it."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+@functools.cache
+def patient_driver() -> Any:
+    """The driver for calls that may wait for the device. They release the GIL."""
+    return ctypes.CDLL("libcuda.so.1")

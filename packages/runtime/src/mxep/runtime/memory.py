@@ -6,7 +6,10 @@ graph would hold temporaries and gradients at once. The function frees temporari
 the graph is cut at such points until its peak is close to the function's.
 """
 
+import math
 from collections.abc import Collection, Sequence
+from functools import reduce
+from operator import and_, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +36,8 @@ class Layout(NamedTuple):
     """Memory of each piece.
 
     Attributes:
-        slabs: offset of each source in the piece's slab, and the slab's bytes.
-        makes: sources allocated before the piece.
-        drops, donated: sources and arguments that are free after it.
-        peak: most bytes alive at once, over all pieces.
+        slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources allocated before it.
+        drops, donated: sources and arguments that are free after it. peak: most bytes alive at once, over all pieces.
     """
 
     slabs: list[tuple[dict[int, int], int]]
@@ -150,23 +151,14 @@ def packed(
 
     Two sources share bytes only if each user of one precedes each user of the other by edges of the graph.
     """
-    before: dict[int, int] = {}  # of each step, those before it, as bits
-    users: dict[int, int] = {}
-    for k in sources:
-        users[k] = sum({1 << (i - steps[0]) for i in users_of[record.given + k]})
-    for n, i in enumerate(steps):
-        before[n] = 0
-        for j in record.steps[i].after:
-            if j >= steps[0]:
-                before[n] |= before[j - steps[0]] | 1 << (j - steps[0])
+    first = steps[0] if steps else 0
+    users = {k: sum({1 << (i - first) for i in users_of[record.given + k]}) for k in sources}  # sets of steps, as bits
+    before: list[int] = []  # of each step, those before it
+    for i in steps:
+        after = [j - first for j in record.steps[i].after if j >= first]
+        before.append(reduce(or_, [before[n] | 1 << n for n in after], 0))
     # Steps that precede every user of a source.
-    earlier = {}
-    for k, bits in users.items():
-        common = -1
-        for n in range(len(steps)):
-            if bits >> n & 1:
-                common &= before[n]
-        earlier[k] = common
+    earlier = {k: reduce(and_, [b for n, b in enumerate(before) if bits >> n & 1], -1) for k, bits in users.items()}
     starts: dict[int, int] = {}
     size = {k: _aligned(record.made[k].nbytes) for k in sources}
     for k in sorted(sources, key=lambda k: -size[k]):
@@ -195,32 +187,22 @@ def forms_of(record: Record) -> dict[int, tuple[Any, ...]]:
     for x in record.results:
         if isinstance(x, View) and (k := x.source - record.given) >= 0 and k not in forms:
             nbytes = record.made[k].nbytes
-            whole = x.strides == _packed_strides(x.shape) and _numel(x.shape) * x.dtype.itemsize == nbytes
+            whole = _is_contiguous(x) and nbytes_of(x) == nbytes
             forms[k] = x[2:] if whole else (torch.uint8, (nbytes,), (1,))
     return forms
 
 
 def _views(step: Step) -> list[View]:
     """The views that a step uses."""
-    found: list[View] = []
-
-    def add(x: Any) -> None:
-        if isinstance(x, View):
-            found.append(x)
-        elif hasattr(x, "for_triton"):
-            found.append(x.base)
-
     match step.what:
         case Launch(args=args):
-            for x in args:
-                add(x)
+            used = [x.base if hasattr(x, "for_triton") else x for x in args]
         case Call(args=args, kwargs=kwargs, made=made):
-            for x in tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, View)):
-                add(x)
-            found += [view for _, view in made]
+            leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, View))
+            used = [*leaves, *[view for _, view in made]]
         case what:
-            found += [x for x in what if isinstance(x, View)]
-    return found
+            used = list(what)
+    return [x for x in used if isinstance(x, View)]
 
 
 def _aligned(nbytes: int) -> int:
@@ -228,20 +210,8 @@ def _aligned(nbytes: int) -> int:
 
 
 def nbytes_of(view: View) -> int:
-    return _numel(view.shape) * view.dtype.itemsize
+    return math.prod(view.shape) * view.dtype.itemsize
 
 
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))
+def _is_contiguous(view: View) -> bool:
+    return view.strides == tuple(math.prod(max(n, 1) for n in view.shape[i + 1 :]) for i in range(len(view.shape)))

@@ -4,21 +4,22 @@
     torch.compile, fake tensors,    `torch.ops.mxep.<name>`, which calls the same two, or the fake
     subclasses, modes, gradients
 
-A custom op costs the host about 40 us a call, more than most of these kernels run for.
+A custom op costs the host about 40 us a call, more than most of these kernels run for. A dispatch mode has to see the
+ops, and the mode that counts FLOPs needs a formula for each (`count_flops`).
 """
 
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-
-from .modes import mode_listens
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 E4M3_CAPABILITY, ANY_GPU = (8, 9), (0, 0)
 """Triton converts to E4M3 from the first of these capabilities on (Ada, Hopper, Blackwell). A100 is older."""
@@ -27,7 +28,7 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Op:
-    """The result of `@op`. It takes the op's arguments by position.
+    """The result of `@op`, called with the op's arguments by position.
 
     Attributes:
         reference: the plain-torch function, which defines the op. opdef: the op of `torch.library`.
@@ -154,3 +155,47 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
         raise NotImplementedError(
             "got a dual tensor of forward-mode AD, want a plain one: mxep differentiates backward: torch.autograd.grad"
         )
+
+
+FLOPS: Final[dict[Any, Callable[..., int]]] = {}
+"""Formulas for the floating-point operations of a call, by op as in torch.ops. See `count_flops`."""
+
+
+def mode_listens() -> bool:
+    """True if ops have to go through torch's dispatcher: a mode listens to more than allocations."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    for mode in modes:
+        # FlopCounterMode copies torch's formulas when it is made. Importing it, to add ours there, would import Triton.
+        formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(formulas, dict):
+            _add_formulas(formulas)
+            offer_flops()
+    return not getattr(modes[-1], "wants_torch_ops_alone", False)
+
+
+def offer_flops() -> None:
+    """Add our formulas to torch's for modes that are made from now on, if torch's counter is imported."""
+    counter: Any = sys.modules.get("torch.utils.flop_counter")
+    if counter is not None:
+        _add_formulas(counter.flop_registry)
+
+
+def _add_formulas(registry: dict[Any, Any]) -> None:
+    for op, formula in FLOPS.items():
+        registry.setdefault(op, formula)
+
+
+def count_flops(*ops: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorate a formula that torch.utils.flop_counter uses for these ops, where torch has none itself.
+
+    It gets the op's arguments, and the op's result as `out_val`.
+    """
+
+    def register(formula: Callable[..., int]) -> Callable[..., int]:
+        formula._get_raw = True  # type: ignore[attr-defined]
+        FLOPS.update(dict.fromkeys(ops, formula))
+        return formula
+
+    return register

@@ -41,7 +41,7 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel launch. args: views, tensor descriptors whose `base` is a view, numbers. compiled: Triton's binary."""
+    """One kernel launch. args: views, tensor descriptors with a view as `base`, numbers. compiled: Triton's binary."""
 
     kernel: Any
     compiled: Any
@@ -177,40 +177,26 @@ def wait_event(stream: Any, event: Any) -> None:
 
 _NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _aten = torch.ops.aten
-_EMPTY = {
-    _aten.empty.memory_format,
-    _aten.empty_strided.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-    _aten.empty_like.default,
+_KINDS: dict[Any, str] = {
+    _aten.record_stream.default: "nothing",  # as the player allocates the memory itself
+    _aten.empty.memory_format: "empty",
+    **{op.default: "empty" for op in (_aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.empty_like)},
+    **{op.default: "copy" for op in (_aten.clone, _aten.copy_, _aten._to_copy)},
 }
-_FILLS: dict[Any, Callable[..., Any]] = {
-    _aten.zeros.default: lambda *_: 0,
-    _aten.new_zeros.default: lambda *_: 0,
-    _aten.zeros_like.default: lambda *_: 0,
-    _aten.zero_.default: lambda *_: 0,
-    _aten.ones.default: lambda *_: 1,
-    _aten.new_ones.default: lambda *_: 1,
-    _aten.ones_like.default: lambda *_: 1,
-    _aten.full.default: lambda _, value, *__: value,
-    _aten.new_full.default: lambda _, __, value, *___: value,
-    _aten.full_like.default: lambda _, value, *__: value,
-    _aten.fill_.Scalar: lambda _, value, *__: value,
+_FILL_VALUES: dict[Any, Callable[..., Any]] = {
+    **{op.default: lambda *_: 0 for op in (_aten.zeros, _aten.new_zeros, _aten.zeros_like, _aten.zero_)},
+    **{op.default: lambda *_: 1 for op in (_aten.ones, _aten.new_ones, _aten.ones_like)},
+    **{op: lambda *args: args[1] for op in (_aten.full.default, _aten.full_like.default, _aten.fill_.Scalar)},
+    _aten.new_full.default: lambda *args: args[2],
 }
 """For each op, a function from its arguments to the number that it fills its result with."""
-_COPIES = {_aten.clone.default, _aten.copy_.default, _aten._to_copy.default}
-_NOTHING = {_aten.record_stream.default}
-"""Ops with no effect when played, as the player allocates the memory itself."""
 
 
 @functools.cache
 def _kind_of(op: Any) -> str:
     """How a record treats a torch op: "empty", "fill", "copy", "view", "writes", "pure" or "nothing"."""
-    if op in _NOTHING:
-        return "nothing"
-    for kind, ops in (("empty", _EMPTY), ("fill", _FILLS), ("copy", _COPIES)):
-        if op in ops:
-            return kind
+    if op in _FILL_VALUES or op in _KINDS:
+        return _KINDS.get(op, "fill")
     alias = [each.alias_info for each in (*op._schema.arguments, *op._schema.returns)]
     if any(each is not None and each.is_write for each in alias):
         return "writes"
@@ -218,7 +204,7 @@ def _kind_of(op: Any) -> str:
     return "view" if is_view and not set(op.tags) & _NEVER else "pure"
 
 
-def weight_parts(out: Any) -> list[Tensor]:
+def tensors_of(out: Any) -> list[Tensor]:
     """The tensors among an op's results, in order."""
     return [out] if isinstance(out, Tensor) else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
 
@@ -234,8 +220,8 @@ def _tensors_in(args: Any) -> Iterator[Tensor]:
 class Recorder(TorchDispatchMode):
     """Notes the steps of a call while it is open.
 
-    given: the function's arguments, all on one device. moving: indices of those whose first size, the call's tokens,
-    may be another at each play.
+    given: the function's arguments, all on one device. moving: indices of those with another number of rows, the
+    call's tokens, at each play.
 
     Attributes:
         why: the reason why there will be no record, or "".
@@ -243,7 +229,7 @@ class Recorder(TorchDispatchMode):
     """
 
     wants_torch_ops_alone = True
-    """Read by `mxep.runtime.modes`: our ops may skip torch's dispatcher while this mode is open."""
+    """Read by `mxep.runtime.op`: our ops may skip torch's dispatcher while this mode is open."""
 
     def __init__(self, given: Flat, moving: tuple[int, ...] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -263,7 +249,7 @@ class Recorder(TorchDispatchMode):
         self._fixed: list[Tensor] = []
         self._places_of_fixed: dict[Any, int] = {}
         self._views: dict[View, View] = {}
-        """Each once: what a record keeps is what Python's garbage collector has to look at."""
+        """Each view once, because Python's garbage collector looks at all that a record keeps."""
         for i, x in enumerate(given):
             if x is not None:
                 places = self._sources.setdefault(_storage_of(x), [])
@@ -288,8 +274,6 @@ class Recorder(TorchDispatchMode):
 
     def refuse(self, why: str) -> None:
         self.why = self.why or why
-
-    # ── notes ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Any) -> None:
         """Called by `mxep.runtime.launch` after each launch."""
@@ -324,16 +308,16 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _is_here(self, x: Tensor) -> bool:
-        if x.device != self._device:
+        if is_other := x.device != self._device:
             self.refuse(f"a tensor {tuple(x.shape)} is of another device")
-        return x.device == self._device
+        return not is_other
 
     def _op(self, op: Any, kind: str, args: Any, kwargs: Any, out: Any) -> None:
         if kind == "nothing":
             return None
         if _NEVER & set(op.tags):
             return self.refuse(f"{op} reads from the device, or changes what a tensor is")
-        outs = weight_parts(out)
+        outs = tensors_of(out)
         made: dict[int, int] = {}
         for i, x in enumerate(outs):
             cdata = _storage_of(x)
@@ -341,7 +325,7 @@ class Recorder(TorchDispatchMode):
                 made.setdefault(cdata, i)
         if not all(self._is_here(x) for x in (*outs, *_tensors_in(args), *_tensors_in(kwargs.values()))):
             return None
-        if kind == "fill" and (pattern := _pattern(outs[0], value := _FILLS[op](*args))) is not None:
+        if kind == "fill" and (pattern := _pattern(outs[0], value := _FILL_VALUES[op](*args))) is not None:
             if made:
                 self._make(outs[0], -1)
             self._add(Fill(self._view(outs[0]), value, *pattern))
@@ -385,8 +369,10 @@ class Recorder(TorchDispatchMode):
         return x
 
     def _view(self, x: Tensor, *, of_launch: bool = False) -> View:
-        """The view of a tensor. Refuses the record if its memory has no known source, or if something else than a
-        launch uses an argument that moves: it would take the tensor's size for that of all plays."""
+        """The view of a tensor. Refuses the record if its memory has no known source.
+
+        Only launches may use an argument that moves. An op would take its size for that of all plays.
+        """
         storage, form = _storage_of(x), (x.dtype, tuple(x.shape), x.stride())
         start, end = _extent(x)
         if (places := self._sources.get(storage)) is not None:

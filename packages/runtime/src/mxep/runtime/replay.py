@@ -30,29 +30,11 @@ LEAST_DEVICE = 0
 """Index of the first device that replays; -1 is the CPU."""
 
 
-class _Refused:
-    """A kind of calls that could not be recorded. The next try is at its 2nd, 4th, 8th ... call from then, as the cause
-    may have been temporary.
-
-    Attributes:
-        why: the reason of the last try.
-    """
-
-    __slots__ = ("calls", "tries", "used", "why")
-
-    def __init__(self, why: str, last: object) -> None:
-        self.why = why
-        self.tries: int = 1 + last.tries if isinstance(last, _Refused) else 0
-        self.calls, self.used = 1 << self.tries, next(_clock)
-
-    def is_due(self) -> bool:
-        """Count a call. Whether it tries again."""
-        self.calls -= 1
-        return self.calls <= 0  # below, where another thread counted in between
+_clock = itertools.count()
 
 
-class _Seen:
-    """A kind of calls that came once."""
+class _Kind:
+    """A kind of calls that came once. used: when it came last."""
 
     __slots__ = ("used",)
 
@@ -60,23 +42,37 @@ class _Seen:
         self.used = next(_clock)
 
 
-class _Recorded:
-    """A kind of calls that is replayed.
+class _Refused(_Kind):
+    """A kind that could not be recorded, and why. The cause may have been temporary, so its 2nd, 4th, 8th ... call from
+    then on is another try."""
+
+    __slots__ = ("calls", "tries", "why")
+
+    def __init__(self, why: str, last: object = None) -> None:
+        super().__init__()
+        self.why = why
+        self.tries: int = 1 + last.tries if isinstance(last, _Refused) else 0
+        self.calls = 1 << self.tries
+
+    def is_due(self) -> bool:
+        """Count a call. Returns True if it is another try."""
+        self.calls -= 1
+        return self.calls <= 0  # below, where another thread counted in between
+
+
+class _Recorded(_Kind):
+    """A kind that is replayed.
 
     Attributes:
-        form: of the results. donated: indices of tensors that the function released. player: plays the record, made at
-            the first play.
+        form: of the results. donated: indices of tensors that the function released. player: made at the first play.
     """
 
-    __slots__ = ("donated", "form", "player", "record", "used")
+    __slots__ = ("donated", "form", "player", "record")
 
     def __init__(self, record: Record, form: Form, donated: Collection[int]) -> None:
+        super().__init__()
         self.record, self.form, self.donated = record, form, donated
         self.player: Player | None = None
-        self.used = next(_clock)
-
-
-_clock = itertools.count()
 
 
 class Replayed:
@@ -90,14 +86,13 @@ class Replayed:
         functools.update_wrapper(self, function)
         self.function = function
         self.replays = 0
-        self._kinds: dict[Hashable, _Recorded | _Refused | _Seen] = {}
-        """By the key of a kind of calls."""
+        self._kinds: dict[Hashable, _Kind] = {}
         self._lock = threading.Lock()
         self._warned = False
 
     @property
     def refused(self) -> list[str]:
-        """Why not, of the kinds of calls that cannot be replayed."""
+        """Reasons of the kinds of calls that cannot be replayed."""
         return [kind.why for kind in self._kinds.values() if isinstance(kind, _Refused)]
 
     def state(self) -> Hashable | None:
@@ -108,8 +103,8 @@ class Replayed:
         """Called after each play. For subclasses."""
 
     def moving(self, **static: Any) -> tuple[int, ...]:
-        """Indices of the tensors with a first size that varies between calls of a kind (`lengths.py`). In a call it is
-        the same for all of them. For subclasses."""
+        """Indices of the tensors whose first size varies between calls of a kind (`lengths.py`). They agree on it in
+        each call. For subclasses."""
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:
@@ -146,7 +141,7 @@ class Replayed:
             if found.player is not None and found.player.has_begun:
                 raise
             if not isinstance(error, torch.OutOfMemoryError):  # the function may need less: it drops as it goes
-                self._keep(key, _Refused(self._log(f"{type(error).__name__}: {error}"), None))
+                self._keep(key, _Refused(self._log(f"{type(error).__name__}: {error}")))
             args = build(given.form, iter(given.tensors))
             del given, tensors
             return self.direct(*args, **static)  # raises the error again if it persists
@@ -156,7 +151,7 @@ class Replayed:
 
     def _call(self, key: Hashable, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """The results of a kind's first call. Functions inside it are not counted as kinds of their own."""
-        self._keep(key, _Seen())
+        self._keep(key, _Kind())
         _here.calls = True
         try:
             return self.direct(*args, **static)
@@ -164,13 +159,7 @@ class Replayed:
             _here.calls = False
 
     def _record(
-        self,
-        key: Hashable,
-        given: "_Given",
-        args: tuple[Any, ...],
-        static: dict[str, Any],
-        moving: tuple[int, ...],
-        last: Any,
+        self, key: Hashable, given: "_Given", args: Any, static: Any, moving: tuple[int, ...], last: Any
     ) -> Any:
         """Record a call. Returns its results even if the record is refused."""
         recorder = Recorder(given.tensors, moving)
@@ -179,12 +168,10 @@ class Replayed:
             results = self.direct(*args, **static)
         tensors, form = take_apart(results)
         record = recorder.finish(tensors)
-        kind: _Refused | _Recorded
         if record is None:
-            kind = _Refused(self._log(recorder.why), last)
+            self._keep(key, _Refused(self._log(recorder.why), last))
         else:
-            kind = _Recorded(record, form, _released(args, given.form))
-        self._keep(key, kind)
+            self._keep(key, _Recorded(record, form, _released(args, given.form)))
         return results
 
     def _log(self, why: str) -> str:
@@ -193,7 +180,7 @@ class Replayed:
         self._warned = True
         return why
 
-    def _keep(self, key: Hashable, kind: _Recorded | _Refused | _Seen) -> None:
+    def _keep(self, key: Hashable, kind: _Kind) -> None:
         with self._lock:
             if key not in self._kinds and len(self._kinds) >= MOST_RECORDS:
                 # Kinds without a record go first, then the least recently used.
@@ -242,12 +229,11 @@ _pausing = threading.Lock()
 
 
 class _Here(threading.local):
-    """State of this thread. calls: it is inside a kind's first call, so functions inside are just called."""
-
     calls = False
 
 
 _here = _Here()
+"""State of this thread. calls: it is inside a kind's first call, so functions inside are just called."""
 
 
 class _Given(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mxep.gemm.backends.base import AlongTokens, Backend
 from mxep.quant import MXTensor, group_of_rows
-from mxep.runtime.modes import mode_listens
+from mxep.runtime.op import mode_listens
 
 ALIGNMENT = 8
 """torch's grouped mm needs rows of 16 bytes: N and K in multiples of 8 bf16."""
