@@ -26,7 +26,7 @@ def calls():
     return {
         "make_plan": (plan.plan_rows, (*tables, 2, 2, 4, 16, 4, 1, 3, 16, torch.zeros(5, dtype=torch.int64))),
         "gather_rows": (rows.gather_part, (content(0, 3, 20), torch.tensor([2, -1, 0, 0], dtype=torch.int32), None)),
-        "sum_slots": (rows.add_rows, (torch.randn(8, 5).bfloat16(), SLOT_ROWS)),
+        "sum_slots": (rows.sum_slots, (torch.randn(8, 5).bfloat16(), SLOT_ROWS)),
         "join_rows": (rows.join_parts, (wide, content(2, 5, 3), index, beside, number, 1)),
         "join_rows of one part": (rows.join_parts, (wide, None, index, None, None, 0)),
         "plan_all_to_all": (all_to_all.plan_all_to_all, (IDS, torch.rand(3, 2), 2, 2, 24)),
@@ -163,6 +163,6 @@ def test_the_kernels_equal_their_references_whatever_the_strides(name):
         pairs = [(gather.gather_rows(*call), rows.gather_part.reference(*call)) for call in calls]
     else:
         summands = torch.randn(4, 37, device=device).bfloat16()[:, :21]
-        pairs = [(gather.sum_slots(summands, index), rows.add_rows.reference(summands, index))]
+        pairs = [(gather.sum_slots(summands, index), rows.sum_slots.reference(summands, index))]
     for got, wanted in pairs:
         assert_bitwise(got, wanted, name)

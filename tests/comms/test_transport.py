@@ -305,13 +305,13 @@ def test_an_exchange_whose_order_is_unknown_begins_with_a_barrier():
     captures = 0, 0, 5, 5, 7, 7, 0, 0, 9
     unknown = False, False, True, False, True, False, True, True, True
     assert tuple(workspace._is_order_unknown(capture) for capture in captures) == unknown
-    workspace.enter_stream(transport)
-    workspace.leave_stream()
+    with workspace.stream(transport):
+        pass
     with pytest.raises(RuntimeError, match="in flight while a capture starts or ends, wanted wait"):
         workspace._is_order_unknown(0)
     assert workspace._is_order_unknown(0)  # what was in flight is gone with its capture
-    workspace.enter_stream(transport)
-    workspace.leave_stream()
+    with workspace.stream(transport):
+        pass
     for _ in range(2):  # outside of any it is there until someone waits
         with pytest.raises(RuntimeError, match="wanted wait"):
             workspace._is_order_unknown(11)

@@ -11,6 +11,7 @@ every dispatch with tables, a CUDA exchange runs on the transport's stream. ``wa
 for it. Other exchanges run on the current stream.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -91,22 +92,17 @@ def dispatch(
     buffer = workspace.begin("dispatch")
     if weights is not None:
         number = workspace.new_dispatch()
-    if not async_op and weights is None:
+    in_flight = async_op or weights is not None
+    with workspace.stream((payload, expert_ids)) if in_flight else contextlib.nullcontext():
         # After this: every rank's tokens for this rank are in its slots.
         workspace.exchange.dispatch(buffer, payload, expert_ids, num_sms, number)
-        return Handle(None, workspace.slots(buffer, payload))
-    workspace.enter_stream((payload, expert_ids))
-    try:
-        workspace.exchange.dispatch(buffer, payload, expert_ids, num_sms, number)
-    finally:
-        workspace.leave_stream()
     tables = None
     if weights is not None:
         # After this: the tables of all W ranks are here.
         number = expert_ids.new_empty(1, dtype=torch.int32)
         workspace.exchange.dispatch_tables(buffer, expert_ids, weights, number)
         tables = workspace.tables(buffer)
-    return Handle(workspace, workspace.slots(buffer, payload), tables, number)
+    return Handle(workspace if in_flight else None, workspace.slots(buffer, payload), tables, number)
 
 
 def combine(
@@ -149,18 +145,13 @@ def combine(
     values = None if row_values is None else row_values.new_empty(room, workspace.top_k)
     # Every rank with one of this rank's tokens puts its sum into slot (that rank, token). Then they are summed.
     buffer = workspace.begin("combine")
-    if not async_op:
+    in_flight = (rows, plan, expert_ids, row_values, out, values)
+    with workspace.stream(in_flight) if async_op else contextlib.nullcontext():
         workspace.exchange.combine(buffer, rows, row_values, plan, expert_ids, out, values)
-        return Handle(None, (out, values))
-    workspace.enter_stream((rows, plan, expert_ids, row_values, out, values))
-    try:
-        workspace.exchange.combine(buffer, rows, row_values, plan, expert_ids, out, values)
-    finally:
-        workspace.leave_stream()
-    return Handle(workspace, (out, values))
+    return Handle(workspace if async_op else None, (out, values))
 
 
-# ── checks of arguments ──────────────────────────────────────────────────────────────────────────────────────────────
+_INTS, _ROWS, _FP32 = (torch.int32, torch.int64), (torch.bfloat16, torch.float32), (torch.float32,)
 
 
 def _check_tokens(
@@ -175,10 +166,8 @@ def _check_tokens(
             raise ValueError(f"payload: got {got}, wanted torch.uint8 ({rows}, bytes), at least one byte")
         _check_device("payload", part, workspace)
         width += part.shape[1]
-    if width > workspace.layout.row_bytes:
-        raise ValueError(
-            f"payload: got {width} bytes a row, wanted 1 to {workspace.layout.row_bytes} as the workspace has"
-        )
+    if width > (most := workspace.layout.row_bytes):
+        raise ValueError(f"payload: got {width} bytes a row, wanted 1 to {most} as the workspace has")
     if tokens > workspace.max_tokens:
         why = batch_too_large(tokens, workspace.max_tokens)
         workspace.refuse(why, tokens=tokens)
@@ -205,18 +194,13 @@ def _check_expert_ids(workspace: Workspace, expert_ids: Tensor, tokens: int) -> 
 
 
 def _check_rows(workspace: Workspace, rows: Tensor, plan: RoutingPlan, row_values: Tensor | None) -> None:
-    max_rows, layout = plan.max_rows, workspace.layout
-    _check("rows", rows, (max_rows, workspace.dim), _ROWS, workspace)
-    if (width := workspace.dim * rows.itemsize) > layout.row_bytes:
-        raise ValueError(f"rows: got {width} bytes a row, wanted at most {layout.row_bytes} (row_bytes)")
-    if plan.slot_rows.shape != (layout.num_slots, workspace.top_k):
-        slots = layout.num_slots, workspace.top_k
+    _check("rows", rows, (plan.max_rows, workspace.dim), _ROWS, workspace)
+    if (width := workspace.dim * rows.itemsize) > (most := workspace.layout.row_bytes):
+        raise ValueError(f"rows: got {width} bytes a row, wanted at most {most} (row_bytes)")
+    if plan.slot_rows.shape != (slots := (workspace.layout.num_slots, workspace.top_k)):
         raise ValueError(f"plan.slot_rows: got {tuple(plan.slot_rows.shape)}, wanted {slots} as the workspace has")
     if row_values is not None:
-        _check("row_values", row_values, (max_rows,), _FP32, workspace)
-
-
-_INTS, _ROWS, _FP32 = (torch.int32, torch.int64), (torch.bfloat16, torch.float32), (torch.float32,)
+        _check("row_values", row_values, (plan.max_rows,), _FP32, workspace)
 
 
 def _check(

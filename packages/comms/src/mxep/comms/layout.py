@@ -12,8 +12,7 @@ Signals, counters and dispatches come first, at the same offsets in every layout
 region and every row starts on a multiple of 16 bytes.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -84,58 +83,43 @@ def step_of(op_id: int) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a buffer.
+    """Sizes of a buffer, and where its regions start, in bytes.
 
     Attributes:
         world_size: W. max_tokens: T_max. top_k: K. row_bytes: a multiple of 16.
+        num_slots: W * T_max. mark: a number below 16 that differs between most layouts.
     """
 
     world_size: int
     max_tokens: int
     top_k: int
     row_bytes: int
+    num_slots: int = field(init=False, compare=False)
+    mark: int = field(init=False, compare=False)
+    counters_start: int = field(init=False, compare=False)
+    dispatches_start: int = field(init=False, compare=False)
+    rows_start: int = field(init=False, compare=False)
+    ids_start: int = field(init=False, compare=False)
+    values_start: int = field(init=False, compare=False)
+    num_tokens_start: int = field(init=False, compare=False)
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found = {"num_slots": self.world_size * self.max_tokens}
+        found["mark"] = (3 * self.max_tokens + 5 * self.top_k + 7 * self.row_bytes) % 13
+        table_bytes = round_up(found["num_slots"] * self.top_k * 4, ALIGNMENT)
+        found["counters_start"] = round_up(CHANNELS * self.world_size * 8, ALIGNMENT)
+        found["dispatches_start"] = found["counters_start"] + NUM_COUNTERS * 8
+        found["rows_start"] = round_up(found["dispatches_start"] + self.world_size * 8, ROWS_ALIGNMENT)
+        found["ids_start"] = found["rows_start"] + found["num_slots"] * self.row_bytes
+        found["values_start"] = found["ids_start"] + table_bytes
+        found["num_tokens_start"] = found["values_start"] + table_bytes
+        found["nbytes"] = found["num_tokens_start"] + round_up(self.world_size * 4, ALIGNMENT)
+        self.__dict__.update(found)  # past `frozen`
 
     def room_for(self, tokens: int) -> int:
         """Rows that this rank reserves for a batch, at least ``tokens``."""
         return max(tokens, min(room_for(tokens), self.max_tokens))
-
-    @cached_property
-    def num_slots(self) -> int:
-        return self.world_size * self.max_tokens
-
-    @cached_property
-    def counters_start(self) -> int:
-        return round_up(CHANNELS * self.world_size * 8, ALIGNMENT)
-
-    @cached_property
-    def rows_start(self) -> int:
-        return round_up(self.dispatches_start + self.world_size * 8, ROWS_ALIGNMENT)
-
-    @cached_property
-    def dispatches_start(self) -> int:
-        return self.counters_start + NUM_COUNTERS * 8
-
-    @cached_property
-    def ids_start(self) -> int:
-        return self.rows_start + self.num_slots * self.row_bytes
-
-    @cached_property
-    def values_start(self) -> int:
-        return self.ids_start + round_up(self._table_bytes, ALIGNMENT)
-
-    @cached_property
-    def num_tokens_start(self) -> int:
-        return self.values_start + round_up(self._table_bytes, ALIGNMENT)
-
-    @cached_property
-    def nbytes(self) -> int:
-        return self.num_tokens_start + round_up(self.world_size * 4, ALIGNMENT)
-
-    @cached_property
-    def mark(self) -> int:
-        """A number below 16 that differs between most layouts."""
-        sizes = (self.max_tokens, self.top_k, self.row_bytes)
-        return sum(size * prime for size, prime in zip(sizes, (3, 5, 7))) % 13
 
     def op_id(self, step: str, number: int) -> int:
         """Id that all ranks of an exchange must share: the step, the bytes of its rows and the layout's mark.
@@ -152,21 +136,14 @@ class Layout:
         return buffer[self.rows_start : self.ids_start].view(-1, self.row_bytes)
 
     def ids(self, buffer: Tensor) -> Tensor:
-        return self._table(buffer, self.ids_start).view(torch.int32).view(self._table_shape)
+        return self._table(buffer, self.ids_start, torch.int32)
 
     def values(self, buffer: Tensor) -> Tensor:
-        return self._table(buffer, self.values_start).view(torch.float32).view(self._table_shape)
+        return self._table(buffer, self.values_start, torch.float32)
 
     def num_tokens(self, buffer: Tensor) -> Tensor:
         return buffer[self.num_tokens_start :][: self.world_size * 4].view(torch.int32)
 
-    @cached_property
-    def _table_shape(self) -> tuple[int, int, int]:
-        return self.world_size, self.max_tokens, self.top_k
-
-    @cached_property
-    def _table_bytes(self) -> int:
-        return self.num_slots * self.top_k * 4
-
-    def _table(self, buffer: Tensor, start: int) -> Tensor:
-        return buffer[start : start + self._table_bytes]
+    def _table(self, buffer: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+        shape = self.world_size, self.max_tokens, self.top_k
+        return buffer[start:][: self.num_slots * self.top_k * 4].view(dtype).view(shape)

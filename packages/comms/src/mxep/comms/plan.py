@@ -42,6 +42,7 @@ from mxep.runtime.op import ANY_GPU, op
 
 from .layout import ANY_ID, num_owners, round_up
 
+PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 DROPPED = -2
 """Value in ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
 
@@ -115,9 +116,6 @@ class Capacity:
             return f"Capacity.{self.kind}()"
         drop = ", overflow='drop'" if self.overflow == "drop" else ""
         return f"Capacity.factor({self.load:g}{drop})"
-
-
-PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -202,23 +200,24 @@ def make_plan(
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """
     _check_tables(expert_ids, weights, num_tokens)
-    if alignment < 1 or num_local_experts < 1:
-        name, value = ("alignment", alignment) if alignment < 1 else ("num_local_experts", num_local_experts)
-        raise ValueError(f"{name}: got {value}, wanted at least 1")
+    for name, value in (("alignment", alignment), ("num_local_experts", num_local_experts)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, wanted at least 1")
     if num_experts is not None and first_expert + num_local_experts > num_experts:
         raise ValueError(f"experts {first_expert} to {first_expert + num_local_experts - 1}: got {num_experts} in all")
     tables, tokens, top_k = expert_ids.shape
     if max_tokens is not None and (tables != 1 or blocks != 1 or max_tokens < tokens):
         got = f"{max_tokens} for {tables} tables of {tokens} tokens, {blocks} blocks"
         raise ValueError(f"max_tokens: got {got}, wanted one table of no more, one block")
-    if blocks < 1 or expert_ids.shape[1] % blocks:
-        raise ValueError(f"blocks: got {blocks}, wanted a divisor of T_max = {expert_ids.shape[1]}")
+    if blocks < 1 or tokens % blocks:
+        raise ValueError(f"blocks: got {blocks}, wanted a divisor of T_max = {tokens}")
     bound = ANY_ID if num_experts is None else num_experts
     if expert_ids.is_cpu and type(expert_ids) is Tensor:  # a fake tensor has no ids to check
         check_ids(expert_ids[_live(expert_ids, num_tokens)], bound)
 
     capacity = Capacity.worst_case() if capacity is None else capacity
-    if capacity.kind == "exact":
+    exact = capacity.kind == "exact"
+    if exact:
         local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
         limit = max_rows = int(_round_up(_group_sizes(local, num_local_experts), alignment).sum())
     else:
@@ -227,7 +226,6 @@ def make_plan(
         if max_tokens is not None:
             limit = Length(tokens, lambda tokens: capacity.rows(1, tokens, top_k, **of))
     sizes = first_expert, num_local_experts, alignment, max_rows, bound
-    exact = capacity.kind == "exact"
     rest = blocks, max_tokens or tokens, limit, None if exact else running
     fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, *rest)
     plan = RoutingPlan(*fields, alignment=alignment)
@@ -313,15 +311,8 @@ def plan_rows(
     counts = torch.cat((_round_up(sizes_of, alignment).sum(1), overflow, wrong.sum()[None]))
     if running is not None:
         _count(counts, running)
-    return (
-        row_slot.int(),
-        row_weight,
-        row_of_pair.int().view(-1, top_k),
-        ends.int(),
-        sizes.int(),
-        counts,
-        num_tokens.clone(),
-    )
+    slot_rows = row_of_pair.int().view(-1, top_k)
+    return row_slot.int(), row_weight, slot_rows, ends.int(), sizes.int(), counts, num_tokens.clone()
 
 
 def _count(counts: Tensor, running: Tensor) -> None:

@@ -40,16 +40,6 @@ def join_rows(
     return joined
 
 
-def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
-    """Sum each slot's rows in fp32, in the order of its list, and round once.
-
-    rows: (R_max, D) bf16 or fp32. slot_rows: (S, K) int32, negative where there is no row.
-    Result: (S, D) of rows' dtype, zero where a slot has no row.
-    """
-    summed: Tensor = add_rows(rows, slot_rows)
-    return summed
-
-
 @op(
     "mxep::gather_rows",
     fake=lambda part, row_index, offs: part.new_empty(
@@ -94,7 +84,12 @@ def join_parts(
     launcher="mxep.comms.kernels.rows:sum_slots",
     capability=ANY_GPU,
 )
-def add_rows(rows: Tensor, slot_rows: Tensor) -> Tensor:
+def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
+    """Sum each slot's rows in fp32, in the order of its list, and round once.
+
+    rows: (R_max, D) bf16 or fp32. slot_rows: (S, K) int32, negative where there is no row.
+    Result: (S, D) of rows' dtype, zero where a slot has no row.
+    """
     total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device, dtype=torch.float32)
     for row_index in slot_rows.unbind(1):
         total += _gather(rows, row_index).float()

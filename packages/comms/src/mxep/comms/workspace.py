@@ -35,9 +35,10 @@ earlier work. After a capture every exchange outside of a graph does the same, b
 Replayed records (`mxep.runtime.replay`) keep the order of all exchanges and are counted.
 """
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -176,22 +177,23 @@ class Workspace:
         ids, weights, num_tokens = buffer.views[self.layout]
         return ids, weights.detach(), num_tokens  # detached, as callers may attach autograd history to floats
 
-    def enter_stream(self, in_flight: object) -> None:
-        """Switch to the transport's stream, after all work of the stream on which the exchange began.
+    @contextlib.contextmanager
+    def stream(self, in_flight: object) -> Iterator[None]:
+        """Run an exchange on the transport's stream, after all work of the stream on which it began.
 
-        in_flight: tensors that the exchange uses, held until `join`.
+        in_flight: tensors that the exchange uses, held until `join`, which waits for the transport's stream.
         """
         arena, stream = self.arena, self.transport.stream
         arena.in_flight = in_flight
-        if stream is not None and arena.stream is not None:
-            record_event(self._begun, arena.stream)
-            wait_event(stream, self._begun)
-            torch.cuda.set_stream(stream)
-
-    def leave_stream(self) -> None:
-        """Switch back to the stream on which the exchange began. `join` waits for the transport's stream."""
-        arena, stream = self.arena, self.transport.stream
-        if stream is not None and arena.stream is not None:
+        if stream is None or arena.stream is None:
+            yield
+            return
+        record_event(self._begun, arena.stream)
+        wait_event(stream, self._begun)
+        torch.cuda.set_stream(stream)
+        try:
+            yield
+        finally:
             torch.cuda.set_stream(arena.stream)
             record_event(self._done, stream)
             arena.done = self._done

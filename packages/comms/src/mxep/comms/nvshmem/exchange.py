@@ -54,6 +54,10 @@ PE_BITS = tl.constexpr(PE_SHIFT)
 PIECE = tl.constexpr(16384)
 """Most bytes of one put. Longer rows are cut, so that many programs share them."""
 PUT_WARPS = 16
+TILE_ELEMENTS = 8192
+PROGRAMS = 264
+"""Least number of programs before a tile of sums takes more than one row."""
+NUM_WARPS = 8
 
 
 def _declare(symbol: str, *types: str) -> Any:
@@ -115,26 +119,22 @@ def meet_kernel(
 
 def compile_put(library: str) -> Any:
     """Compile ``put_kernel`` for the current device."""
-    raw, longs = torch.empty(16, dtype=torch.uint8, device="cpu"), torch.empty(2, dtype=torch.int64, device="cpu")
-    wide = 1 << PE_SHIFT
-    libraries = {"libnvshmem_device": library}
-    return put_kernel.run(
-        raw, raw, longs, wide, 2, 2, 2, 2, grid=(1,), warmup=True, num_warps=PUT_WARPS, extern_libs=libraries
-    )
+    return _compile(put_kernel, library, PUT_WARPS, _RAW, _RAW, _LONGS, 1 << PE_SHIFT, 2, 2, 2, 2)
 
 
 def compile_meet(library: str, world_size: int) -> Any:
     """Compile ``meet_kernel`` for this number of ranks and the current device."""
-    raw, ints, longs = (
-        torch.empty(16, dtype=torch.uint8, device="cpu"),
-        torch.empty(4, dtype=torch.int32, device="cpu"),
-        torch.empty(2, dtype=torch.int64, device="cpu"),
-    )
-    wide = 1 << PE_SHIFT
-    return meet_kernel.run(
-        raw, ints, longs, wide, 2, 2, wide, *_meet_constants(world_size),
-        grid=(1,), warmup=True, num_warps=1, extern_libs={"libnvshmem_device": library},
-    )  # fmt: skip
+    numbers = 1 << PE_SHIFT, 2, 2, 1 << PE_SHIFT
+    return _compile(meet_kernel, library, 1, _RAW, _INTS, _LONGS, *numbers, *_meet_constants(world_size))
+
+
+_RAW, _INTS, _LONGS = (torch.empty(16, dtype=of, device="cpu") for of in (torch.uint8, torch.int32, torch.int64))
+"""Tensors of the dtypes that the kernels are compiled for."""
+
+
+def _compile(kernel: Any, library: str, num_warps: int, *args: Any) -> Any:
+    libraries = {"libnvshmem_device": library}
+    return kernel.run(*args, grid=(1,), warmup=True, num_warps=num_warps, extern_libs=libraries)
 
 
 def put(kernel: Any, programs: int, source: Tensor, buffer: Tensor, destinations: Tensor, groups: int) -> None:
@@ -158,12 +158,6 @@ def meet(
 def _meet_constants(world_size: int) -> tuple[int, int, int]:
     padded = next_power_of_2(world_size)
     return world_size, padded, max(32, padded)
-
-
-TILE_ELEMENTS = 8192
-PROGRAMS = 264
-"""Least number of programs before a tile takes more than one row."""
-NUM_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["max_tokens", "rows_start", "values_start"])
