@@ -4,11 +4,15 @@ A payload's bytes are a function of (rank, token, column); the oracles use pytho
 brought, nothing of mxep.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mxep.comms import Capacity, Handle, RoutingPlan, Transport, Workspace, combine, dispatch, gather_rows, make_plan
+from ranks import Context
 
 CASES = (
     "random",
@@ -155,3 +159,115 @@ def assert_bitwise(got: Tensor, wanted: Tensor, what: str) -> None:
         place[-1] //= got.dtype.itemsize
         at = tuple(place)
         raise AssertionError(f"{what}: {len(differ)} bytes differ, first at {place}: {got[at]} for {wanted[at]}")
+
+
+MAX_TOKENS, TOP_K, DIM = 6, 3, 20
+EXPERTS_PER_RANK = {1: 5, 2: 3, 3: 2, 4: 2}
+
+
+def make_workspace(
+    ctx: Context, kind: type | None = None, *, timeout: float = 60.0, transport: Transport | None = None, **changes
+) -> Workspace:
+    sizes = {"max_tokens": MAX_TOKENS, "top_k": TOP_K, "dim": DIM, "row_bytes": 4 * DIM}
+    sizes["num_experts"] = EXPERTS_PER_RANK[ctx.world_size] * ctx.world_size
+    workspace = Workspace(transport or ctx.transport(kind, timeout=timeout), **{**sizes, **changes})
+    poison(workspace)
+    return workspace
+
+
+def poison(workspace: Workspace) -> None:
+    """NaN in every row and value, and tables that name real experts: whoever reads what nobody sent shows it."""
+    for buffer in workspace.arena.buffers:
+        buffer.local[workspace.layout.rows_start :].fill_(255)
+        workspace.layout.ids(buffer.local).fill_(0)
+        workspace.layout.num_tokens(buffer.local).fill_(workspace.max_tokens)
+    workspace.transport.barrier("poison")
+
+
+def bring_to(workspace: Workspace, case: str, rank: int, seed: int) -> Sent:
+    sizes = {"max_tokens": workspace.max_tokens, "top_k": workspace.top_k, "num_experts": workspace.num_experts}
+    return bring(case, rank, world_size=workspace.transport.world_size, seed=seed, **sizes)
+
+
+def plan_slots(workspace: Workspace, handle: Handle, *, alignment: int = 4, capacity: Capacity | None = None):
+    handle.wait()
+    e = workspace.num_local_experts
+    plan = make_plan(
+        *handle.tables,
+        first_expert=workspace.transport.rank * e,
+        num_local_experts=e,
+        alignment=alignment,
+        capacity=capacity,
+        num_experts=workspace.num_experts,
+    )
+    return dataclasses.replace(plan, dispatch=handle.number)
+
+
+def cross(ctx: Context, workspace: Workspace, *, redispatch: bool = False) -> None:
+    """Two dispatches, of which rank 1 takes the first for the second one, and the others the second."""
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    plans = [plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights)) for _ in range(2)]
+    plan = plans[ctx.rank != 1]
+    if redispatch:
+        dispatch(workspace, mine.payload, mine.ids, plan=plan).wait()
+    else:
+        rows = torch.zeros(plan.max_rows, workspace.dim, dtype=torch.bfloat16, device=ctx.device)
+        combine(workspace, rows, plan, mine.ids).wait()
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+    workspace.transport.check()
+
+
+def my_experts(workspace: Workspace, rank: int) -> range:
+    return range(rank * workspace.num_local_experts, (rank + 1) * workspace.num_local_experts)
+
+
+def check_arrived(
+    slots: tuple[torch.Tensor, ...], plan: RoutingPlan, everyone: list[Sent], experts: range, what: str
+) -> None:
+    """Every valid and padding row of the payload, gathered from the slots, is what loops make of what was sent."""
+    wanted = expected_plan(everyone, experts, plan.alignment, plan.max_rows)
+    assert plan.offs.tolist() == wanted.offs, what
+    assert plan.group_sizes.tolist() == wanted.group_sizes, what
+    assert int(plan.overflow[experts.start // len(experts)]) == wanted.overflow, what
+    for part, rows in enumerate(gather_rows(slots, plan.row_slot)):
+        assert_bitwise(rows[: len(wanted.pairs)], wanted.rows(everyone, part), f"{what}, part {part}")
+    pairs = [None if pair is None else everyone[pair[0]].weights[pair[1], pair[2]] for pair in wanted.pairs]
+    weights = torch.tensor([0.0 if weight is None else float(weight) for weight in pairs])
+    assert_bitwise(plan.row_weight[: len(pairs)], weights, f"{what}, weights")
+
+
+def expert_rows(workspace: Workspace, plan: RoutingPlan, everyone: list[Sent], dtype: torch.dtype, seed: int):
+    """(R_max, D) rows and (R_max,) values that this rank's experts give, NaN where nothing may be read."""
+    rows = torch.full((plan.max_rows, workspace.dim), float("nan"), dtype=dtype)
+    values = torch.full((plan.max_rows, 2), float("nan"))[:, 0]  # not contiguous
+    outputs = [expert_outputs(sent, rank, workspace.dim, dtype, seed) for rank, sent in enumerate(everyone)]
+    for pair, row in enumerate(plan.slot_rows.flatten().tolist()):
+        if row >= 0:
+            slot, k = divmod(pair, workspace.top_k)
+            rank, token = divmod(slot, workspace.max_tokens)
+            rows[row], values[row] = outputs[rank][0][token, k], outputs[rank][1][token, k]
+    return rows.to(workspace.device), values.to(workspace.device)
+
+
+def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, alignment: int, max_rows: int) -> set:
+    """(token, k) of this rank that did not fit the capacity of the rank they went to."""
+    lost = set()
+    for owner in range(workspace.transport.world_size):
+        everything, kept = (
+            expected_plan(everyone, my_experts(workspace, owner), alignment, rows).pairs for rows in (10**9, max_rows)
+        )
+        lost |= {pair[1:] for pair in set(everything) - set(kept) if pair is not None and pair[0] == rank}
+    return lost
+
+
+def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed: int, what: str, fits=False) -> None:
+    mine = everyone[ctx.rank]
+    rows, values = expert_rows(workspace, plan, everyone, dtype, seed)
+    out, back = combine(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values).wait()
+    lost = set() if fits else lost_pairs(workspace, everyone, ctx.rank, plan.alignment, plan.max_rows)
+    sizes = {"experts_per_rank": workspace.num_local_experts, "world_size": ctx.world_size}
+    outputs = expert_outputs(mine, ctx.rank, workspace.dim, dtype, seed)
+    wanted, wanted_values = expected_return(mine, *outputs, lost, **sizes)
+    assert_bitwise(out, wanted, f"{what}, sums")
+    assert_bitwise(back, wanted_values, f"{what}, values")

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comms.cases import content
-from comms.test_exchange import bring_to, make_workspace, plan_slots
+from comms.cases import bring_to, content, make_workspace, plan_slots
 from mxep.comms import (
     PeersDisagree,
     PeerTimeout,

@@ -1,7 +1,11 @@
-"""dispatch, make_plan, combine over real ranks: bitwise what plain collectives and python loops make."""
+"""dispatch, make_plan, combine over real ranks: bitwise what plain collectives and python loops make.
+
+A kind of exchange: "own" of the device at hand; without a GPU also "kernels", interpreted, and "puts", played.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import random
+import time
 
 import pytest
 import torch
@@ -9,195 +13,48 @@ import torch.distributed as dist
 
 from comms.cases import (
     CASES,
-    Sent,
+    DIM,
+    MAX_TOKENS,
+    TOP_K,
     assert_bitwise,
-    bring,
+    bring_to,
+    check_arrived,
+    check_return,
     content,
-    expected_plan,
-    expected_return,
-    expert_outputs,
+    cross,
     gather,
+    make_workspace,
+    my_experts,
+    plan_slots,
 )
+from comms.transports import InterpretedTransport, PlayedTransport
 from mxep.comms import (
     NEW,
     Capacity,
-    Handle,
     PeersDisagree,
-    RoutingPlan,
-    Transport,
+    PeerTimeout,
+    SharedMemoryTransport,
     Workspace,
     combine,
-    describe_dispatch,
     dispatch,
     gather_rows,
-    make_plan,
     new_dispatch,
 )
+from mxep.comms.kernels.rows import tokens_per_tile
+from mxep.comms.layout import CHANNELS
+from mxep.comms.symmetric_memory import FaultRecord
 from ranks import Context, distributed
 
-MAX_TOKENS, TOP_K, DIM = 6, 3, 20
-EXPERTS_PER_RANK = {1: 5, 2: 3, 3: 2, 4: 2}
+ON_CUDA = torch.cuda.is_available()
+KINDS = ("own",) if ON_CUDA else ("own", "kernels", "puts")
+CLASSES = {"own": None, "kernels": InterpretedTransport, "puts": PlayedTransport}
+interpreted = pytest.mark.skipif(ON_CUDA, reason="here the kernels themselves run")
 
 
-def make_workspace(
-    ctx: Context, kind: type | None = None, *, timeout: float = 60.0, transport: Transport | None = None, **changes
-) -> Workspace:
-    sizes = {"max_tokens": MAX_TOKENS, "top_k": TOP_K, "dim": DIM, "row_bytes": 4 * DIM}
-    sizes["num_experts"] = EXPERTS_PER_RANK[ctx.world_size] * ctx.world_size
-    workspace = Workspace(transport or ctx.transport(kind, timeout=timeout), **{**sizes, **changes})
-    poison(workspace)
-    return workspace
-
-
-def poison(workspace: Workspace) -> None:
-    """NaN in every row and value, and tables that name real experts: whoever reads what nobody sent shows it."""
-    for buffer in workspace.arena.buffers:
-        buffer.local[workspace.layout.rows_start :].fill_(255)
-        workspace.layout.ids(buffer.local).fill_(0)
-        workspace.layout.num_tokens(buffer.local).fill_(workspace.max_tokens)
-    workspace.transport.barrier("poison")
-
-
-def bring_to(workspace: Workspace, case: str, rank: int, seed: int) -> Sent:
-    sizes = {"max_tokens": workspace.max_tokens, "top_k": workspace.top_k, "num_experts": workspace.num_experts}
-    return bring(case, rank, world_size=workspace.transport.world_size, seed=seed, **sizes)
-
-
-def plan_slots(workspace: Workspace, handle: Handle, *, alignment: int = 4, capacity: Capacity | None = None):
-    handle.wait()
-    e = workspace.num_local_experts
-    plan = make_plan(
-        *handle.tables,
-        first_expert=workspace.transport.rank * e,
-        num_local_experts=e,
-        alignment=alignment,
-        capacity=capacity,
-        num_experts=workspace.num_experts,
-    )
-    return dataclasses.replace(plan, dispatch=handle.number)
-
-
-def cross(ctx: Context, workspace: Workspace, *, redispatch: bool = False) -> None:
-    """Two dispatches, of which rank 1 takes the first for the second one, and the others the second."""
-    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    plans = [plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights)) for _ in range(2)]
-    plan = plans[ctx.rank != 1]
-    if redispatch:
-        dispatch(workspace, mine.payload, mine.ids, plan=plan).wait()
-    else:
-        rows = torch.zeros(plan.max_rows, workspace.dim, dtype=torch.bfloat16, device=ctx.device)
-        combine(workspace, rows, plan, mine.ids).wait()
-    if ctx.device.type == "cuda":
-        torch.cuda.synchronize()
-    workspace.transport.check()
-
-
-def check_crossed(ctx: Context, kind: type | None) -> None:
-    for redispatch in (False, True):
-        workspace = make_workspace(ctx, kind)
-        step = "dispatch" if redispatch else "combine"
-        others = "".join(f", rank {rank} of dispatch 2" for rank in range(2, ctx.world_size))
-        said = f"rank {ctx.rank} met peers in a {step} of other dispatches: rank 0 of dispatch 2, rank 1 of dispatch 1"
-        with pytest.raises(PeersDisagree, match=said + others):
-            cross(ctx, workspace, redispatch=redispatch)
-
-
-@distributed(2, 3)
-def test_ranks_that_take_one_dispatch_for_another_are_told(ctx: Context):
-    check_crossed(ctx, None)
-
-
-def meet_with_layers(ctx: Context, workspace: Workspace, new_dispatches: Sequence[int]) -> None:
-    """New dispatches, of the layers that each rank names."""
-    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    workspace.transport.announce(new_dispatches[ctx.rank])
-    dispatch(workspace, mine.payload, mine.ids, mine.weights).wait()
-    if ctx.device.type == "cuda":
-        torch.cuda.synchronize()
-    workspace.transport.check()
-
-
-def check_layers(ctx: Context, kind: type | None) -> None:
-    workspace = make_workspace(ctx, kind)
-    for of_ranks in ([new_dispatch(7, 2)] * 2, [NEW, new_dispatch(7, 0)], [new_dispatch(7, 0), NEW]):
-        meet_with_layers(ctx, workspace, of_ranks)
-    said = "rank 0 of a new one of layer 7, rank 1 of a new one of layer 7, after 1 of its passes failed"
-    with pytest.raises(PeersDisagree, match=f"rank {ctx.rank} met peers in a dispatch of other dispatches: {said}"):
-        meet_with_layers(ctx, workspace, [new_dispatch(7, failures) for failures in range(2)])
-
-
-@distributed(2)
-def test_new_dispatches_of_other_layers_are_told_apart(ctx: Context):
-    check_layers(ctx, None)
-
-
-def test_numbers_of_layers_and_failures_fit_a_header_and_start_again():
-    for layer, failures in ((1, 0), (65535, 0), (65536, 4095), (3, 4096 + 5)):
-        number = new_dispatch(layer, failures)
-        assert -(2**29) <= number < NEW
-        assert f"layer {(layer - 1) % 65535 + 1}" in (said := describe_dispatch(number))
-        assert (f"after {failures % 4096} " in said) == (failures > 0)
-    assert new_dispatch(0, 5) == NEW
-
-
-def my_experts(workspace: Workspace, rank: int) -> range:
-    return range(rank * workspace.num_local_experts, (rank + 1) * workspace.num_local_experts)
-
-
-def check_arrived(
-    slots: tuple[torch.Tensor, ...], plan: RoutingPlan, everyone: list[Sent], experts: range, what: str
-) -> None:
-    """Every valid and padding row of the payload, gathered from the slots, is what loops make of what was sent."""
-    wanted = expected_plan(everyone, experts, plan.alignment, plan.max_rows)
-    assert plan.offs.tolist() == wanted.offs, what
-    assert plan.group_sizes.tolist() == wanted.group_sizes, what
-    assert int(plan.overflow[experts.start // len(experts)]) == wanted.overflow, what
-    for part, rows in enumerate(gather_rows(slots, plan.row_slot)):
-        assert_bitwise(rows[: len(wanted.pairs)], wanted.rows(everyone, part), f"{what}, part {part}")
-    pairs = [None if pair is None else everyone[pair[0]].weights[pair[1], pair[2]] for pair in wanted.pairs]
-    weights = torch.tensor([0.0 if weight is None else float(weight) for weight in pairs])
-    assert_bitwise(plan.row_weight[: len(pairs)], weights, f"{what}, weights")
-
-
-def expert_rows(workspace: Workspace, plan: RoutingPlan, everyone: list[Sent], dtype: torch.dtype, seed: int):
-    """(R_max, D) rows and (R_max,) values that this rank's experts give, NaN where nothing may be read."""
-    rows = torch.full((plan.max_rows, workspace.dim), float("nan"), dtype=dtype)
-    values = torch.full((plan.max_rows, 2), float("nan"))[:, 0]  # not contiguous
-    outputs = [expert_outputs(sent, rank, workspace.dim, dtype, seed) for rank, sent in enumerate(everyone)]
-    for pair, row in enumerate(plan.slot_rows.flatten().tolist()):
-        if row >= 0:
-            slot, k = divmod(pair, workspace.top_k)
-            rank, token = divmod(slot, workspace.max_tokens)
-            rows[row], values[row] = outputs[rank][0][token, k], outputs[rank][1][token, k]
-    return rows.to(workspace.device), values.to(workspace.device)
-
-
-def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, alignment: int, max_rows: int) -> set:
-    """(token, k) of this rank that did not fit the capacity of the rank they went to."""
-    lost = set()
-    for owner in range(workspace.transport.world_size):
-        everything, kept = (
-            expected_plan(everyone, my_experts(workspace, owner), alignment, rows).pairs for rows in (10**9, max_rows)
-        )
-        lost |= {pair[1:] for pair in set(everything) - set(kept) if pair is not None and pair[0] == rank}
-    return lost
-
-
-def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed: int, what: str, fits=False) -> None:
-    mine = everyone[ctx.rank]
-    rows, values = expert_rows(workspace, plan, everyone, dtype, seed)
-    out, back = combine(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values).wait()
-    lost = set() if fits else lost_pairs(workspace, everyone, ctx.rank, plan.alignment, plan.max_rows)
-    sizes = {"experts_per_rank": workspace.num_local_experts, "world_size": ctx.world_size}
-    outputs = expert_outputs(mine, ctx.rank, workspace.dim, dtype, seed)
-    wanted, wanted_values = expected_return(mine, *outputs, lost, **sizes)
-    assert_bitwise(out, wanted, f"{what}, sums")
-    assert_bitwise(back, wanted_values, f"{what}, values")
-
-
-@distributed(1, 2, 3, 4)
-def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context):
-    check_cases(ctx, make_workspace(ctx), CASES)
+@distributed(1, 2, 3, kind=KINDS)
+def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context, kind: str):
+    cases = {"own": CASES, "kernels": ("random", "duplicates"), "puts": ("duplicates", "no tokens on rank 0")}
+    check_cases(ctx, make_workspace(ctx, CLASSES[kind]), cases[kind])
 
 
 def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> None:
@@ -225,9 +82,10 @@ def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> N
         assert not out.any()
 
 
-@distributed(2, 3)
-def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
-    check_over_capacity(ctx, make_workspace(ctx), ("one rank", "one expert", "full", "duplicates"))
+@distributed(2, kind=KINDS)
+def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context, kind: str):
+    cases = ("one rank", "one expert", "full", "duplicates") if kind == "own" else ("one rank",)
+    check_over_capacity(ctx, make_workspace(ctx, CLASSES[kind], num_sms=2), cases)
 
 
 def check_over_capacity(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> None:
@@ -254,16 +112,56 @@ def check_over_capacity(ctx: Context, workspace: Workspace, cases: tuple[str, ..
     assert int(total) > 0
 
 
-@distributed(1, 2, 3)
-def test_workspaces_of_other_sizes_take_turns_in_the_same_buffers(ctx: Context):
-    check_other_sizes(ctx, None, ("random", "duplicates", "no tokens on rank 0"))
+@distributed(*((2, 3, 4) if ON_CUDA else (3,)), kind=KINDS)
+def test_no_round_sees_another_rounds_rows(ctx: Context, kind: str):
+    check_rounds(ctx, CLASSES[kind], {"own": 60, "kernels": 8, "puts": 4}[kind])
 
 
-def check_other_sizes(ctx: Context, kind: type | None, cases: tuple[str, ...]) -> None:
-    """Rows of both are sent before those of the first go home, as layers in flight do."""
+def dawdle(ctx: Context, luck: random.Random) -> None:
+    """Put this rank out of step with the others, by a little and now and then by much."""
+    pause = luck.choice((0, 0, 0, 0.0002, 0.003))
+    if ctx.device.type == "cuda":
+        torch.cuda._sleep(int(pause * 1.5e9))
+    else:
+        time.sleep(pause)
+
+
+def check_rounds(ctx: Context, kind: type | None, rounds: int) -> None:
     one = make_workspace(ctx, kind)
+    workspaces = one, make_workspace(ctx, transport=one.transport, top_k=2, max_tokens=3)
+    together = random.Random(0)  # the same choices on every rank
+    luck = random.Random(ctx.rank + 1)
+    in_flight = []
+    for seed in range(rounds):
+        workspace = together.choice(workspaces)
+        case = together.choice(CASES)
+        # No communication but the moves themselves: everyone knows what everyone brings.
+        everyone = [bring_to(workspace, case, rank, seed) for rank in range(ctx.world_size)]
+        mine = everyone[ctx.rank].to(ctx.device)
+        dawdle(ctx, luck)
+        handle = dispatch(workspace, mine.payload, mine.ids, mine.weights)
+        dawdle(ctx, luck)
+        plan = plan_slots(workspace, handle)
+        check_arrived(handle.wait(), plan, everyone, my_experts(workspace, ctx.rank), f"round {seed}")
+        in_flight.append((workspace, plan, everyone, seed))
+        while in_flight and together.random() < 0.55:
+            workspace, plan, everyone, brought = in_flight.pop(together.randrange(len(in_flight)))
+            mine = everyone[ctx.rank].to(ctx.device)
+            if together.random() < 0.3:
+                dawdle(ctx, luck)
+                slots = dispatch(workspace, mine.payload, mine.ids).wait()
+                check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), f"round {brought} again")
+            dawdle(ctx, luck)
+            check_return(ctx, workspace, plan, everyone, torch.bfloat16, brought, f"round {brought} at {seed}")
+
+
+@distributed(2, kind=KINDS)
+def test_workspaces_of_other_sizes_take_turns_in_the_same_buffers(ctx: Context, kind: str):
+    """Rows of both are sent before those of the first go home, as layers in flight do."""
+    one = make_workspace(ctx, CLASSES[kind])
     sizes = {"max_tokens": 9, "top_k": 2, "dim": 36, "row_bytes": 144, "num_experts": 2 * ctx.world_size}
     other = make_workspace(ctx, transport=one.transport, **sizes)
+    cases = ("random", "duplicates", "no tokens on rank 0") if kind == "own" else ("random",)
     for seed, case in enumerate(cases):
         sent = []
         for workspace in (one, other):
@@ -279,9 +177,10 @@ def check_other_sizes(ctx: Context, kind: type | None, cases: tuple[str, ...]) -
     assert one.arena.exchanges == 4 * len(cases)
 
 
-@distributed(2)
-def test_one_token_in_parts_of_one_wider_row(ctx: Context):
-    check_one_token(ctx, make_workspace(ctx))
+@distributed(2, kind=KINDS)
+def test_one_token_in_parts_of_one_wider_row(ctx: Context, kind: str):
+    """Such parts are contiguous to torch, with a stride that no word divides."""
+    check_one_token(ctx, make_workspace(ctx, CLASSES[kind]))
 
 
 def check_one_token(ctx: Context, workspace: Workspace) -> None:
@@ -293,6 +192,77 @@ def check_one_token(ctx: Context, workspace: Workspace) -> None:
         for rank in range(2):
             for part, wanted in zip(slots, content(rank, 1, 27).split((24, 3), 1)):
                 assert_bitwise(part[rank * MAX_TOKENS : rank * MAX_TOKENS + 1], wanted, f"from rank {rank}")
+
+
+@distributed(3, kind=KINDS)
+def test_ranks_that_take_one_dispatch_for_another_are_told(ctx: Context, kind: str):
+    for redispatch in (False, True):
+        workspace = make_workspace(ctx, CLASSES[kind])
+        said = f"rank {ctx.rank} met peers in a {'dispatch' if redispatch else 'combine'} of other dispatches: "
+        with pytest.raises(PeersDisagree, match=said + "rank 0 of dispatch 2, rank 1 of dispatch 1, rank 2 of disp"):
+            cross(ctx, workspace, redispatch=redispatch)
+
+
+@distributed(2, kind=KINDS)
+def test_new_dispatches_of_other_layers_are_told_apart(ctx: Context, kind: str):
+    workspace = make_workspace(ctx, CLASSES[kind])
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+
+    def meet(of_ranks: list[int]) -> None:
+        workspace.transport.announce(of_ranks[ctx.rank])
+        dispatch(workspace, mine.payload, mine.ids, mine.weights).wait()
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize()
+        workspace.transport.check()
+
+    for of_ranks in ([new_dispatch(7, 2)] * 2, [NEW, new_dispatch(7, 0)], [new_dispatch(7, 0), NEW]):
+        meet(of_ranks)
+    said = "rank 0 of a new one of layer 7, rank 1 of a new one of layer 7, after 1 of its passes failed"
+    with pytest.raises(PeersDisagree, match=f"rank {ctx.rank} met peers in a dispatch of other dispatches: {said}"):
+        meet([new_dispatch(7, failures) for failures in range(2)])
+
+
+@distributed(2, kind=KINDS)
+def test_two_runs_are_bitwise_equal_whatever_the_number_of_programs(ctx: Context, kind: str):
+    two = make_workspace(ctx, CLASSES[kind], num_sms=2)
+    one = make_workspace(ctx, transport=two.transport, num_sms=1)
+    sent = bring_to(two, "full", ctx.rank, 0).to(ctx.device)
+    results = []
+    for workspace, bound in ((two, None), (two, 1), (two, 5), (one, None)):
+        handle = dispatch(workspace, sent.payload, sent.ids, sent.weights, num_sms=bound, async_op=True)
+        plan = plan_slots(workspace, handle)
+        (rows,) = gather_rows(handle.wait()[:1], plan.row_slot)
+        rows = torch.nn.functional.pad(rows.float(), (0, workspace.dim))[:, : workspace.dim]
+        results.append(combine(workspace, rows, plan, sent.ids, async_op=True).wait()[0].clone())
+    assert results[0].any()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@distributed(2, 3, kind=[kind for kind in KINDS if kind != "puts"])
+def test_a_rank_with_too_many_tokens_tells_its_peers_at_once_what_to_set(ctx: Context, kind: str):
+    workspace = Workspace(ctx.transport(CLASSES[kind]), max_tokens=6, top_k=1, dim=16, num_experts=ctx.world_size)
+
+    def send(tokens: int) -> None:
+        part = torch.zeros(tokens, 8, dtype=torch.uint8, device=ctx.device)
+        ids = torch.zeros(tokens, 1, dtype=torch.int32, device=ctx.device)
+        dispatch(workspace, (part,), ids, torch.ones(tokens, 1, device=ctx.device)).wait()
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize()
+        workspace.transport.check()
+
+    send(6)
+    dist.barrier(ctx.group)
+    started = time.monotonic()
+    if ctx.rank == 1:
+        with pytest.raises(ValueError, match="got 9 tokens, wanted at most max_tokens = 6: set max_tokens=9 or more"):
+            send(9)
+        with pytest.raises(RuntimeError, match=r"rank 1 refused an exchange .*: make the layers again"):
+            send(6)
+    else:
+        with pytest.raises(PeersDisagree, match="rank 1 brought 9 tokens, more than max_tokens: set max_tokens=9 or m"):
+            send(6)
+    dist.barrier(ctx.group)
+    assert time.monotonic() - started < 30, "before the timeout of 60 s"
 
 
 @distributed(2)
@@ -336,6 +306,7 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     plan = plan_slots(workspace, dispatch(workspace, good.payload, good.ids, good.weights))
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     wide, seven = torch.zeros(6, 81, dtype=torch.uint8, device=ctx.device), torch.zeros(7, 3, device=ctx.device)
+    short_plan = dataclasses.replace(plan, slot_rows=plan.slot_rows[:5])
     refused = [
         (lambda: dispatch(workspace, (seven,), good.ids), r"payload: got torch.float32 \(7, 3\), wanted torch.uint8"),
         (
@@ -369,7 +340,7 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
         (lambda: combine(workspace, rows, plan, good.ids, row_values=rows), "row_values: got torch.float32"),
         (lambda: combine(workspace, rows, plan, seven.int()), "expert_ids: got 7 tokens, wanted at most"),
         (
-            lambda: combine(workspace, rows, short_plan(plan), good.ids),
+            lambda: combine(workspace, rows, short_plan, good.ids),
             r"plan.slot_rows: got \(5, 3\), wanted \(6, 3",
         ),
     ]
@@ -377,10 +348,6 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
         with pytest.raises(ValueError, match=message):
             call()
     assert workspace.arena.exchanges == 1
-
-
-def short_plan(plan: RoutingPlan) -> RoutingPlan:
-    return dataclasses.replace(plan, slot_rows=plan.slot_rows[:5])
 
 
 @distributed(2)
@@ -407,3 +374,92 @@ def test_moves_wait_for_no_device_read(ctx: Context):
         combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0]).wait()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@interpreted
+@distributed(2, device="cpu")
+def test_epochs_wrap_around(ctx: Context):
+    workspace = make_workspace(ctx, InterpretedTransport)
+    layout, last = workspace.layout, 2**31 - 2
+    for buffer in workspace.arena.buffers:
+        words = buffer.local.view(torch.int64)
+        words[: CHANNELS * ctx.world_size] = last << 32
+        buffer.local[layout.counters_start :].view(torch.int64)[:2] = last
+    workspace.transport.barrier("ready")
+    check_cases(ctx, workspace, ("random",))
+    assert buffer.local[layout.counters_start :].view(torch.int64)[1] < 0
+
+
+@interpreted
+@distributed(2, device="cpu")
+def test_a_workspace_without_room_for_tokens_still_meets(ctx: Context):
+    check_cases(ctx, make_workspace(ctx, InterpretedTransport, max_tokens=0), ("no tokens at all",))
+    check_cases(ctx, make_workspace(ctx, PlayedTransport, max_tokens=0), ("no tokens at all",))
+
+
+@interpreted
+@distributed(2, device="cpu")
+def test_long_rows_and_many_tokens_cross_tiles_and_chunks(ctx: Context):
+    """9 chunks of tokens, several tiles a program, tables of two programs, parts in words of 8 bytes and of one."""
+    kind, sizes = InterpretedTransport, {"max_tokens": 530, "top_k": 2, "dim": 12, "row_bytes": 48}
+    check_cases(ctx, make_workspace(ctx, kind, **sizes), ("full",))
+
+
+@interpreted
+@distributed(3, device="cpu")
+def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
+    workspace = make_workspace(ctx, InterpretedTransport, timeout=0.02)
+    mine = bring_to(workspace, "full", ctx.rank, 0)
+    if ctx.rank != 1:
+        dispatch(workspace, mine.payload, mine.ids, mine.weights).wait()  # ends, whatever it brought
+        with pytest.raises(PeerTimeout, match=r"waited 0.02 s at dispatch, barrier 1, for rank 1 \(last seen at barr"):
+            dispatch(workspace, mine.payload, mine.ids).wait()
+    dist.barrier(ctx.group)
+
+
+@interpreted
+@distributed(2, device="cpu")
+def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
+    workspace = make_workspace(ctx, InterpretedTransport)
+    mine = bring_to(workspace, "full", ctx.rank, 0)
+    dispatch(workspace, mine.payload[: 1 + ctx.rank], mine.ids).wait()
+    got = "rank 0 at dispatch with rows of 24 bytes, rank 1 at dispatch with rows of 27 bytes"
+    with pytest.raises(PeersDisagree, match=got):
+        workspace.transport.check()
+
+
+@interpreted
+@distributed(1, device="cpu")
+def test_an_id_past_int32_is_no_experts_after_it_was_narrowed(ctx: Context):
+    ids = torch.tensor([[2**32, -(2**32)], [2**31 - 1, 1]])  # the first two have zeroes in the lower half
+    for kind in (InterpretedTransport, PlayedTransport, SharedMemoryTransport):
+        workspace = make_workspace(ctx, kind, top_k=2)
+        buffer = workspace.begin("tables")
+        workspace.exchange.dispatch_tables(buffer, ids, torch.ones(2, 2), torch.empty(1, dtype=torch.int32))
+        told = workspace.layout.ids(buffer.local)[0, :2].tolist()
+        assert [[-1 <= i < 5 for i in ids] for ids in told] == [[False, False], [False, True]]  # there are 5 experts
+        assert told[1][1] == 1
+
+
+def test_a_record_tells_who_is_late_across_the_wrap():
+    record = FaultRecord(3, pinned=False)
+    before, after = 2**31 - 1 << 32, -(2**31) << 32
+    record.values[:] = torch.tensor([1, 1, after, after, before, after])
+    with pytest.raises(PeerTimeout, match="for rank 1 ") as info:
+        record.check(0, 1.0)
+    assert info.value.missing == (1,)
+
+
+def test_a_rank_that_waits_at_a_barrier_is_told_that_its_peers_may_have_captured_no_graph():
+    record = FaultRecord(2, pinned=False)
+    record.values[:] = torch.tensor([1, 0, 2 << 32, 2 << 32, 1 << 32])
+    with pytest.raises(PeerTimeout, match=r"at barrier, barrier 2, for rank 1 .* capture on all ranks or on none"):
+        record.check(0, 1.0)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 20])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 80, 1000])
+def test_tiles_are_as_large_as_leaves_every_program_one(tokens: int, programs: int) -> None:
+    fitting = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or count * programs <= tokens]
+    assert tokens_per_tile(32, tokens, programs) == fitting[-1]
+    assert tokens_per_tile(4, tokens, programs) == min(4, fitting[-1])

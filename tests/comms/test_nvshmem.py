@@ -14,17 +14,9 @@ import triton
 import triton.language as tl
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from comms.cases import CASES, assert_bitwise
-from comms.played import PlayedTransport
-from comms.test_exchange import (
-    bring_to,
-    check_cases,
-    check_one_token,
-    check_over_capacity,
-    make_workspace,
-    plan_slots,
-)
-from comms.test_stress import check_rounds
+from comms.cases import CASES, assert_bitwise, bring_to, make_workspace, plan_slots
+from comms.test_exchange import check_cases, check_one_token, check_over_capacity, check_rounds
+from comms.transports import PlayedTransport
 from mxep.comms import NvshmemTransport, PeersDisagree, PeerTimeout, SymmetricMemoryTransport, combine, dispatch
 from mxep.comms.layout import PE_SHIFT
 from mxep.comms.nvshmem import exchange as nvshmem
@@ -54,24 +46,18 @@ def kind_of(ctx: Context) -> type:
     return NvshmemTransport
 
 
-@distributed(*((1, 2, 3, 4) if ON_CUDA else (3,)))
+@distributed(1, 2, 3, 4, device="cuda")
 def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context):
-    check_cases(ctx, make_workspace(ctx, kind_of(ctx)), CASES if ON_CUDA else ("duplicates", "no tokens on rank 0"))
+    check_cases(ctx, make_workspace(ctx, kind_of(ctx)), CASES)
+    if ctx.world_size > 1:
+        check_rounds(ctx, kind_of(ctx), 60)
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
-    check_over_capacity(ctx, make_workspace(ctx, kind_of(ctx)), ("one rank",))
-
-
-@distributed(*((2, 3, 4) if ON_CUDA else (4,)))
-def test_no_round_sees_another_rounds_rows(ctx: Context):
-    check_rounds(ctx, kind_of(ctx), 60 if ON_CUDA else 4)
-
-
-@distributed(2)
-def test_one_token_in_parts_of_one_wider_row(ctx: Context):
-    check_one_token(ctx, make_workspace(ctx, kind_of(ctx)))
+    workspace = make_workspace(ctx, kind_of(ctx))
+    check_over_capacity(ctx, workspace, ("one rank",))
+    check_one_token(ctx, workspace)
 
 
 @distributed(2)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from comms.scheduled import Ranks, ScheduledContext
-from comms.test_exchange import bring_to, check_arrived, check_return, cross, make_workspace, my_experts, plan_slots
+from comms.cases import bring_to, check_arrived, check_return, cross, make_workspace, my_experts, plan_slots
+from comms.transports import Ranks, ScheduledContext
 from mxep.comms import PeersDisagree
 from mxep.comms import dispatch as dispatch_tokens
 from mxep.comms.kernels import combine, signals

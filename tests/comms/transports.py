@@ -1,18 +1,78 @@
-"""The CUDA exchanges of several ranks in one process, interleaved by a schedule: plain memory is the peers' memory."""
+"""Transports of CUDA played on a CPU: kernels interpreted, puts as copies, ranks of one process in any order."""
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxep.comms import SymmetricMemoryTransport
-from mxep.comms.kernels import signals
+from mxep.comms import NvshmemTransport, SharedMemoryTransport, SymmetricMemoryTransport
+from mxep.comms.kernels import exchange, signals
+from mxep.comms.layout import PE_SHIFT, step_of
+from mxep.comms.nvshmem import StagedBuffer
 from mxep.comms.symmetric_memory import FaultRecord
 from mxep.comms.transport import SymmetricBuffer, Transport, signal_pad_bytes
 from schedule import Schedule
+
+
+class _Recorded(SharedMemoryTransport):
+    """Memory and host barriers of shared memory, and the record of faults that kernels write."""
+
+    def __init__(self, *args: Any, timeout: float = 60.0, **kwargs: Any) -> None:
+        super().__init__(*args, timeout=timeout, **kwargs)
+        self.record = FaultRecord(self.world_size, pinned=False)
+        self.state = self.record.state(timeout, self.device)
+
+    def check(self) -> None:
+        super().check()
+        if hasattr(self, "record"):
+            self.record.check(self.rank, self.timeout)
+
+
+class InterpretedTransport(_Recorded):
+    """Exchanges of kernels, interpreted."""
+
+    access = "kernels"
+    exchange = SymmetricMemoryTransport.exchange
+    clock = False
+    max_sms = 3
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        exchange.CHUNK_BYTES = 1024  # so that few tokens make many chunks
+
+
+class PlayedTransport(_Recorded):
+    """Exchanges by puts. Rank r is PE W - 1 - r: whoever takes one for the other misroutes. Staging starts as NaN."""
+
+    access = "puts"
+    exchange = NvshmemTransport.exchange
+
+    @property
+    def bases(self) -> Tensor:
+        return torch.arange(self.world_size).flip(0) << PE_SHIFT
+
+    def _allocate(self, nbytes: int) -> StagedBuffer:
+        buffer = super()._allocate(nbytes)
+        staging = torch.full((nbytes,), 255, dtype=torch.uint8)
+        return StagedBuffer(**{f.name: getattr(buffer, f.name) for f in fields(buffer)}, staging=staging)
+
+    def put(
+        self, buffer: StagedBuffer, source: Tensor, destinations: Tensor, num_sms: int | None, groups: int = 1
+    ) -> None:
+        assert source.dtype == torch.uint8
+        assert len(source) == len(destinations)
+        assert len(source) % groups == 0
+        for row, of_row in zip(source, destinations.tolist()):
+            for destination in of_row:
+                if destination >= 0:
+                    rank, byte = self.world_size - 1 - (destination >> PE_SHIFT), destination % (1 << PE_SHIFT)
+                    buffer.peers[rank][byte : byte + len(row)] = row
+
+    def meet(self, buffer: StagedBuffer, channel: int, op_id: int, counters_start: int) -> None:
+        self.barrier(step_of(op_id), op_id=op_id)
 
 
 @dataclass
