@@ -1,6 +1,6 @@
-"""What exchanges of a transport share when CUDA graphs make some of them: which buffer is next, when ranks meet before.
+"""Workspaces: sizes that ranks agree on, buffers that make room, and what graphs and streams change.
 
-On the CPU: streams and kernels are played.
+Streams and kernels are played on the CPU: which buffer is next, and when ranks meet before an exchange.
 """
 
 from collections.abc import Iterator
@@ -11,10 +11,48 @@ from typing import Any
 import pytest
 import torch
 
-from mxep.comms import transport as arenas
+from mxep.comms import Workspace, dispatch
+from mxep.comms import transport as transports
 from mxep.comms import workspace as workspaces
 from mxep.comms.transport import Arena, SymmetricBuffer, Transport
-from mxep.comms.workspace import Workspace
+from ranks import Context, distributed
+
+
+@distributed(1, 2)
+def test_smaller_buffers_make_room_for_larger_ones_and_their_views_stay(ctx: Context):
+    transport = ctx.transport()
+    sizes = {"top_k": 1, "dim": 16, "num_experts": ctx.world_size}
+    small = Workspace(transport, max_tokens=2, **sizes)
+    old = small.arena.buffers
+    part = torch.full((2, 16), 7 + ctx.rank, dtype=torch.uint8, device=ctx.device)
+    ids = torch.full((2, 1), ctx.world_size - 1, dtype=torch.int32, device=ctx.device)
+    (arrived,) = dispatch(small, (part,), ids).wait()
+    before = arrived.clone()
+    larger = Workspace(transport, max_tokens=4, **sizes)
+    assert larger.arena.buffers is small.arena.buffers is not old
+    assert Workspace(transport, max_tokens=3, **sizes).arena.buffers is larger.arena.buffers
+    for _ in range(3):
+        dispatch(larger, (part + 1,), ids).wait()
+        (again,) = dispatch(small, (part,), ids).wait()
+        assert torch.equal(again, before) or ctx.rank < ctx.world_size - 1
+    assert torch.equal(arrived, before)
+    assert small.arena.exchanges == larger.arena.exchanges == 7
+
+
+@distributed(2)
+def test_ranks_that_disagree_on_sizes_are_both_named(ctx: Context):
+    transport = ctx.transport()
+    sizes = {"max_tokens": 4, "top_k": 2, "dim": 16, "num_experts": 4}
+    with pytest.raises(ValueError, match="ranks disagree on top_k: got 3 on rank 1, wanted 2 as on rank 0"):
+        Workspace(transport, **{**sizes, "top_k": 2 + ctx.rank})
+    with pytest.raises(ValueError, match="ranks disagree on num_sms: got 9 on rank 1, wanted 8 as on rank 0"):
+        Workspace(transport, **sizes, num_sms=8 + ctx.rank)
+    with pytest.raises(ValueError, match="allocate: ranks disagree on nbytes: got 1 on rank 1, wanted 0 as on rank 0"):
+        transport.allocate(ctx.rank)
+    with pytest.raises(ValueError, match="num_experts: got 5, wanted a multiple of 2 ranks"):
+        Workspace(transport, **{**sizes, "num_experts": 5})
+    with pytest.raises(ValueError, match="dim: got 0, wanted at least 1"):
+        Workspace(transport, **{**sizes, "dim": 0})
 
 
 class Kernels(Transport):
@@ -52,7 +90,7 @@ class Played:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.capture = Stream(), 0
-        monkeypatch.setattr(arenas, "current_stream", lambda index: self.stream)
+        monkeypatch.setattr(transports, "current_stream", lambda index: self.stream)
         monkeypatch.setattr(workspaces, "current_stream", lambda index: self.stream)
         monkeypatch.setattr(workspaces, "capture_of", lambda stream: self.capture)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -93,6 +131,10 @@ def test_until_a_user_captures_nobody_meets_before_an_exchange(played: Played) -
     with played.users_capture():
         assert played.exchanges(3) == 1
     assert played.exchanges(2) == 2
+    assert played.transport.barriers == [f"dispatch, exchange {i}" for i in (3, 6, 7)]
+    with played.users_capture():
+        played.capture = 9
+        assert played.exchanges(2) == 1, "another capture"
 
 
 def test_exchanges_of_records_are_counted_by_who_plays_them(played: Played) -> None:
@@ -152,12 +194,31 @@ def test_there_is_no_record_of_exchanges_that_others_may_be_in_the_way_of(played
 
 
 def test_an_exchange_comes_after_the_last_on_another_stream_and_not_after_a_captures(played: Played) -> None:
+    """What an exchange holds is let go of on the stream that it began on, and on the one that goes on with it."""
+    arena, first = played.arena, played.stream
     played.exchanges(1)
-    first, played.stream = played.stream, Stream()
+    arena.done, arena.in_flight = "over", object()
+    played.stream = Stream()
     played.exchanges(1)
-    assert played.stream.waited_for == [first]
+    assert (first.waited_for, played.stream.waited_for) == (["over"], ["over", first])
+    arena.done = None
     with played.users_capture():
         played.exchanges(1)
         assert not played.stream.waited_for, "events do not cross"
     played.exchanges(1)
-    assert played.stream.waited_for == [first]
+    assert played.stream.waited_for == ["over", first]
+
+
+def test_what_is_in_flight_across_the_start_or_end_of_a_capture_is_refused(played: Played) -> None:
+    played.exchanges(1)
+    played.arena.in_flight = object()
+    with played.users_capture():
+        for _ in range(2):  # it is there until someone waits
+            with pytest.raises(RuntimeError, match="exchange 0: in flight while a capture starts or ends, wanted wait"):
+                played.exchanges(1)
+        played.workspace.join()
+        played.exchanges(1)
+        played.arena.in_flight = object()
+    with pytest.raises(RuntimeError, match="in flight while a capture starts or ends"):
+        played.exchanges(1)
+    played.exchanges(1)  # what was in flight is gone with its capture
