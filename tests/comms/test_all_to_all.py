@@ -1,4 +1,4 @@
-"""An all-to-all's order of rows, joined rows and headers: kernels equal references, on a GPU or interpreted.
+"""Order of an all-to-all's rows, headers, slots of nodes: kernels equal references, on a GPU or interpreted.
 
 What a launcher allocates is filled with garbage first, so a number that no kernel writes shows.
 """
@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from comms.cases import assert_bitwise, content
-from mxep.comms import NEW, compare_headers, join_rows, mark_headers, new_dispatch, plan_all_to_all
-from mxep.comms import rows as comms_rows
+from mxep.comms import (
+    NEW,
+    compare_headers,
+    mark_headers,
+    new_dispatch,
+    pick_values,
+    plan_all_to_all,
+    plan_slots,
+    read_tables,
+)
 from mxep.comms.kernels import all_to_all as kernels
-from mxep.comms.kernels import rows as gather
 from mxep.comms.layout import differ
 from quant.poison import poisoned_allocations as poisoned_allocations
 
@@ -49,26 +56,15 @@ def random_ids(tokens: int, top_k: int, experts: int, seed: int = 0) -> Tensor:
     ids = torch.randint(-1, experts, (tokens, top_k), generator=random, dtype=torch.int32)
     wrong = torch.tensor([-2, experts, -(2**31), 2**31 - 1], dtype=torch.int32)
     at = torch.randint(0, 30 * len(wrong), ids.shape, generator=random)
-    return torch.where(at < len(wrong), wrong[at.clamp(max=len(wrong) - 1)], ids)
+    return torch.where(at < len(wrong), wrong[at.clamp(max=len(wrong) - 1)], ids).to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "experts_per_rank", "num_ranks"),
-    [
-        (0, 8, 4, 4),
-        (1, 1, 1, 1),
-        (1, 8, 4, 1),
-        (7, 6, 3, 2),
-        (300, 8, 32, 4),
-        (513, 1, 5, 3),
-        (130, 3, 2, 33),
-        (90, 5, 7, 64),
-        (70, 8, 1, 256),
-        (40, 8, 2, 300),
-        (9, 40, 2, 1024),
-        pytest.param(3000, 8, 16, 8, marks=pytest.mark.slow),
-    ],
-)
+# Tokens, top-k, experts a rank, ranks.
+SIZES = [(0, 8, 4, 4), (1, 1, 1, 1), (1, 8, 4, 1), (7, 6, 3, 2), (300, 8, 32, 4), (513, 1, 5, 3), (130, 3, 2, 33)]
+SIZES += [(90, 5, 7, 64), (40, 8, 2, 300), (9, 40, 2, 1024), pytest.param(3000, 8, 16, 8, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts_per_rank", "num_ranks"), SIZES)
 def test_the_plan_equals_its_reference(tokens, top_k, experts_per_rank, num_ranks):
     check_plan(random_ids(tokens, top_k, experts_per_rank * num_ranks), experts_per_rank, num_ranks)
 
@@ -86,7 +82,7 @@ def test_the_plan_of_many_tiles_a_program_and_many_programs(monkeypatch):
     check_plan(ids, 3, 4)
 
 
-@pytest.mark.parametrize("filled", [-1, -2, 0, 11, 12, 5])
+@pytest.mark.parametrize("filled", [-1, -2, 0, 11, 12])
 def test_the_plan_where_all_pairs_are_alike(filled):
     """None routed, all invalid, all to one rank, and twins."""
     check_plan(torch.full((150, 3), filled, dtype=torch.int32), 3, 4)
@@ -107,58 +103,6 @@ def test_the_plan_reads_tables_of_any_strides():
         assert_bitwise(one, other, name)
 
 
-INDEX = torch.tensor([2, -1, 0, -2, 3, 3, -1], dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    "widths", [(64,), (64, 8), (24, 6), (3, 2), (1, 1, 1), (2, 40), (0, 8), (7,), (12, 4), (2064, 65)]
-)
-@pytest.mark.parametrize("table", [0, 8, 5])
-@pytest.mark.parametrize("number", [None, 2**29 - 2, -1 - 2**27])
-def test_joined_rows_equal_their_reference(widths, table, number):
-    payload = [content(i, 4, width).to(DEVICE) for i, width in enumerate(widths)]
-    beside = content(7, len(INDEX), table).to(DEVICE) if table else None
-    of = None if number is None else torch.tensor([number], dtype=torch.int32, device=DEVICE)
-    other = torch.cat(payload[1:], 1) if len(payload) > 1 else None
-    args = payload[0], other, INDEX.to(DEVICE), beside, of, 3
-    got, expected = gather.join_rows(*args), comms_rows.join_parts.reference(*args)
-    assert_bitwise(got, expected, "rows")
-    assert_bitwise(join_rows(payload, INDEX.to(DEVICE), beside, of, 3), expected, "rows")
-    assert got.shape[1] % 16 == 0
-    used = sum(widths)
-    assert_bitwise(got[2, 4:used], torch.cat([part[0] for part in payload])[4:used], "a row")
-    if number is None:
-        assert not got[1, :used].any()
-    else:
-        assert got[[1, 3, 6], :4].contiguous().view(torch.int32).flatten().tolist() == [4 * number + 3] * 3
-        assert not got[1, 4:used].any()
-
-
-def test_joined_rows_of_any_strides_and_of_no_rows():
-    wide = content(0, 4, 100).to(DEVICE)
-    index = INDEX.to(DEVICE)
-    for part, other in (
-        (wide[:, 3:20], wide[:, 32:64]),
-        (wide[:, 2:18], None),
-        (wide[:, ::2], wide[:, 4:8]),
-        (wide[:1].expand(4, 100), None),
-        (wide[:, :4].expand(4, 4)[:, :1], wide[:, 1:2]),
-    ):
-        args = part, other, index, content(1, len(INDEX), 40).to(DEVICE)[:, 8:16], None, 0
-        assert_bitwise(gather.join_rows(*args), comms_rows.join_parts.reference(*args), "rows")
-    nothing = torch.empty(0, 24, dtype=torch.uint8, device=DEVICE)
-    args = nothing, None, torch.full((3,), -1, dtype=torch.int32, device=DEVICE), None, None, 0
-    assert not gather.join_rows(*args).any()
-    assert gather.join_rows(wide, None, index[:0], None, None, 0).shape == (0, 112)
-
-
-def test_joined_rows_of_more_than_one_tile(monkeypatch):
-    monkeypatch.setattr(gather, "TILE_BYTES", 256)
-    args = content(0, 4, 24).to(DEVICE), content(1, 4, 4).to(DEVICE), INDEX.to(DEVICE).repeat(9), None
-    args = *args, torch.tensor([5], dtype=torch.int32, device=DEVICE), 1
-    assert_bitwise(gather.join_rows(*args), comms_rows.join_parts.reference(*args), "rows")
-
-
 def header_case(width: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, sizes and number. Rows that are no headers differ from the word, and rows lie apart."""
     random = torch.Generator().manual_seed(blocks)
@@ -167,8 +111,7 @@ def header_case(width: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows.to(DEVICE), sizes.to(DEVICE), torch.tensor([2**29 - 5], dtype=torch.int32, device=DEVICE)
 
 
-@pytest.mark.parametrize("width", [1, 3, 4, 16])
-@pytest.mark.parametrize("blocks", [1, 2, 3, 8, 300])
+@pytest.mark.parametrize(("width", "blocks"), [(1, 3), (3, 300), (4, 1), (16, 2), (16, 300)])
 def test_headers_equal_their_references(width, blocks):
     rows, sizes, number = header_case(width, blocks)
     marked = rows.clone()
@@ -235,3 +178,95 @@ def test_a_cell_behind_the_word_is_not_compared():
     found = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     kernels.compare_headers(rows, sizes, number, found, 1)
     assert not found.any()
+
+
+# ── slots of nodes ──
+
+
+def check_slots(
+    ids: Tensor, num_nodes: int, num_slots: int, experts_per_node: int, counts: tuple[int, ...] = (3, 4, 5)
+):
+    weights = torch.arange(1, ids.numel() + 1, dtype=torch.float32, device=DEVICE).view(ids.shape)
+    sizes = num_nodes, num_slots, experts_per_node, num_nodes * experts_per_node
+    got_counts, expected_counts = torch.tensor([counts, counts], device=DEVICE)
+    got = kernels.plan_slots(ids, weights, got_counts, *sizes)
+    expected = plan_slots.reference(ids, weights, expected_counts, *sizes)
+    for name, one, other in zip(("ids", "slots", "tokens", "tables"), got, expected, strict=True):
+        assert_bitwise(one, other, name)
+    assert got_counts.tolist() == expected_counts.tolist()
+    return got, got_counts
+
+
+# Tokens, top-k, nodes, slots of each, experts a node.
+SLOTS = [(0, 8, 2, 1, 4), (1, 1, 1, 1, 1), (300, 8, 2, 300, 16), (300, 8, 2, 100, 16), (513, 6, 3, 1, 7)]
+SLOTS += [(257, 1, 4, 60, 2), (130, 5, 33, 11, 3), (40, 8, 300, 2, 2), (7, 40, 2, 5, 2)]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "num_nodes", "num_slots", "experts_per_node"), SLOTS)
+def test_slots_equal_their_reference(tokens, top_k, num_nodes, num_slots, experts_per_node):
+    check_slots(random_ids(tokens, top_k, num_nodes * experts_per_node), num_nodes, num_slots, experts_per_node)
+
+
+@pytest.mark.parametrize("filled", [-1, -2, 0, 11, 12])
+@pytest.mark.parametrize("num_slots", [1, 300])
+def test_slots_where_all_pairs_are_alike(filled, num_slots):
+    ids = torch.full((300, 3), filled, dtype=torch.int32, device=DEVICE)
+    _, counts = check_slots(ids, 3, num_slots, 4)
+    routed = 0 <= filled < 12
+    lost = 3 * (300 - num_slots) if routed else 0
+    assert counts.tolist() == [300 if routed else 3, 4 + lost, 5 + (0 if routed or filled == -1 else 900)]
+
+
+def test_the_most_tokens_for_a_node_are_kept():
+    ids = torch.zeros(5, 2, dtype=torch.int32, device=DEVICE)
+    assert check_slots(ids, 2, 5, 2, (9, 0, 0))[1].tolist() == [9, 0, 0]
+
+
+def test_slots_of_many_tiles_a_program_and_many_programs(monkeypatch):
+    """As of large batches: a program has several tiles, and earlier programs' counts are summed in several reads."""
+    monkeypatch.setattr(kernels, "NODE_TILE", 16)
+    monkeypatch.setattr(kernels, "FLAT_TILE", 32)
+    monkeypatch.setattr(kernels, "MOST_CHUNKS", 5)
+    monkeypatch.setattr(kernels, "COUNTS_AT_ONCE", 8)
+    ids = random_ids(210, 4, 12)
+    for num_slots in (210, 50, 3):
+        check_slots(ids, 3, num_slots, 4)
+    monkeypatch.setattr(kernels, "MOST_CHUNKS", 50)
+    ids[::7] = 2**31 - 1
+    check_slots(ids, 3, 50, 4)
+
+
+def test_slots_of_batches_whose_products_pass_32_bits():
+    """n C > 2^32: 70,000 tokens of one node for 65,000 slots."""
+    ids = torch.zeros(70_000, 1, dtype=torch.int32, device=DEVICE)
+    (_, slots, *_), counts = check_slots(ids, 1, 65_000, 1, (0, 0, 0))
+    assert int((slots >= 0).sum()) == 65_000
+    assert counts.tolist() == [70_000, 5_000, 0]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 400])
+@pytest.mark.parametrize("top_k", [1, 6])
+def test_tables_are_read_as_they_were_written(rows, top_k):
+    ids = random_ids(rows, top_k, 12).clamp(-1, 11)
+    weights = torch.rand(rows, top_k, device=DEVICE)
+    tables = torch.cat((ids + 1, weights.view(torch.int32)), 1).view(torch.uint8)
+    wide = torch.cat((tables, tables), 1)[:, : tables.shape[1]]
+    for given in (tables, wide):
+        got, expected = kernels.read_tables(given, 4, 5), read_tables.reference(given, 4, 5)
+        assert torch.equal(got[0], torch.where((ids >= 4) & (ids < 9), ids - 4, -1))
+        assert torch.equal(got[1], weights)
+        assert all(map(torch.equal, got, expected))
+        assert all(one.is_contiguous() for one in got)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "num_nodes"), [(0, 4, 2), (1, 1, 1), (300, 6, 3)])
+def test_values_are_those_of_each_pairs_node(tokens, top_k, num_nodes):
+    ids = random_ids(tokens, top_k, 4 * num_nodes).clamp(-1, 4 * num_nodes - 1)
+    slots = torch.randint(-1, 20, (tokens, num_nodes), dtype=torch.int32, device=DEVICE)
+    values = torch.rand(20, top_k, device=DEVICE)
+    got = kernels.pick_values(values, slots, ids, 4)
+    assert_bitwise(got, pick_values.reference(values, slots, ids, 4), "values")
+    for t, k in ((t, k) for t in range(min(tokens, 20)) for k in range(top_k)):
+        expert = int(ids[t, k])
+        slot = int(slots[t, expert // 4]) if expert >= 0 else -1
+        assert got[t, k] == (values[slot, k] if slot >= 0 else 0)

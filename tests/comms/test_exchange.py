@@ -307,44 +307,29 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     wide, seven = torch.zeros(6, 81, dtype=torch.uint8, device=ctx.device), torch.zeros(7, 3, device=ctx.device)
     short_plan = dataclasses.replace(plan, slot_rows=plan.slot_rows[:5])
-    refused = [
-        (lambda: dispatch(workspace, (seven,), good.ids), r"payload: got torch.float32 \(7, 3\), wanted torch.uint8"),
-        (
-            lambda: dispatch(workspace, (wide[:, :0], wide[:, :8]), good.ids),
-            r"payload: .* \(6, 0\), .* at least one byte",
-        ),
-        (lambda: dispatch(workspace, (wide,), good.ids), "payload: got 81 bytes a row, wanted 1 to 80"),
-        (
-            lambda: dispatch(workspace, (good.payload[0], wide[:5]), good.ids),
-            r"payload: .* \(5, 81\), wanted .* \(6, bytes",
-        ),
-        (
-            lambda: dispatch(workspace, (seven.byte(),), seven.int()),
-            "batch: got 7 tokens, wanted at most max_tokens = 6",
-        ),
-        (
-            lambda: dispatch(workspace, good.payload, good.ids, num_sms=0, async_op=True),
-            "num_sms: got 0, wanted at least 1",
-        ),
-        (
-            lambda: dispatch(workspace, good.payload, good.ids.float()),
-            r"expert_ids: got torch.float32 \(6, 3\), wanted",
-        ),
-        (lambda: dispatch(workspace, good.payload, good.ids[:, :2]), r"expert_ids: .* \(6, 2\), wanted .* \(6, 3\)"),
-        (lambda: dispatch(workspace, good.payload, good.ids, good.weights.bfloat16()), r"weights: got torch.bfloat16"),
-        (
-            lambda: combine(workspace, rows[1:], plan, good.ids),
-            "rows: got torch.float32 .*, wanted torch.bfloat16 or",
-        ),
-        (lambda: combine(workspace, rows.half(), plan, good.ids), "rows: got torch.float16"),
-        (lambda: combine(workspace, rows, plan, good.ids, row_values=rows), "row_values: got torch.float32"),
-        (lambda: combine(workspace, rows, plan, seven.int()), "expert_ids: got 7 tokens, wanted at most"),
-        (
-            lambda: combine(workspace, rows, short_plan, good.ids),
-            r"plan.slot_rows: got \(5, 3\), wanted \(6, 3",
-        ),
-    ]
-    for call, message in refused:
+
+    def out(payload=good.payload, ids=good.ids, weights=None, **how):
+        return lambda: dispatch(workspace, payload, ids, weights, **how)
+
+    def home(rows=rows, plan=plan, ids=good.ids, values=None):
+        return lambda: combine(workspace, rows, plan, ids, row_values=values)
+
+    for call, message in (
+        (out((seven,)), r"payload: got torch.float32 \(7, 3\), wanted torch.uint8"),
+        (out((wide[:, :0], wide[:, :8])), r"payload: .* \(6, 0\), .* at least one byte"),
+        (out((wide,)), "payload: got 81 bytes a row, wanted 1 to 80"),
+        (out((good.payload[0], wide[:5])), r"payload: .* \(5, 81\), wanted .* \(6, bytes"),
+        (out((seven.byte(),), seven.int()), "batch: got 7 tokens, wanted at most max_tokens = 6"),
+        (out(num_sms=0, async_op=True), "num_sms: got 0, wanted at least 1"),
+        (out(ids=good.ids.float()), r"expert_ids: got torch.float32 \(6, 3\), wanted"),
+        (out(ids=good.ids[:, :2]), r"expert_ids: .* \(6, 2\), wanted .* \(6, 3\)"),
+        (out(weights=good.weights.bfloat16()), r"weights: got torch.bfloat16"),
+        (home(rows[1:]), "rows: got torch.float32 .*, wanted torch.bfloat16 or"),
+        (home(rows.half()), "rows: got torch.float16"),
+        (home(values=rows), "row_values: got torch.float32"),
+        (home(ids=seven.int()), "expert_ids: got 7 tokens, wanted at most"),
+        (home(plan=short_plan), r"plan.slot_rows: got \(5, 3\), wanted \(6, 3"),
+    ):
         with pytest.raises(ValueError, match=message):
             call()
     assert workspace.arena.exchanges == 1

@@ -1,4 +1,4 @@
-"""The ops by themselves: opcheck, no reads from the device, and what gather and sum do with odd indices."""
+"""All ops of the package by themselves: opcheck, no reads from the device, one launch or two."""
 
 import importlib
 
@@ -8,10 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comms.cases import assert_bitwise, content
-from mxep.comms import all_to_all, gather_rows, plan, rows, sum_slots
-from mxep.comms.kernels import rows as gather
-from mxep.comms.layout import CHANNELS, NUM_COUNTERS, Layout
+from comms.cases import content
+from mxep.comms import all_to_all, plan, rows
 
 IDS = torch.tensor([[0, 3], [-1, 1], [2, 2]], dtype=torch.int32)
 SLOT_ROWS = torch.tensor([[0, 3], [-1, 1], [2, -2], [-2, -2], [-1, -1], [4, 5]], dtype=torch.int32)
@@ -102,67 +100,3 @@ def test_a_launcher_launches_once_or_twice_and_calls_no_op_of_torch(name, monkey
         getattr(module, function)(*args)
     assert not ops.seen
     assert len(launched) == (2 if "plan" in name else 1)
-
-
-def test_gather_makes_zero_rows_where_there_is_no_row():
-    source = content(3, 4, 6)
-    (rows_of_index,) = gather_rows((source,), torch.tensor([2, -1, 0, -2, 2], dtype=torch.int32))
-    zero = torch.zeros(6, dtype=torch.uint8)
-    assert_bitwise(rows_of_index, torch.stack((source[2], zero, source[0], zero, source[2])), "rows")
-
-
-def test_gather_without_an_index_makes_dense_copies():
-    wide = content(3, 4, 6).to("cuda" if torch.cuda.is_available() else "cpu")
-    (copy,) = gather_rows((wide[:, 1:4],), None)
-    assert copy.is_contiguous()
-    assert_bitwise(copy, wide[:, 1:4], "rows")
-    copy.zero_()
-    assert_bitwise(wide.cpu(), content(3, 4, 6), "source")
-
-
-def test_gather_from_nothing_makes_zero_rows():
-    (rows_of_index,) = gather_rows((torch.empty(0, 3),), torch.tensor([-1, -1], dtype=torch.int32))
-    assert_bitwise(rows_of_index, torch.zeros(2, 3), "rows")
-
-
-def test_slots_are_summed_in_fp32_and_rounded_once():
-    big_and_small = torch.tensor([[256.0], [1.0], [1.0], [float("nan")]]).bfloat16()
-    slot_rows = torch.tensor([[0, 1, 2], [1, -1, -1], [-1, -2, -1]], dtype=torch.int32)
-    # bf16 steps by 2 above 256: adding 1 twice with rounding between would stay at 256.
-    assert_bitwise(sum_slots(big_and_small, slot_rows), torch.tensor([[258.0], [1.0], [0.0]]).bfloat16(), "sums")
-
-
-def test_regions_of_a_layout_are_aligned_and_apart():
-    layout = Layout(world_size=3, max_tokens=5, top_k=3, row_bytes=48)
-    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    regions = [buffer[: CHANNELS * 3 * 8], buffer[layout.counters_start :][: NUM_COUNTERS * 8]]
-    regions += [layout.rows(buffer), layout.ids(buffer), layout.values(buffer), layout.num_tokens(buffer)]
-    ends = 0
-    for region in regions:
-        start = region.data_ptr() - buffer.data_ptr()
-        assert start % 16 == 0
-        assert start >= ends
-        ends = start + region.numel() * region.element_size()
-    assert ends <= layout.nbytes
-    assert regions[2].shape == (15, 48)
-    assert regions[3].shape == regions[4].shape == (3, 5, 3)
-    other = Layout(world_size=3, max_tokens=50, top_k=1, row_bytes=64)
-    places = (layout.counters_start, layout.rows_start)
-    assert places == (other.counters_start, other.rows_start)
-
-
-@pytest.mark.parametrize("name", ["gather_rows", "sum_slots"])
-def test_the_kernels_equal_their_references_whatever_the_strides(name):
-    """On a GPU, or interpreted. Indices are every other column; a part has no columns; rows are cut from wider ones."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    index = torch.tensor([[2, 9, 3], [-1, 9, 1], [0, 9, -2], [-2, 9, -1]], dtype=torch.int32, device=device)[:, ::2]
-    if name == "gather_rows":
-        wide = content(0, 4, 40).to(device)
-        payload = [wide[:, 3:11], wide[:, 8:32], wide[:, :0], torch.randn(4, 20, device=device)]
-        calls = [(part, which, None) for which in (index[:, 0].contiguous(), None) for part in payload]
-        pairs = [(gather.gather_rows(*call), rows.gather_part.reference(*call)) for call in calls]
-    else:
-        summands = torch.randn(4, 37, device=device).bfloat16()[:, :21]
-        pairs = [(gather.sum_slots(summands, index), rows.sum_slots.reference(summands, index))]
-    for got, wanted in pairs:
-        assert_bitwise(got, wanted, name)
