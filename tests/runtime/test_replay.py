@@ -70,22 +70,6 @@ def test_the_second_call_of_a_kind_is_recorded_and_later_ones_are_played(replays
     assert not function.refused
 
 
-def test_streams_autocast_and_inference_are_kinds_of_their_own(
-    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    function = replayed(lambda x: x + 1)
-    x, kinds = torch.zeros(4), 0
-    for context in (nullcontext, lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode):
-        with context():
-            function(x)
-        kinds += 1
-        assert len(function._kinds) == kinds
-    monkeypatch.setattr(replay, "_stream", lambda device: 1)
-    function(x)
-    assert len(function._kinds) == kinds + 1
-    assert function.replays == 0
-
-
 def test_kinds_that_come_again_are_kept(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST_RECORDS", 3)
     function = replayed(lambda x: x + 1)
@@ -96,24 +80,6 @@ def test_kinds_that_come_again_are_kept(replays_on_cpu: None, monkeypatch: pytes
         function(torch.zeros(7))
     assert len(function._kinds) == 3
     assert function.replays == 1 + 20, "what came again was kept"
-
-
-def test_arguments_that_are_one_tensor_are_a_kind_of_their_own(replays_on_cpu: None) -> None:
-    function = replayed(lambda x, y: x + y)
-    x, y, z = (torch.zeros(4) for _ in range(3))
-    for given in ([x, y], [y, z], [z, x], [x, x], [z, z], [y, y]):
-        function(*given)
-    assert function.replays == 2
-    assert len(function._kinds) == 2
-
-
-def test_where_a_tensor_begins_is_told_apart_to_32_bytes(replays_on_cpu: None) -> None:
-    function, x = replayed(lambda x: x + 1), torch.zeros(64)
-    first = -x.data_ptr() // 4 % 8  # where 32 bytes begin
-    for start in (0, 8, 16, 24, 4, 12):
-        function(x[first + start :][:8])
-    assert len(function._kinds) == 2
-    assert function.replays == 2
 
 
 def test_replays_can_be_paused(replays_on_cpu: None) -> None:
@@ -133,18 +99,83 @@ def test_what_tells_two_calls_apart(replays_on_cpu: None) -> None:
     calls = [
         [x, other, None],
         [x, None, other],
+        [x, x, None],
         [x, x.t(), None],
         [x, torch.zeros(4, 8)[:, ::2], None],
         [x, other.int(), None],
+        *[[x, value] for value in (0.0, -0.0, 0, False, 1, True, 1.0)],
         [mx[0]],
         [mx[1]],
+        [mx[0]._replace(dtype=torch.float32)],
+        [*mx[0][:3]],
     ]
-    calls += [[mx[0]._replace(dtype=torch.float32)], [*mx[0][:3]]]
     function = replayed(lambda *args: None)
     for number, call in enumerate(calls, 1):
         function(*call)
         assert len(function._kinds) == number
     assert function.replays == 0
+
+
+def test_calls_of_one_kind_may_have_other_tensors_and_an_equal_nan(replays_on_cpu: None) -> None:
+    function = replayed(lambda x, y, factor: (x + y) * factor)
+    x, y, z = (torch.zeros(4) for _ in range(3))
+    for given in ([x, y], [y, z], [z, x]):
+        function(*given, float("nan"))
+    assert (function.replays, len(function._kinds)) == (1, 1)
+
+
+def test_where_a_tensor_begins_is_told_apart_to_32_bytes(replays_on_cpu: None) -> None:
+    function, x = replayed(lambda x: x + 1), torch.zeros(64)
+    first = -x.data_ptr() // 4 % 8  # where 32 bytes begin
+    for start in (0, 8, 16, 24, 4, 12):
+        function(x[first + start :][:8])
+    assert (function.replays, len(function._kinds)) == (2, 2)
+
+
+def test_inference_tensors_are_a_kind_of_their_own(replays_on_cpu: None) -> None:
+    with torch.inference_mode():
+        made = torch.zeros(4)
+    function = replayed(lambda x, y: x + y)
+    for x in (torch.zeros(4), torch.zeros(4), torch.zeros(4), made):
+        function(x, torch.ones(4))
+    assert (function.replays, len(function._kinds)) == (1, 2)
+
+
+SETTINGS = {
+    "_get_deterministic_algorithms": True,
+    "_get_deterministic_fill_uninitialized_memory": False,
+    "_get_fp32_precision_getter": "tf32",
+    "_get_cublas_allow_bf16_reduced_precision_reduction": (False, True),
+    "_get_cublas_allow_fp16_reduced_precision_reduction": (False, True),
+    "_get_cublas_allow_fp16_accumulation": True,
+    "_get_sm_carveout_experimental": 8,
+    "_get_blas_preferred_backend": 2,
+}
+
+
+@pytest.mark.parametrize("what", ["stream", "autocast", "its dtype", "inference mode", *SETTINGS])
+def test_a_setting_by_which_torch_chooses_kernels_makes_another_kind(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    function, context = replayed(lambda x: x + 1), nullcontext()
+    if what == "its dtype":
+        monkeypatch.setattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+    for _ in range(4):
+        function(torch.zeros(4))
+    if what == "stream":
+        monkeypatch.setattr(replay, "_stream", lambda device: 1)
+    elif what == "autocast":
+        context = torch.autocast("cpu", torch.bfloat16)
+    elif what == "its dtype":
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float64)
+    elif what == "inference mode":
+        context = torch.inference_mode()
+    else:
+        monkeypatch.setattr(torch._C, what, lambda *args: SETTINGS[what])
+    x = torch.zeros(4)
+    with context:
+        function(x)
+    assert (function.replays, len(function._kinds)) == (2, 2)
 
 
 def test_where_somebody_listens_the_function_is_called(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,66 +198,6 @@ def test_where_somebody_listens_the_function_is_called(replays_on_cpu: None, mon
     assert len(function._kinds) == 1
     function(x)
     assert function.replays == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("_get_deterministic_algorithms", True),
-        ("_get_deterministic_fill_uninitialized_memory", False),
-        ("_get_fp32_precision_getter", "tf32"),
-        ("_get_cublas_allow_bf16_reduced_precision_reduction", (False, True)),
-        ("_get_cublas_allow_fp16_reduced_precision_reduction", (False, True)),
-        ("_get_cublas_allow_fp16_accumulation", True),
-        ("_get_sm_carveout_experimental", 8),
-        ("_get_blas_preferred_backend", 2),
-    ],
-)
-def test_a_setting_by_which_torch_chooses_kernels_makes_another_kind(
-    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
-) -> None:
-    function = replayed(lambda x: x + 1)
-    for _ in range(4):
-        function(torch.zeros(4))
-    monkeypatch.setattr(torch._C, name, lambda *args: value)
-    function(torch.zeros(4))
-    assert (function.replays, len(function._kinds)) == (2, 2)
-
-
-def test_the_dtype_of_autocast_makes_another_kind(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-    function = replayed(lambda x: x + 1)
-    for dtype in (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16):
-        monkeypatch.setattr(torch, "get_autocast_dtype", lambda device, dtype=dtype: dtype)
-        function(torch.zeros(4))
-    assert (function.replays, len(function._kinds)) == (1, 2)
-
-
-@pytest.mark.parametrize(("one", "other"), [(0.0, -0.0), (1, True), (1, 1.0), (0, False)])
-def test_equal_values_of_other_signs_and_types_are_kinds_of_their_own(
-    replays_on_cpu: None, one: Any, other: Any
-) -> None:
-    function = replayed(lambda x, factor: x * factor)
-    for factor in (one, one, one, other):
-        got = function(torch.ones(2), factor)
-        assert got.signbit().tolist() == (torch.ones(2) * factor).signbit().tolist()
-    assert (function.replays, len(function._kinds)) == (1, 2)
-
-
-def test_a_factor_that_is_not_a_number_is_one_kind(replays_on_cpu: None) -> None:
-    function = replayed(lambda x, factor: x * factor)
-    for _ in range(5):
-        function(torch.ones(2), float("nan"))
-    assert (function.replays, len(function._kinds)) == (3, 1)
-
-
-def test_inference_tensors_are_a_kind_of_their_own(replays_on_cpu: None) -> None:
-    with torch.inference_mode():
-        made = torch.zeros(4)
-    function = replayed(lambda x, y: x + y)
-    for x in (torch.zeros(4), torch.zeros(4), torch.zeros(4), made):
-        function(x, torch.ones(4))
-    assert (function.replays, len(function._kinds)) == (1, 2)
 
 
 def test_an_error_of_a_first_call_leaves_replays_as_they_were(replays_on_cpu: None) -> None:
