@@ -152,14 +152,9 @@ def _heads(sizes: Tensor) -> Tensor:
     capability=ANY_GPU,
 )
 def plan_slots(
-    expert_ids: Tensor,
-    weights: Tensor,
-    counts: Tensor,
-    num_nodes: int,
-    num_slots: int,
-    experts_per_node: int,
+    expert_ids: Tensor, weights: Tensor, counts: Tensor, num_nodes: int, num_slots: int, experts_per_node: int,
     num_experts: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Give each token a slot on each node that it needs. If more than C tokens need one, C evenly spread ones go.
 
     expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. num_slots: C, at least 1. counts: (3,) int64,

@@ -173,13 +173,9 @@ class PlainExchange:
         number.fill_(arena.dispatches)
 
     def dispatch(
-        self,
-        buffer: SymmetricBuffer,
-        payload: Sequence[Tensor],
-        expert_ids: Tensor,
-        num_sms: int | None = None,
-        number: Tensor | None = None,
-    ) -> None:
+        self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor,
+        num_sms: int | None = None, number: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """number: number of the repeated dispatch, or `Workspace.new_dispatch`; None: unknown."""
         packed = _pack([part[: len(expert_ids)] for part in payload])
         slot = self.rank * self.layout.max_tokens + torch.arange(len(packed), dtype=torch.int64, device="cpu")
@@ -191,15 +187,9 @@ class PlainExchange:
         self._meet("dispatch", width_of(payload), number)
 
     def combine(
-        self,
-        buffer: SymmetricBuffer,
-        rows: Tensor,
-        row_values: Tensor | None,
-        plan: RoutingPlan,
-        expert_ids: Tensor,
-        out: Tensor,
-        values: Tensor | None,
-    ) -> None:
+        self, buffer: SymmetricBuffer, rows: Tensor, row_values: Tensor | None, plan: RoutingPlan, expert_ids: Tensor,
+        out: Tensor, values: Tensor | None,
+    ) -> None:  # fmt: skip
         layout, local, width = self.layout, buffer.local, rows.shape[1] * rows.itemsize
         packed = _pack([sum_slots(rows, plan.slot_rows).view(torch.uint8)])
         slot = self.rank * layout.max_tokens + torch.arange(layout.max_tokens, dtype=torch.int64, device="cpu")

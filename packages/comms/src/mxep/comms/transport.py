@@ -241,14 +241,9 @@ class PeerTimeout(RuntimeError):
     """
 
     def __init__(
-        self,
-        rank: int,
-        missing: Mapping[int, int],
-        step: str,
-        counter: int,
-        limit: float,
+        self, rank: int, missing: Mapping[int, int], step: str, counter: int, limit: float,
         group: dist.ProcessGroup | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         late = ", ".join(f"rank {peer} (last seen at barrier {seen})" for peer, seen in missing.items())
         why = ""
         if step == "barrier":  # exchanges begin with one after a graph was captured

@@ -331,14 +331,9 @@ def pick_values_kernel(
 
 
 def plan_slots(
-    expert_ids: Tensor,
-    weights: Tensor,
-    counts: Tensor,
-    num_nodes: int,
-    num_slots: int,
-    experts_per_node: int,
+    expert_ids: Tensor, weights: Tensor, counts: Tensor, num_nodes: int, num_slots: int, experts_per_node: int,
     num_experts: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """mxep::plan_slots."""
     (tokens, top_k), device = expert_ids.shape, expert_ids.device
     expert_ids, weights = expert_ids.contiguous(), weights.detach().contiguous()

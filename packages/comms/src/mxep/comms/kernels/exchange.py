@@ -214,13 +214,9 @@ class KernelExchange:
         return op_id, layout.ids_start, layout.values_start, layout.num_tokens_start, layout.counters_start
 
     def dispatch(
-        self,
-        buffer: SymmetricBuffer,
-        payload: Sequence[Tensor],
-        expert_ids: Tensor,
-        num_sms: int | None = None,
-        number: Tensor | None = None,
-    ) -> None:
+        self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor,
+        num_sms: int | None = None, number: Tensor | None = None,
+    ) -> None:  # fmt: skip
         if len(payload) > MOST_PARTS:
             payload = (torch.cat(tuple(payload), 1),)
         part0, part1 = as_words(payload[0], 0), None
@@ -254,15 +250,9 @@ class KernelExchange:
         return self.layout.op_id("dispatch", row_bytes), tile_bytes // (block0 * part0.itemsize), constants
 
     def combine(
-        self,
-        buffer: SymmetricBuffer,
-        rows: Tensor,
-        row_values: Tensor | None,
-        plan: RoutingPlan,
-        expert_ids: Tensor,
-        out: Tensor,
-        values: Tensor | None,
-    ) -> None:
+        self, buffer: SymmetricBuffer, rows: Tensor, row_values: Tensor | None, plan: RoutingPlan, expert_ids: Tensor,
+        out: Tensor, values: Tensor | None,
+    ) -> None:  # fmt: skip
         key = rows.dtype, rows.shape[1]
         if key not in self._known:
             self._known[key] = self._combine_args(*key)

@@ -263,13 +263,9 @@ class PutExchange:
         number.copy_(dispatches)
 
     def dispatch(
-        self,
-        buffer: "StagedBuffer",
-        payload: Sequence[Tensor],
-        expert_ids: Tensor,
-        num_sms: int | None = None,
-        number: Tensor | None = None,
-    ) -> None:
+        self, buffer: "StagedBuffer", payload: Sequence[Tensor], expert_ids: Tensor,
+        num_sms: int | None = None, number: Tensor | None = None,
+    ) -> None:  # fmt: skip
         layout, owner = self.layout, owners(expert_ids, self.experts_per_rank)
         ranks = torch.arange(layout.world_size, device=owner.device, dtype=torch.int64)
         needed = (owner[:, :, None] == ranks).any(1)
@@ -281,15 +277,9 @@ class PutExchange:
         self._meet_with_rows(buffer, "dispatch", width_of(payload), number)
 
     def combine(
-        self,
-        buffer: "StagedBuffer",
-        rows: Tensor,
-        row_values: Tensor | None,
-        plan: RoutingPlan,
-        expert_ids: Tensor,
-        out: Tensor,
-        values: Tensor | None,
-    ) -> None:
+        self, buffer: "StagedBuffer", rows: Tensor, row_values: Tensor | None, plan: RoutingPlan, expert_ids: Tensor,
+        out: Tensor, values: Tensor | None,
+    ) -> None:  # fmt: skip
         layout, staging = self.layout, buffer.staging
         width, bases = rows.shape[1] * rows.itemsize, self.transport.bases
         first_slot = bases + layout.rows_start + self.rank * layout.max_tokens * layout.row_bytes
