@@ -8,16 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import triton
 import triton.language as tl
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from comms.cases import CASES, assert_bitwise, bring_to, make_workspace, plan_slots
-from comms.test_exchange import check_cases, check_one_token, check_over_capacity, check_rounds
+from comms.cases import CASES, assert_bitwise, bring_to, make_workspace
+from comms.test_exchange import (
+    check_cases,
+    check_late,
+    check_no_device_read,
+    check_one_token,
+    check_over_capacity,
+    check_rounds,
+    check_widths,
+)
+from comms.test_symmetric_memory import check_captured
 from comms.transports import PlayedTransport
-from mxep.comms import NvshmemTransport, PeersDisagree, PeerTimeout, SymmetricMemoryTransport, combine, dispatch
+from mxep.comms import NvshmemTransport, SymmetricMemoryTransport, dispatch
 from mxep.comms.layout import PE_SHIFT
 from mxep.comms.nvshmem import exchange as nvshmem
 from mxep.comms.nvshmem.transport import (
@@ -82,84 +90,19 @@ def test_long_rows_are_put_in_pieces(ctx: Context):
 
 
 @distributed(2, device="cuda")
-def test_a_captured_graph_replays_with_new_routing(ctx: Context):
-    workspace = make_workspace(ctx, kind_of(ctx))
-    tokens = workspace.max_tokens
-    given = [tensor.to(ctx.device) for tensor in _bring_full(workspace, ctx.rank, 0)]
-
-    def step():
-        rows, ids, weights = given
-        handle = dispatch(workspace, (rows,), ids, weights)
-        slots, plan = handle.wait(), plan_slots(workspace, handle)
-        back, _ = combine(workspace, torch.ones(plan.max_rows, workspace.dim, device=ctx.device), plan, ids).wait()
-        return slots[0].clone(), handle.tables[0].clone(), back
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        arrived, tables, back = step()
-    for seed in (1, 2, 3):
-        everyone = [_bring_full(workspace, rank, seed) for rank in range(2)]
-        for tensor, new in zip(given, everyone[ctx.rank]):
-            tensor.copy_(new)
-        graph.replay()
-        workspace.transport.check()
-        for rank, (rows, ids, _) in enumerate(everyone):
-            assert_bitwise(tables[rank], ids.int(), f"replay {seed}, ids of rank {rank}")
-            needed = (ids // workspace.num_local_experts == ctx.rank).any(1).nonzero()[:, 0]
-            assert_bitwise(arrived.cpu()[rank * tokens + needed], rows[needed], f"replay {seed}, rows of rank {rank}")
-        routed = (everyone[ctx.rank][1] >= 0).sum(1, keepdim=True).float().expand(-1, workspace.dim)
-        assert_bitwise(back, routed.contiguous(), f"replay {seed}, sums")
-
-
-def _bring_full(workspace, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Always T_max tokens, as a graph has them."""
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    shape = workspace.max_tokens, workspace.top_k
-    rows = torch.randint(0, 256, (shape[0], 24), generator=generator).to(torch.uint8)
-    ids = torch.randint(-1, workspace.num_experts, shape, generator=generator)
-    return rows, ids, torch.rand(shape, generator=generator)
-
-
-@distributed(2, device="cuda")
-def test_moves_wait_for_no_device_read(ctx: Context):
-    workspace = make_workspace(ctx, kind_of(ctx))
-    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
-        rows = torch.zeros(plan.max_rows, workspace.dim, device=ctx.device)
-        combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0]).wait()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def test_a_captured_graph_replays_with_new_routing_and_waits_for_no_device_read(ctx: Context):
+    check_captured(ctx, make_workspace(ctx, kind_of(ctx)))
+    check_no_device_read(ctx, make_workspace(ctx, kind_of(ctx)))
 
 
 @distributed(2, device="cuda")
 def test_a_rank_that_never_comes_is_named(ctx: Context):
-    workspace = make_workspace(ctx, kind_of(ctx), timeout=0.5)
-    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    if ctx.rank != 1:
-        dispatch(workspace, mine.payload, mine.ids).wait()
-        torch.cuda.synchronize()
-        with pytest.raises(PeerTimeout, match=r"waited 0.5 s at dispatch, barrier 1, for rank 1 \(last seen at barr"):
-            dispatch(workspace, mine.payload, mine.ids).wait()
-    dist.barrier(ctx.group)
+    check_late(ctx, kind_of(ctx), 0.5)
 
 
 @distributed(2, device="cuda")
 def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
-    workspace = make_workspace(ctx, kind_of(ctx))
-    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    dispatch(workspace, mine.payload[: 1 + ctx.rank], mine.ids).wait()
-    torch.cuda.synchronize()
-    with pytest.raises(
-        PeersDisagree, match="rank 0 at dispatch with rows of 24 bytes, rank 1 at dispatch with rows of"
-    ):
-        workspace.transport.check()
+    check_widths(ctx, kind_of(ctx))
 
 
 @distributed(2, device="cuda")

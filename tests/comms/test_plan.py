@@ -108,22 +108,6 @@ def draw_tables(data, world: int, e: int, top_k: int, max_tokens: int) -> list[S
     return everyone
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_plan_of_any_shape_is_what_loops_make(data):
-    world, e, top_k = (data.draw(st.integers(1, 4)) for _ in range(3))
-    max_tokens = data.draw(st.integers(0, 6))
-    alignment = data.draw(st.sampled_from([1, 2, 3, 32]))
-    everyone = draw_tables(data, world, e, top_k, max_tokens)
-    rank = data.draw(st.integers(0, world - 1))
-    capacity = data.draw(st.sampled_from(CAPACITIES))
-    options = {"first_expert": rank * e, "num_local_experts": e, "alignment": alignment, "capacity": capacity}
-    options["num_experts"] = data.draw(st.sampled_from([None, world * e]))
-    plan = make_plan(*tables(everyone, max_tokens), **options)
-    exact = capacity == Capacity.exact()
-    check_plan(plan, everyone, max_tokens, range(rank * e, (rank + 1) * e), exact=exact)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_room_there_is_experts_and_sources_are_capped_as_loops_say(data):
