@@ -1,6 +1,7 @@
 """optimize(model): each part alone and all together give the gradients of the model as it was."""
 
 import copy
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 pytest.importorskip("transformers")
 
@@ -15,13 +17,22 @@ from torch._dynamo.utils import counters
 from transformers import Trainer, TrainingArguments
 
 from integration.tiny_models import tiny, token_ids
-from mxep.gemm import converted
+from mxep.gemm import Recipe, converted
 from mxep.gemm.convert import state_of
 from mxep.integration.reference import snr
-from mxep.integration.transformers import MxepCallback, check, load_report, optimize
+from mxep.integration.transformers import (
+    Implementation,
+    MxepCallback,
+    check,
+    expert_parallel,
+    load_report,
+    optimize,
+    register,
+)
 from mxep.integration.transformers.layer import layers
 from mxep.integration.transformers.loss import DeferredHead
 from mxep.integration.transformers.optimize import _compiled_class
+from ranks import Context, distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NOTHING: dict[str, Any] = {"experts": None, "loss": False, "attention": None, "compile": False}
@@ -44,7 +55,7 @@ def model_of(kind: str = "qwen3_moe", name: str = "mxep_mxfp8", **changes: Any) 
 
 
 def gradients(model: Any, steps: int = 2, **kwargs: Any) -> dict[str, Tensor]:
-    """Of the last of some steps, as the first one runs eagerly."""
+    """Of the last of some steps."""
     for seed in range(steps):
         ids = token_ids(seed=seed)
         model.zero_grad()
@@ -155,6 +166,49 @@ def test_checkpointed_layers_are_compiled_too(use_reentrant: bool) -> None:
     assert bool(counters["stats"]) != use_reentrant, "its first forward has no gradients, as in evaluation"
 
 
+@pytest.mark.parametrize("name", ["mxep_mxfp8", "mxep_auto"])
+def test_forwards_before_the_first_backward_are_recomputed_as_they_ran(name: str) -> None:
+    """As in DPO: chosen and rejected sequences, of two lengths."""
+    found = []
+    for optimized in (False, True):
+        model = model_of(name=name)
+        if optimized:
+            optimize(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        batches = token_ids(), token_ids(seed=2)[:, :16]
+        chosen, rejected = (model(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches)
+        (chosen - 0.5 * rejected).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert_close(*found, 40)
+    assert counters["stats"]["unique_graphs"] == 2, "one for each length"
+    assert not counters["graph_break"]
+    check(model)
+
+
+@distributed(2)
+def test_experts_over_ranks_open_their_buffers_within_the_first_compiled_forward(ctx: Context) -> None:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    register(Implementation("mxep_48", Recipe.bf16(), max_tokens=48))
+    found = []
+    for compiled in (False, True):
+        model = tiny().train()
+        expert_parallel(model, mesh, "mxep_48")
+        if compiled:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+                optimize(model, loss=False)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        losses = [model(input_ids=ids, labels=ids).loss for ids in (token_ids(), token_ids(1, seed=ctx.rank))]
+        sum(losses).backward()
+        check(model)
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    for name, expected in found[0].items():
+        got, expected = (getattr(x, "_local_tensor", x) for x in (found[1][name], expected))
+        assert snr(expected, got) > 100, name
+
+
 def test_a_copy_runs_its_own_layers() -> None:
     model = model_of()
     optimize(model)
@@ -182,10 +236,10 @@ def test_the_auxiliary_loss_of_compiled_layers_is_that_of_eager_ones() -> None:
 
 def test_compiled_experts_have_no_routing_of_an_earlier_eager_forward() -> None:
     model = model_of()
-    optimize(model)
     gradients(model, 1)
     assert all(layer.last_routing is not None for _, layer in layers(model))
-    gradients(model, 2)
+    optimize(model)
+    gradients(model, 1)
     assert all(layer.last_routing is None and layer.trained_routing is None for _, layer in layers(model))
     with pytest.warns(UserWarning, match="were compiled, and a graph keeps no routing"):
         assert load_report(model) == {}

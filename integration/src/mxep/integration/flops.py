@@ -51,7 +51,7 @@ def flops_per_token(config: Any, length: float) -> dict[str, float]:
     counted = {
         "projections": layers * projections,
         "attention": heads * (query_key + value) * context,
-        "experts": (layers - dense) * 3 * dim * hidden * config.num_experts_per_tok,
+        "experts": (layers - dense) * 3 * dim * hidden * top_k_of(config),
         "shared experts": (layers - dense) * 3 * dim * shared,
         "dense": dense and dense * 3 * dim * config.intermediate_size,
         "head": dim * -(-config.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
@@ -62,6 +62,14 @@ def flops_per_token(config: Any, length: float) -> dict[str, float]:
 def count_name(config: Any, length: int) -> str:
     """The sizes on which a figure in TFLOP/s depends most, to be named beside it."""
     return f"Megatron's count, {config.num_hidden_layers} layers, vocabulary {config.vocab_size}, sequence {length}"
+
+
+def top_k_of(config: Any) -> int:
+    """K, by the names that configs of transformers have for it. ValueError if there is none."""
+    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"):
+        if top_k := getattr(config, name, None):
+            return int(top_k)
+    raise ValueError(f"{getattr(config, 'model_type', 'config')}: expected num_experts_per_tok, got none")
 
 
 def _dense_layers(config: Any) -> int:

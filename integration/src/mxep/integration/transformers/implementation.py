@@ -27,6 +27,7 @@ from mxep.ep.lora import LoRAWeights
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS
 
+from ..flops import top_k_of
 from .layer import KEY, MAX_TOKENS, Layer, activation_of, check_experts, has_own_parameters
 from .versions import ALL_EXPERTS_FUNCTIONS, default_apply_gate
 
@@ -85,10 +86,12 @@ class Implementation:
 
         lora: as for `mxep.ep.run_experts`. ValueError for experts with a gate of the model's own.
         """
+        return self.ready_layer(experts).forward(experts, hidden_states, top_k_index, top_k_weights, lora)
+
+    def ready_layer(self, experts: nn.Module) -> Layer:
+        """The experts' layer, made where there is none for this implementation."""
         layer: Layer | None = getattr(experts, KEY, None)
-        if layer is None or layer.made_for is not self:
-            layer = self.layer_of(experts)
-        return layer.forward(experts, hidden_states, top_k_index, top_k_weights, lora)
+        return self.layer_of(experts) if layer is None or layer.made_for is not self else layer
 
     def layer_of(self, experts: Any, dispatcher: TokenDispatcher | None = None, *, wgrad_scale: float = 1.0) -> Layer:
         """The experts' layer, made for this implementation. ValueError, with a cure, where it cannot serve them.
@@ -119,6 +122,23 @@ class Implementation:
         layer = Layer(self, self.recipe, self.backend, dispatcher, *how)
         experts.__dict__[KEY] = layer  # nn.Module's own way costs more
         return layer
+
+
+def prepare(experts: Any, hidden_states: Tensor) -> None:
+    """Do what would break a graph of the experts' next forward: make their layer, and pick the recipe of "auto".
+
+    hidden_states: (..., D), tokens of their decoder layer.
+    """
+    how = implementation_of(experts.config)
+    layer: Layer | None = experts.__dict__.get(KEY) if how is None else how.ready_layer(experts)
+    if layer is not None and not isinstance(layer.recipe, Recipe):
+        layer.prepare(experts, hidden_states.flatten(0, -2), top_k_of(experts.config))
+
+
+def implementation_of(config: Any) -> Implementation | None:
+    """mxep's implementation that a config names."""
+    found = ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None), None)
+    return found if isinstance(found, Implementation) else None
 
 
 def route_llama4(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[str]:

@@ -91,8 +91,7 @@ class Layer:
         """x (T, D), expert_ids, weights (T, K) -> (T, D) in x's dtype."""
         if lora is not None and self.activation is None:
             raise ValueError(f"lora: expected experts with a SwiGLU that mxep has, got {type(experts).__name__}")
-        if not self.called:  # compiled, each write would be one more guard
-            self.called = True
+        self.called = True  # without reading it, which would be a guard
         if torch.compiler.is_compiling():
             return self._autocast(experts, x, expert_ids, weights, lora)
         try:
@@ -124,7 +123,7 @@ class Layer:
             weights = weights.float()
         recipe = self.recipe
         if not isinstance(recipe, Recipe):
-            self.recipe, recipe = recipe_of_call(self._pick, experts, x, expert_ids)
+            self.recipe, recipe = recipe_of_call(self._pick, experts, x, expert_ids.shape[1])
         routing: Routing | None
         how: dict[str, Any] = {} if torch.compiler.is_compiling() else {"layer": self.number}
         if self.activation is None:
@@ -155,11 +154,16 @@ class Layer:
             self.trained_routing = routing
         return out
 
-    def _pick(self, experts: Any, x: Tensor, expert_ids: Tensor) -> Recipe | None:
+    def prepare(self, experts: Any, x: Tensor, top_k: int) -> None:
+        """Pick the recipe before a forward of x (T, D) is compiled."""
+        if not isinstance(self.recipe, Recipe):
+            self.recipe, _ = recipe_of_call(self._pick, experts, x, top_k)
+
+    def _pick(self, experts: Any, x: Tensor, top_k: int) -> Recipe | None:
         sizes = experts.down_proj.shape[1:]
         dim, hidden_dim = reversed(sizes) if experts.is_transposed else sizes
         how: dict[str, Any] = {"max_tokens": self.max_tokens, "training": experts.training}
-        return pick_recipe(x, dim, hidden_dim, expert_ids.shape[1], self.dispatcher, **how)
+        return pick_recipe(x, dim, hidden_dim, top_k, self.dispatcher, **how)
 
     def _composed(
         self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor, recipe: Recipe

@@ -17,7 +17,7 @@ import logging
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,8 +26,8 @@ from mxep.ep.recomputation import recomputing
 from mxep.gemm import Recipe, convert, converted, join_linears
 from mxep.gemm.auto import recipe_name, recipe_of
 
-from .implementation import Implementation
-from .layer import KEY, check_experts, is_experts
+from .implementation import Implementation, prepare
+from .layer import check_experts, is_experts
 from .loss import ROWS, defer_head, reason_to_keep_loss
 from .versions import ALL_EXPERTS_FUNCTIONS
 
@@ -36,7 +36,8 @@ CAUSAL = "mxep_causal"
 while a graph is captured, and attention takes longer with it."""
 ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
 
-_RUNS = "_mxep_runs"
+_COMPILED, _EXPERTS = "_mxep_compiled", "_mxep_experts"
+"""Attributes of a compiled decoder layer: whether a forward was compiled, and its modules of experts."""
 
 
 def optimize(
@@ -62,9 +63,8 @@ def optimize(
         return no logits. head_gradient: dtype in which chunks add to the head's gradient, fp32 or bf16.
     attention: "sdpa" instead of the eager one. "causal" never makes a mask, nor waits for the device to find that none
         is needed: for batches without padding on the left and without packing. None leaves it.
-    compile: `torch.compile` of each decoder layer, in training. A layer's first forward is eager, so that experts are
-        ready: one graph then serves all layers. Compiled experts keep no routing: `load_report` has nothing of them.
-        Checkpointed layers stay eager with use_reentrant=True.
+    compile: `torch.compile` of each decoder layer, in training; one graph serves all layers. Compiled experts keep no
+        routing: `load_report` has nothing of them. Checkpointed layers stay eager with use_reentrant=True.
 
     ValueError, before anything changed, for a name or recipe that is none, experts that mxep cannot serve, and
     attention="causal" in a model with attention windows.
@@ -97,10 +97,6 @@ def optimize(
     if swapped:
         model.set_experts_implementation(experts)
         done["experts"] = f"{len(found)} modules by {experts}"
-    if isinstance(how, Implementation):
-        for module in found:
-            if KEY not in module.__dict__:  # what makes it would break a graph
-                how.layer_of(module)
     if recipe is not None:
         parts = [part for block in blocks for part in block.children() if not any(map(is_experts, part.modules()))]
         before = len(converted(model))
@@ -127,6 +123,7 @@ def optimize(
         todo = [block for block in blocks if not hasattr(type(block), "_mxep_base")]
         for block in todo:
             block.__class__ = _compiled_class(type(block))  # type: ignore[arg-type]
+            block.__dict__[_EXPERTS] = [module for module in block.modules() if is_experts(module)]
         if todo:
             done["compile"] = f"{len(todo)} decoder layers"
     for part, what in done.items():
@@ -153,19 +150,21 @@ def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> N
 def _compiled_class(base: Any) -> Any:
     """`base` with a compiled forward. A class, as copies of a model must not run the layers of the original.
 
-    transformers' checkpointing is around this forward, not in the graph.
+    transformers' checkpointing is around this forward, not in the graph. What it recomputes must run as its forward
+    did: a reentrant checkpoint's forward, which has no gradients, was eager.
     """
     compiled = torch.compile(base.forward)
 
     @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
-            return base.forward(self, *args, **kwargs)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__
-        if not recomputing():  # which must run what the forward ran
-            own[_RUNS] = own.get(_RUNS, 0) + 1
-        run = compiled if own.get(_RUNS, 0) > 1 else base.forward
-        return run(self, *args, **kwargs)
+        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not trains or (recomputing() and not own.get(_COMPILED)):
+            return base.forward(self, hidden_states, *args, **kwargs)
+        own[_COMPILED] = True
+        for experts in own[_EXPERTS]:
+            prepare(experts, hidden_states)
+        return compiled(self, hidden_states, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), {**names, "forward": forward, "_mxep_base": base})
