@@ -1,5 +1,6 @@
 """Routing replay: tokens go to the experts of another forward, with weights and gradients of the router."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from integration.tiny_models import force_routing, step, tiny, token_ids, worst
 from mxep.integration.transformers import (
     freeze_experts,
     joined_routing,
+    optimize,
     record_routing,
     replay_routing,
     route_llama4,
@@ -112,6 +114,33 @@ def test_a_recomputed_forward_is_recorded_once(reentrant: bool) -> None:
     with record_routing(model) as found:
         step(model)
     assert [len(calls) for calls in found] == [1] * len(found)
+
+
+@pytest.mark.parametrize("way", ["optimize", "torch.compile"])
+def test_compiled_layers_record_and_replay_eagerly(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    model, expected = (tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16).train() for _ in range(2))
+    run: Any = model
+    if way == "optimize":
+        optimize(model, loss=False)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        run = torch.compile(model)
+    with record_routing(expected) as wanted:
+        step(expected)
+    step(run)
+    with record_routing(model) as found:
+        loss = run(input_ids=token_ids(), labels=token_ids()).loss
+    loss.backward()
+    assert [len(calls) for calls in found] == [1] * LAYERS
+    assert torch.equal(joined_routing(found, BATCH), joined_routing(wanted, BATCH))
+    ids = random_ids()
+    with replay_routing(model, ids):
+        step(run)
+        assert torch.equal(used(model), ids.flatten(0, 1))
+    step(run)
+    assert all(layer.last_routing is None for _, layer in layers(model)), "compiled again"
 
 
 def test_a_generations_routing_is_replayed_in_training() -> None:

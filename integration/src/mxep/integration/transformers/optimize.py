@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -36,8 +37,9 @@ CAUSAL = "mxep_causal"
 while a graph is captured, and attention takes longer with it."""
 ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
 
-_COMPILED, _EXPERTS = "_mxep_compiled", "_mxep_experts"
-"""Attributes of a compiled decoder layer: whether a forward was compiled, and its modules of experts."""
+_COMPILED, _EAGER, _EXPERTS = "_mxep_compiled", "_mxep_eager", "_mxep_experts"
+"""Attributes of a compiled decoder layer: whether its last training forward was compiled, whether the next ones are to
+be eager, and its modules of experts."""
 
 
 def optimize(
@@ -159,12 +161,28 @@ def _compiled_class(base: Any) -> Any:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if not trains or (recomputing() and not own.get(_COMPILED)):
+        if trains and not recomputing():
+            own[_COMPILED] = not own.get(_EAGER)
+        if not trains or not own.get(_COMPILED):
             return base.forward(self, hidden_states, *args, **kwargs)
-        own[_COMPILED] = True
         for experts in own[_EXPERTS]:
             prepare(experts, hidden_states)
         return compiled(self, hidden_states, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), {**names, "forward": forward, "_mxep_base": base})
+
+
+@contextlib.contextmanager
+def eagerly(model: nn.Module) -> Iterator[None]:
+    """Run everything eagerly that is compiled: graphs leave out hooks and forwards that came after them."""
+    compiled = [module.__dict__ for module in model.modules() if hasattr(type(module), "_mxep_base")]
+    before = [own.get(_EAGER, False) for own in compiled]
+    for own in compiled:
+        own[_EAGER] = True
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for own, was in zip(compiled, before):
+            own[_EAGER] = was

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from mxep.ep.recomputation import recomputing
 
 from .layer import is_experts
+from .optimize import eagerly
 
 Ids = Tensor | Sequence[Tensor]
 
@@ -41,7 +42,7 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
     forward equals another bit for bit only if both have the same order.
 
     Raises ValueError for other shapes and dtypes and for ids that are no experts, and in a forward with another number
-    of tokens or of a router that does not use `torch.topk`. Waits for the device once. Not for torch.compile.
+    of tokens or of a router that does not use `torch.topk`. Waits for the device once. What is compiled runs eagerly.
     """
     blocks = _blocks(model)
     given = _of_layers(model, ids, blocks)
@@ -49,7 +50,8 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
     for (name, block), chosen in zip(blocks.items(), given):
         block.forward = _Replay(name, block.forward, _num_experts(name, block), chosen)
     try:
-        yield
+        with eagerly(model):
+            yield
     finally:
         for block, forward in zip(blocks.values(), own):
             if forward is None:
@@ -60,7 +62,10 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
-    """Within it, each MoE layer appends the ids (T, K) of each forward to its list; `joined_routing` joins them."""
+    """Within it, each MoE layer appends the ids (T, K) of each forward to its list; `joined_routing` joins them.
+
+    What is compiled runs eagerly. So do checkpoints of its last forward, also after it.
+    """
     blocks = _blocks(model)
     found: list[list[Tensor]] = [[] for _ in blocks]
     hooks = []
@@ -73,7 +78,8 @@ def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
 
         hooks.append(experts.register_forward_pre_hook(keep, with_kwargs=True))
     try:
-        yield found
+        with eagerly(model):
+            yield found
     finally:
         for hook in hooks:
             hook.remove()
