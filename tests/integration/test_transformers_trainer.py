@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 
 from integration.tiny_models import tiny, token_ids
 from mxep.gemm import QuantizedOnce, quantize_weights_once
+from mxep.gemm.quantize_once import weights_are_held
 from mxep.integration.transformers import MxepCallback, callback, expert_parallel, load_report
 from mxep.integration.transformers.callback import restore
 from mxep.integration.transformers.versions import own_expert_parallel
@@ -270,3 +271,24 @@ def test_each_weight_is_quantized_once_a_step_where_it_is_used_again(
     model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
     Trainer(model, arguments, train_dataset=texts, callbacks=[MxepCallback()]).train()
     assert [once.quantizations for once in opened] == ([quantized] * 2 if quantized else [])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_trainer_that_raises_within_a_step_leaves_no_quantized_weights_open(tmp_path: Path) -> None:
+    model, held = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16), list[bool]()
+
+    def stop(*_: Any) -> None:
+        held.append(weights_are_held())
+        if len(held) > 1:
+            raise OSError("stop")
+
+    model.register_forward_hook(stop)
+    how: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 1, "report_to": [], "save_strategy": "no"}
+    arguments = TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, use_cpu=True, disable_tqdm=True, **how)
+    trainer = Trainer(model, arguments, train_dataset=Tokens())
+    trainer.add_callback(MxepCallback())
+    with pytest.raises(OSError, match="stop"):
+        trainer.train()
+    assert held == [True, True]
+    assert not weights_are_held()
+    torch.optim.SGD(model.parameters(), 0.1).step()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,14 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     After `expert_parallel` a Trainer cannot save: unless `save_strategy` is "no", ValueError as training begins.
 
-    After training ended by an exception call `close()`, or train with the same callback again.
+    Where `Trainer.train` raises, it lets go of quantized weights, too. Making a callback changes `Trainer.train` so.
     """
 
     def __init__(self, *, share_quantized_weights: bool = True, per_layer: bool = False) -> None:
         self.share_quantized_weights = share_quantized_weights
         self.per_layer = per_layer
         self._shared = contextlib.ExitStack()
+        _close_after_training()
 
     def close(self) -> None:
         """Let go of quantized weights."""
@@ -118,6 +120,27 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
         logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)
+
+
+def _close_after_training() -> None:
+    """Let `Trainer.train` close its callbacks in any case: where it raises, it calls none."""
+    from transformers import Trainer  # takes long, and needs accelerate
+
+    own = Trainer.train
+    if hasattr(own, "_closes_mxep"):
+        return
+
+    @functools.wraps(own)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, MxepCallback):
+                    callback.close()
+
+    train._closes_mxep = True  # type: ignore[attr-defined]
+    Trainer.train = train
 
 
 _WEIGHTS, _INDEX, _STATE = "model.safetensors", "model.safetensors.index.json", "trainer_state.json"

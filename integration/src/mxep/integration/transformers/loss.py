@@ -118,7 +118,7 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 def _loss_and_gradient(
     logits: Tensor, labels: Tensor, scale: Tensor, factor: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """scale times the summed loss, 0-d fp32, and factor times the sum's gradient of logits (rows, V), in their dtype."""
+    """scale * the summed loss, 0-d fp32, and factor * its gradient by logits (rows, V), in their dtype."""
     x, valid = logits.float(), labels != ignore_index
     log_sum = x.logsumexp(-1)
     target = x.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
