@@ -29,8 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mxep.integration.launch import FunctionName, init_process_group
-from mxep.integration.process import start_fork_server
+from mxep.integration.launch import FunctionName, init_process_group, start_fork_server
 
 NEW_UTS = 0x04000000
 

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 import triton_interpreter
-from mxep.integration.launch import FunctionName, Rank, init_process_group, resolve_device, run_ranks
-from mxep.integration.process import start_fork_server
+from mxep.integration.launch import FunctionName, Rank, init_process_group, resolve_device, run_ranks, start_fork_server
 
 triton_interpreter.on_import()  # a rank has no conftest
 if not torch.cuda.is_available():

@@ -45,10 +45,10 @@ from mxep.comms import (
     dispatch,
     make_plan,
 )
-from mxep.integration.collective import FailedOnRanks, all_gather_tensor, on_all_ranks
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
-from mxep.integration.results import Row
+from mxep.integration.mesh import FailedOnRanks, all_gather_tensor, on_all_ranks
+from mxep.integration.report import Row
 
 from .runner import Bench, table
 from .timer import Alternative, Timer, free_memory

@@ -32,14 +32,13 @@ import torch
 from torch import nn
 
 from mxep.gemm import Recipe
-from mxep.integration.choices import make_recipe
 from mxep.integration.config import to_json
 from mxep.integration.data import read_text
 from mxep.integration.launch import Rank
 from mxep.integration.mesh import Mesh, local, part
 from mxep.integration.metrics import log_backend
-from mxep.integration.report import write_page
-from mxep.integration.results import Report, Section, provenance
+from mxep.integration.model import make_recipe
+from mxep.integration.report import Report, Section, provenance, write_page
 from mxep.integration.schema import Config
 from mxep.integration.train import Run, Trainer
 

@@ -32,9 +32,9 @@ from typing import Any
 
 from mxep.comms import Capacity
 from mxep.ep.auto import rows_per_expert
-from mxep.integration.choices import make_capacity
 from mxep.integration.config import ConfigError
-from mxep.integration.results import Report, Row, Section
+from mxep.integration.model import make_capacity
+from mxep.integration.report import Report, Row, Section
 from mxep.integration.schema import CASES, ESTIMATES, KEPT_IN_FP8, SIZE_NAMES, Config, moe_layers, sizes_of
 
 from .estimate_costs import MOST_RANKS, Layout, Rates, fit, memory, read

@@ -35,7 +35,7 @@ from mxep.ep.wire import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.integration.config import ConfigError
-from mxep.integration.results import Row
+from mxep.integration.report import Row
 from mxep.quant.shapes import padded_rows
 
 from .layer_cases import BASELINE, MX, WIRE, Case, Problem, Shape, row_bytes, work

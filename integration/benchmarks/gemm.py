@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from mxep.gemm import Backend, Recipe, backends, grouped_mm
-from mxep.integration.collective import describe
-from mxep.integration.results import Row
+from mxep.integration.mesh import describe
+from mxep.integration.report import Row
 from mxep.quant import BLOCK, MXTensor, quantize
 
 from . import baseline

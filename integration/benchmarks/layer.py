@@ -57,10 +57,10 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mxep.integration.collective import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
-from mxep.integration.reference import Results as Tensors
-from mxep.integration.reference import snr
-from mxep.integration.results import Row
+from mxep.integration.mesh import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
+from mxep.integration.metrics import snr
+from mxep.integration.report import Row
+from mxep.integration.verify import Results as Tensors
 
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape, floor_ms, flop, rate, sent_mb, work

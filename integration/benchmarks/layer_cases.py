@@ -47,11 +47,10 @@ from mxep.comms import Capacity
 from mxep.ep import HierarchicalDispatcher, MoE
 from mxep.gemm import grouped_mm, quantize_weights_once
 from mxep.gemm.backends import select
-from mxep.integration.collective import all_gather_tensor
 from mxep.integration.launch import Rank
-from mxep.integration.mesh import local, share
-from mxep.integration.reference import Results
+from mxep.integration.mesh import all_gather_tensor, local, share
 from mxep.integration.schema import KEPT_IN_FP8
+from mxep.integration.verify import Results
 from mxep.quant import BLOCK
 
 from .baseline import PAD, BaselineLayer, Product, bf16_product

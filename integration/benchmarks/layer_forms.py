@@ -38,7 +38,7 @@ from mxep.ep.dispatchers import symmetric
 from mxep.ep.mlp import LayerConfig
 from mxep.ep.shares import local_tensor
 from mxep.gemm.backends import select
-from mxep.integration.graph import capturing
+from mxep.integration.train import capturing
 from mxep.runtime.replay import no_replays
 
 SHAPES = {  # tokens a rank, dim, hidden dim, experts of a rank, top-k

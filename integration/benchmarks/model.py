@@ -52,11 +52,11 @@ from mxep.comms import Capacity
 from mxep.ep import parameter_groups
 from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe
-from mxep.integration.collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
-from mxep.integration.reference import snr
-from mxep.integration.results import Row
+from mxep.integration.mesh import FailedOnRanks, from_all_ranks, on_all_ranks
+from mxep.integration.metrics import snr
+from mxep.integration.report import Row
 from mxep.integration.schema import RECIPES
 from mxep.integration.transformers import Implementation, check, expert_parallel, register
 from mxep.integration.transformers.layer import layers

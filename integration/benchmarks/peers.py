@@ -44,7 +44,8 @@ from torch import Tensor
 
 from benchmarks.peer_layers import PACKAGES, PEERS, RESULTS, SHAPES, Inputs, Layer, Shape, reference, snr
 from benchmarks.peer_table import by_cell, markdown, picture
-from mxep.integration.results import provenance, shortened, write
+from mxep.integration.report import provenance, shortened
+from mxep.integration.report import write_json as write
 
 Row = dict[str, Any]
 

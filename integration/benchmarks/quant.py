@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.integration.results import Row
+from mxep.integration.report import Row
 from mxep.quant import BLOCK, E2M1, E4M3, ScaleMode
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.shapes import padded_rows, round_up

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
-from mxep.integration.results import Report, Row, Section, write
+from mxep.integration.report import Report, Row, Section
+from mxep.integration.report import write_json as write
 from mxep.integration.schema import BenchConfig
 
 from .timer import free_memory

@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 
-from mxep.integration.collective import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
-from mxep.integration.graph import capturing
-from mxep.integration.results import Row
+from mxep.integration.mesh import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
+from mxep.integration.report import Row
+from mxep.integration.train import capturing
 
 GRAPH_SECONDS = 0.02
 LEAD_SECONDS = 0.2

@@ -90,8 +90,8 @@ def make_config(args: argparse.Namespace) -> Any:
     from torchtitan.config import ConfigManager, JobConfig
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-    from mxep.integration.titan_converter import ConverterOptions, build_metrics_processor
-    from mxep.integration.titan_converter import JobConfig as WithOptions
+    from mxep.integration.torchtitan.converter import ConverterOptions, build_metrics_processor
+    from mxep.integration.torchtitan.converter import JobConfig as WithOptions
 
     name, flavor, layers = (MODELS | DEBUG)[args.model]
     spec = get_train_spec(name)

@@ -309,7 +309,10 @@ def die(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts ranks of its own")
 def test_survivors_of_a_killed_rank_are_told_who_it_was_and_exit(tmp_path):
     world_size = min(4, torch.cuda.device_count())
-    script = "import sys, pathlib, comms.test_symmetric_memory as t\nt.die(*map(int, sys.argv[1:3]), pathlib.Path(sys.argv[3]))"
+    script = (
+        "import sys, pathlib, comms.test_symmetric_memory as t\n"
+        "t.die(*map(int, sys.argv[1:3]), pathlib.Path(sys.argv[3]))"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen([sys.executable, "-c", script, str(rank), str(world_size), str(tmp_path)], env=environment)

@@ -16,8 +16,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from docs.test_links import PAGES, ROOT
-from mxep.integration import app, config, schema
-from mxep.integration.schema import configs_dir, register
+from mxep.integration import config, schema
+from mxep.integration.app import register
+from mxep.integration.schema import configs_dir
 
 GPUS = 8
 LAUNCHED = "mxep.integration.app"
@@ -70,7 +71,7 @@ def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch)
     if wrong := [word for word in overrides if word.startswith("-") and word not in FLAGS]:
         return f"no such flag: {wrong}"
     overrides = [word for word in overrides if not word.startswith("-")]
-    if said := config.command_line_complaint(overrides, schema.TASKS):
+    if said := schema.command_line_complaint(overrides, schema.TASKS):
         return said
     for name in ("WORLD_SIZE", "RANK"):
         if ranks is None:
@@ -84,7 +85,7 @@ def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch)
         for job in jobs:
             raw = composed(job)
             if raw.resume is None:
-                app.prepare(raw, job)
+                config.prepare(raw, job)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -93,8 +94,7 @@ def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model as save_pretrained writes it, with a tokenizer and a text; GPUs, and the packages that models want."""
-    for module in (config, app):
-        monkeypatch.setattr(module, "count_gpus", lambda: GPUS)
+    monkeypatch.setattr(config, "gpus", lambda: [None] * GPUS)
     installed = config.importlib.metadata.version
     monkeypatch.setattr(
         config.importlib.metadata, "version", lambda name: "5.17.0" if name == "transformers" else installed(name)

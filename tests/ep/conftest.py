@@ -2,7 +2,7 @@
 
 import os
 
-from mxep.integration.process import start_fork_server
+from mxep.integration.launch import start_fork_server
 from ranks import PRELOAD  # sets TRITON_INTERPRET, which the fork server must know
 
 

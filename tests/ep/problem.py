@@ -1,6 +1,6 @@
 """One layer's problem over several ranks: all ranks draw the whole of it, each runs its share and knows the answer.
 
-The answer comes from `mxep.integration.reference`, which shares no code with mxep.ep.
+The answer comes from `mxep.integration.verify`, which shares no code with mxep.ep.
 W ranks, T tokens of each, D model dim, F hidden dim, E experts, K experts a token.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mxep.ep import MoE
-from mxep.integration.reference import EXACT, Problem, Quantizers, Results, moe_layer
+from mxep.integration.verify import EXACT, Problem, Quantizers, Results, moe_layer
 
 
 def share(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from mxep.ep.bias import add_down_bias
 from mxep.ep.functional import PLAIN
 from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.quant import SwiGLU
 from ranks import distributed
 

@@ -17,7 +17,7 @@ from mxep.ep.dispatchers.base import Routing
 from mxep.ep.dispatchers.handles import Done, Handle
 from mxep.ep.dispatchers.nodes import silence
 from mxep.gemm import Recipe
-from mxep.integration.reference import Results
+from mxep.integration.verify import Results
 from ranks import Context, distributed
 
 DIM, EXPERTS = 64, 12

@@ -17,9 +17,9 @@ from ep.problem import FixedRouting, Ranks, make_ranks, share
 from mxep.comms import Capacity, CapacityExceeded
 from mxep.ep import ExpertParallel, MoE, Router, SymmetricDispatcher, load_balancing_loss
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.integration.reference import Results, quantizers, snr
+from mxep.integration.metrics import snr
 from mxep.integration.schema import CASES
-from mxep.integration.verify import BF16, MARGIN
+from mxep.integration.verify import BF16, MARGIN, Results, quantizers
 from ranks import Context, distributed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from ep.problem import make_ranks
 from mxep.ep import MoE, make_dispatcher
 from mxep.gemm import Recipe
-from mxep.integration.reference import quantizers, snr
-from mxep.integration.verify import BF16, MARGIN
+from mxep.integration.metrics import snr
+from mxep.integration.verify import BF16, MARGIN, quantizers
 from nodes import make_nodes, run_nodes, sent_bytes
 
 pytestmark = pytest.mark.slow  # nodes are torchruns, and some wait until a collective gives up

@@ -13,7 +13,7 @@ from mxep.ep import MoE, make_dispatcher, run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.gemm.backends.reference import Reference
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.quant import SwiGLU
 from ranks import distributed
 

@@ -11,7 +11,7 @@ from ep.problem import FixedRouting
 from mxep.comms import DROPPED, Capacity
 from mxep.ep import ExpertParallel, MoE, SymmetricDispatcher
 from mxep.ep.shares import local_tensor
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from ranks import Context, distributed
 
 T, D, H, E = 40, 64, 32, 4

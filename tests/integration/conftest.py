@@ -10,9 +10,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from mxep.integration import app
+from mxep.integration.app import register
 from mxep.integration.config import resolve
-from mxep.integration.process import start_fork_server
-from mxep.integration.schema import Config, configs_dir, register
+from mxep.integration.launch import start_fork_server
+from mxep.integration.schema import Config, configs_dir
 from ranks import PRELOAD  # sets TRITON_INTERPRET, which the fork server must know
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")

@@ -16,8 +16,8 @@ from integration.test_train import make_trainer, needs_gpu
 from mxep.integration import train
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.model import make_model
 from mxep.integration.schema import Config
+from mxep.integration.train import make_model
 
 
 def bytes_kept(rank: Rank, config: Config, folder: Path) -> int:

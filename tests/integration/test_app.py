@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from mxep.integration import job, run_folder
+from mxep.integration import app, checkpoint
 from mxep.integration.train import Outcome, Run
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
@@ -83,9 +83,9 @@ def test_a_run_leaves_curves_numbers_config_and_checkpoints_and_the_loss_falls(m
         assert tokens * 2 <= run_summary["rows_sent"] <= run_summary["rows_routed"]
     assert bf16["rows_padding"] == 0 < mxfp8["rows_padding"]
     assert summary["valid_loss_difference"] == mxfp8["valid_loss"] - bf16["valid_loss"]
-    for name, folder in run_folder.find(run).items():
+    for name, folder in checkpoint.find(run).items():
         assert folder.name == "step-000030"
-        assert run_folder.read_state(folder).run == name
+        assert checkpoint.read_state(folder).run == name
         parts = {what: map(load_file, (folder / what).iterdir()) for what in ("model", "optimizer")}
         names = {what: {name for file in files for name in file} for what, files in parts.items()}
         biases = {f"blocks.{i}.moe.router.expert_bias" for i in range(2)}
@@ -119,8 +119,8 @@ def test_ctrl_c_leaves_a_checkpoint_says_how_to_go_on_and_leaves_no_process(text
     assert f"mxep: stopped (bf16, step {steps} of 100000); go on with: mxep resume={folder} {' '.join(here)}\n" in err
     assert "Traceback" not in err
     assert wait_until(lambda: not processes("ctrl-c"), within=1)
-    (step,) = run_folder.find(folder).values()
-    assert run_folder.read_state(step).step == steps
+    (step,) = checkpoint.find(folder).values()
+    assert checkpoint.read_state(step).step == steps
     assert json.loads((folder / "summary.json").read_text())["runs"][0]["stopped"]
 
 
@@ -174,7 +174,7 @@ def test_a_run_that_stops_before_its_first_checkpoint_names_none(
         assert mxep(*given, f"hydra.run.dir={before}").code == 0
         given = f"resume={before}", "parallel.ranks=1"
     stopped = Outcome([Run("mxfp8", 0, True, [], None)], "text", 3.0)
-    monkeypatch.setattr(job, "_on_ranks", lambda *rest, **options: stopped)
+    monkeypatch.setattr(app, "_on_ranks", lambda *rest, **options: stopped)
     finished = mxep(*given)
     assert finished.code == 130
     how = f"go on with: mxep resume={before} parallel.ranks=1" if resumed else "there is no checkpoint to go on from"
@@ -208,7 +208,7 @@ def test_a_sigterm_to_the_whole_process_group_leaves_a_checkpoint_too(mxep, text
     threading.Thread(target=end_all).start()
     finished = mxep(*TINY, f"data.path={text}", "train.steps=100000", "train.checkpoint_every=0")
     assert finished.code == 130, finished.err
-    assert run_folder.find(tmp_path / "run").keys() == {"bf16"}
+    assert checkpoint.find(tmp_path / "run").keys() == {"bf16"}
 
 
 def test_a_capacity_that_overflows_ends_with_the_numbers(mxep, text: Path):

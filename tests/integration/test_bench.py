@@ -13,10 +13,10 @@ from torch import Tensor
 from benchmarks import quant, runner
 from benchmarks.names import BENCH
 from benchmarks.quant import CASES, GROUPS, Inputs, padded
-from mxep.integration import job
+from mxep.integration import app
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
-from mxep.integration.results import Report, Section
+from mxep.integration.report import Report, Section
 from mxep.integration.schema import Config, configs_dir
 from mxep.quant.shapes import padded_rows
 
@@ -162,14 +162,15 @@ def test_without_a_cuda_device_there_is_one_message(mxep):
 def test_a_torch_that_cannot_use_the_gpus_is_told_before_a_rank_starts(make_config, monkeypatch, tmp_path: Path):
     """A driver shows GPUs, so the config passes. Ranks would start, and fail one by one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(job, "_on_ranks", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(app, "_on_ranks", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(runner, "run", lambda *_, **__: pytest.fail("started"))
     for bench in ("quant", "layer"):
         with pytest.raises(ConfigError, match=f"bench={bench}: torch {re.escape(torch.__version__)} uses none of"):
-            job.run_job(make_config("task=bench", f"bench={bench}"), {}, tmp_path)
+            app._check(make_config("task=bench", f"bench={bench}"), {})
     assert not list(tmp_path.iterdir())
+    on_cpu = make_config("task=bench", "bench=layer", "bench.device=cpu")
     with pytest.raises(pytest.fail.Exception, match="started"):
-        job.run_job(make_config("task=bench", "bench=layer", "bench.device=cpu"), {}, tmp_path)
+        app._run(on_cpu, app._check(on_cpu, {}), tmp_path)
 
 
 ROWS = [
@@ -204,7 +205,7 @@ def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
     monkeypatch.setattr(runner, "run", lambda *_, **__: MADE_UP)
     out = tmp_path / "out.json"
     config = make_config("task=bench", f"bench.out={out}", "bench.commit=abc123")
-    assert job._bench(config, tmp_path, {}) == 1
+    assert app._bench(config, tmp_path, {}) == 1
     assert "1 of 4 lines failed" in capsys.readouterr().err
     assert out.read_text() == (tmp_path / "bench.json").read_text()
     results = json.loads(out.read_text())
@@ -224,7 +225,7 @@ def test_ctrl_c_leaves_the_rows_so_far_where_they_were_wanted(
     monkeypatch.setattr("benchmarks.gemm.measure", measure)
     files = [tmp_path / "bench.json", tmp_path / "out.json"]
     config = make_config("task=bench", "bench=gemm", "bench.device=cpu", f"bench.out={files[1]}")
-    assert job._bench(config, tmp_path, {}) == 130
+    assert app._bench(config, tmp_path, {}) == 130
     assert f"mxep: stopped; the rows so far: {files[0]}, {files[1]}\n" in capsys.readouterr().err
     assert [json.loads(file.read_text())["sections"]["products"][0]["us"] for file in files] == [2.0, 2.0]
 

@@ -13,7 +13,7 @@ from benchmarks.comms import CALLS, Exchange, Problem, Shape, Traffic, differenc
 from benchmarks.timer import Alternative
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.results import Report
+from mxep.integration.report import Report
 
 HEADLINE, SWEEP = Shape(24, 64, 8, 2), Shape(16, 32, 4, 1)
 SHAPES = "bench.shapes={headline:[[24,64,8,2],[16,32,4,1],[16,32,3,1]],skew:[[24,64,8,2]],sweep:[[16,32,4,1]]}"

@@ -15,7 +15,7 @@ from benchmarks.gemm import PRODUCTS, Problem
 from benchmarks.timer import Alternative, Timer
 from mxep.gemm import BACKENDS, Backend
 from mxep.integration.config import ConfigError
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 
 CPU = torch.device("cpu")
 SHAPE = 96, 64, 128, 2

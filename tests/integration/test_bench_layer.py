@@ -19,14 +19,15 @@ from benchmarks.comms import Traffic
 from benchmarks.layer import Event, breakdown
 from benchmarks.layer_cases import BASELINE, MX, Case, Problem, Shape
 from benchmarks.memory_table import kept_by_the_standard_layer
-from mxep.integration import reference as snr_module
-from mxep.integration.collective import all_gather_tensor
+from mxep.integration import metrics as snr_module
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.reference import Problem as Dense
-from mxep.integration.reference import Results, moe_layer, snr
-from mxep.integration.results import Report
+from mxep.integration.mesh import all_gather_tensor
+from mxep.integration.metrics import snr
+from mxep.integration.report import Report
 from mxep.integration.schema import BenchConfig
+from mxep.integration.verify import Problem as Dense
+from mxep.integration.verify import Results, moe_layer
 
 TINY = Shape(24, 64, 32, 8, 2)
 FEW = TINY._replace(experts=4)  # experts are operators, which the profiler takes long to list

@@ -9,7 +9,7 @@ from benchmarks import linear as bench
 from benchmarks import runner
 from benchmarks.gemm import PRODUCTS
 from mxep.gemm import BACKENDS
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.schema import Config
 
 ROUTER = (*PRODUCTS, "top_k", "top_k backward")

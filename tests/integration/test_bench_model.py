@@ -20,7 +20,7 @@ from benchmarks.names import MODELS
 from mxep.integration.config import ConfigError
 from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
-from mxep.integration.results import Report
+from mxep.integration.report import Report
 from mxep.integration.transformers.versions import own_expert_parallel
 
 SHAPE = [32, 1, 64, 32, 8, 2]

@@ -11,7 +11,7 @@ from integration.test_micro_batches import SMALL, gradients
 from integration.test_train import make_trainer
 from mxep.gemm import converted
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.schema import Config
 
 ATTENTION = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qkvo"]

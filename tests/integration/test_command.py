@@ -17,11 +17,12 @@ from rich.console import Console
 from benchmarks import runner
 from benchmarks.names import BENCH
 from mxep import ep, gemm
-from mxep.integration import job, schema, text_files, verify
-from mxep.integration.app import prepare
-from mxep.integration.config import ConfigError
+from mxep.integration import app, schema, verify
+from mxep.integration import data as data_module
+from mxep.integration.app import register
+from mxep.integration.config import ConfigError, prepare
 from mxep.integration.report import show_sweep
-from mxep.integration.schema import Config, DataConfig, configs_dir, register
+from mxep.integration.schema import Config, DataConfig, configs_dir
 from mxep.integration.verify import Check
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
@@ -110,7 +111,7 @@ def test_version_is_that_of_the_distribution(tmp_path: Path):
 def test_names_known_without_torch_are_those_of_the_tables():
     assert tuple(gemm.BACKENDS) == schema.BACKENDS
     assert ep.DISPATCHERS == schema.DISPATCHERS
-    assert tuple(job.TASKS) == schema.TASKS
+    assert tuple(app.RUN) == schema.TASKS
     wanted = {recipe: gemm.Recipe.named(recipe).group_alignment for recipe in schema.RECIPES}
     assert wanted == schema.ALIGNMENT
     assert tuple(BENCH) == schema.BENCHES
@@ -209,29 +210,29 @@ def test_what_is_read_of_a_folder_and_what_is_not_text_is_said(tmp_path: Path):
     (tmp_path / "a.txt").write_text("words " * 100)
     (tmp_path / "b.md").write_bytes(b"\x00\xff" * 100)
     (tmp_path / "c.bin").write_bytes(b"\x00" * 100)
-    assert list(text_files.notes(data(tmp_path, max_bytes=500))) == [
+    assert list(data_module.notes(data(tmp_path, max_bytes=500))) == [
         f"reads 2 files of {tmp_path}, 800 bytes, the first 500 of them (data.max_bytes)",
         "left out 1 files with other endings: .bin (1); data.path=FILE reads any one",
         f"1 of 2 files are not UTF-8 text, such as {tmp_path / 'b.md'}: the model learns bytes, whatever they mean",
     ]
-    assert list(text_files.notes(data(tmp_path / "a.txt"))) == []
-    (one,) = text_files.notes(data(tmp_path / "c.bin"))
+    assert list(data_module.notes(data(tmp_path / "a.txt"))) == []
+    (one,) = data_module.notes(data(tmp_path / "c.bin"))
     assert one == f"{tmp_path / 'c.bin'} is not UTF-8 text: the model learns bytes, whatever they mean"
-    (tmp_path / "long.txt").write_text("é" * text_files.HEAD)  # the head that is looked at ends within a character
-    (tmp_path / "odd.txt").write_text("a" + "é" * text_files.HEAD)
-    assert [list(text_files.notes(data(tmp_path / name))) for name in ("long.txt", "odd.txt")] == [[], []]
+    (tmp_path / "long.txt").write_text("é" * data_module.HEAD)  # the head that is looked at ends within a character
+    (tmp_path / "odd.txt").write_text("a" + "é" * data_module.HEAD)
+    assert [list(data_module.notes(data(tmp_path / name))) for name in ("long.txt", "odd.txt")] == [[], []]
 
 
 def test_a_text_that_is_too_short_is_told_with_its_size(tmp_path: Path):
     (tmp_path / "a.txt").write_text("words")
-    assert text_files.complaint(data(tmp_path / "a.txt")) == (
+    assert data_module.complaint(data(tmp_path / "a.txt")) == (
         f"data.path: got 5 bytes in {tmp_path / 'a.txt'}, wanted at least 288 for data.length=8"
     )
-    assert "got 5 bytes in 1 files of" in str(text_files.complaint(data(tmp_path)))
-    assert text_files.complaint(data(tmp_path, max_bytes=10)) == (
+    assert "got 5 bytes in 1 files of" in str(data_module.complaint(data(tmp_path)))
+    assert data_module.complaint(data(tmp_path, max_bytes=10)) == (
         "data.max_bytes: got 10, wanted at least 288 for data.length=8"
     )
-    assert "data.length: got 40000, wanted at most 32767" in str(text_files.complaint(data(tmp_path, length=40000)))
+    assert "data.length: got 40000, wanted at most 32767" in str(data_module.complaint(data(tmp_path, length=40000)))
 
 
 def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so(mxep, text: Path, tmp_path: Path):

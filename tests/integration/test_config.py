@@ -17,10 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
-from mxep.integration import job
-from mxep.integration.choices import auto, make_recipe, recipes
-from mxep.integration.config import ConfigError, command_line_complaint, resolve, restore, to_json
-from mxep.integration.schema import TASKS, Config, Range, configs_dir, out_of_bounds, register
+from mxep.integration import app
+from mxep.integration.app import register
+from mxep.integration.config import ConfigError, resolve, restore, to_json
+from mxep.integration.model import auto, make_recipe, recipes
+from mxep.integration.schema import TASKS, Config, Range, command_line_complaint, configs_dir, out_of_bounds
 from mxep.quant import E5M2, ScaleMode
 
 
@@ -289,8 +290,8 @@ def test_a_checkpoint_says_nothing_of_tasks_places_and_files_to_write(make_confi
     assert (saved["train"]["wandb"], restored["train"]["wandb"]) == (True, False)
     said = ["train.wandb=true", "train.steps=9", "parallel.ranks=1", "resume=x"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "HydraConfig", Mock(get=lambda: Mock(overrides=Mock(task=said))))
-        assert job._resume_command(Path("y")) == "mxep resume=y train.wandb=true parallel.ranks=1", (
+        patch.setattr(app, "HydraConfig", Mock(get=lambda: Mock(overrides=Mock(task=said))))
+        assert app._resume_command(Path("y")) == "mxep resume=y train.wandb=true parallel.ranks=1", (
             "what it does not keep"
         )
 

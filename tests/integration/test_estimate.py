@@ -24,9 +24,9 @@ from mxep.comms.layout import Layout as Buffer
 from mxep.comms.nvshmem import StagedBuffer
 from mxep.comms.nvshmem import exchange as puts
 from mxep.comms.nvshmem.exchange import PutExchange
-from mxep.integration.app import prepare
-from mxep.integration.config import ConfigError
-from mxep.integration.schema import Config, configs_dir, register
+from mxep.integration.app import register
+from mxep.integration.config import ConfigError, prepare
+from mxep.integration.schema import Config, configs_dir
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RATES = [str(RESULTS / f"{name}-h200.json") for name in ("layer", "eager", "host")]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mxep.integration.run_folder import new_folder, take
-from mxep.integration.schema import configs_dir, register
+from mxep.integration.app import register
+from mxep.integration.checkpoint import new_folder, take
+from mxep.integration.schema import configs_dir
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "train.compare=false")
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from integration.test_micro_batches import SMALL, gradients, whole
 from integration.test_train import losses, losses_and_norms, make_trainer, needs_gpu, train_stop_and_resume
 from integration.tiny_models import tiny
-from mxep.integration import run_folder
+from mxep.integration import checkpoint
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.schema import Config
@@ -67,7 +67,7 @@ def test_a_sharded_run_resumes_bit_for_bit(make_config: Callable[..., Config], t
     assert [run.steps for run in half.runs] == [2]
     assert losses(rest) == losses(whole_run)
     assert [run.valid_loss for run in rest.runs] == [run.valid_loss for run in whole_run.runs]
-    saved = run_folder.find(tmp_path / "half")["mxfp8"]
+    saved = checkpoint.find(tmp_path / "half")["mxfp8"]
     assert sorted(path.name for path in saved.iterdir()) == ["metrics.jsonl", "model", "optimizer", "state.json"]
     assert len(list((saved / "model").iterdir())) == 4
 
@@ -106,7 +106,7 @@ def load(rank: Rank, config: Config, folders: list[Path]) -> list[dict[str, torc
     found = []
     for folder in folders:
         trainer = make_trainer(rank, config, folder)
-        trainer.load(run_folder.find(folder)["bf16"])
+        trainer.load(checkpoint.find(folder)["bf16"])
         assert trainer.step == 2
         found.append(weight_parts(trainer))
     return found
@@ -175,7 +175,7 @@ def test_weights_to_start_from_that_are_not_finite_are_named_on_every_rank(
 
 def load_error(rank: Rank, config: Config, folder: Path) -> str:
     with pytest.raises(ValueError, match="wanted") as error:
-        make_trainer(rank, config, folder).load(run_folder.find(folder)["bf16"])
+        make_trainer(rank, config, folder).load(checkpoint.find(folder)["bf16"])
     return str(error.value)
 
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_lacks_a_ranks_file_or_is_of_another_model_is_refused(
     wider = make_config(*given, "model.hidden_dim=64")
     for message in run_ranks(load_error, (wider, tmp_path), world_size=2, timeout=60, device="cpu"):
         assert "model: model.model.layers.0.mlp.experts.gate_up_proj is (4, 64, 32), wanted (4, 128, 32)" in message
-    optimizer = run_folder.find(tmp_path)["bf16"] / "optimizer"
+    optimizer = checkpoint.find(tmp_path)["bf16"] / "optimizer"
     for file in sorted(optimizer.iterdir()):
         hidden = file.rename(tmp_path / file.name)
         for message in run_ranks(load_error, (make_config(*given), tmp_path), world_size=2, timeout=60, device="cpu"):
@@ -237,6 +237,6 @@ def test_under_torchrun_every_process_is_a_rank_and_rank_0_reports_into_the_fold
     assert said.count("held-out text") == 1
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["run"]
     assert len((tmp_path / "here/run/metrics.jsonl").read_text().splitlines()) == 2
-    saved = run_folder.find(tmp_path / "here/run")["bf16"]
+    saved = checkpoint.find(tmp_path / "here/run")["bf16"]
     for part in ("model", "optimizer"):
         assert sorted(path.name[:11] for path in (saved / part).iterdir()) == ["shard-00001", "shard-00002"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mxep.integration.graph import Graphed, capturing
+from mxep.integration.train import Graphed, capturing
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

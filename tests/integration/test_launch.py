@@ -242,7 +242,7 @@ def test_a_terminals_ctrl_c_reaches_only_the_caller(tmp_path):
 CALLER = """
 import os, sys, threading, time
 from pathlib import Path
-from mxep.integration.process import start_fork_server
+from mxep.integration.launch import start_fork_server
 if __name__ == "__main__":
     start_fork_server()  # which imports torch while this process does
 sys.path.insert(0, sys.argv[1])

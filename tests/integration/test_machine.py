@@ -9,7 +9,7 @@ import torch
 
 from mxep.gemm import BACKENDS
 from mxep.integration import machine
-from mxep.integration.process import Gpu
+from mxep.integration.launch import Gpu
 from mxep.integration.schema import Config
 
 H100 = Gpu((9, 0), 80 * 10**9)

@@ -10,10 +10,9 @@ import torch
 from mxep.comms import Capacity
 from mxep.ep import Dispatch, TokenDispatcher, make_dispatcher
 from mxep.gemm import Linear, Recipe
-from mxep.integration.choices import linear_recipe, make_recipe
-from mxep.integration.model import Transformer, rotate
-from mxep.integration.model import make_model as of_config
+from mxep.integration.model import Transformer, linear_recipe, make_recipe, rotate
 from mxep.integration.schema import VOCABULARY, Config
+from mxep.integration.train import make_model as of_config
 
 
 def make_model(config: Config, **changes: int) -> Transformer:
@@ -93,7 +92,7 @@ def test_the_dispatcher_is_made_of_all_that_the_config_says(
         seen.append(dispatch)
         return make_dispatcher("local", experts, dim=dim)
 
-    monkeypatch.setattr("mxep.integration.model.make_dispatcher", make)
+    monkeypatch.setattr("mxep.integration.train.make_dispatcher", make)
     nodes = "dispatcher=hierarchical", "dispatcher.nodes_per_token=2", "dispatcher.ranks_per_node=1"
     limits = "dispatcher.capacity=factor", "dispatcher.factor=1.25", "dispatcher.timeout=7", "train.micro_batches=2"
     for given in (nodes, ["dispatcher=all_to_all"]):

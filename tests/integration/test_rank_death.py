@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from mxep.integration import launch
-from mxep.integration.choices import recipes
 from mxep.integration.data import read_text
 from mxep.integration.launch import Rank, RanksFailed, run_ranks
 from mxep.integration.mesh import Mesh
+from mxep.integration.model import recipes
 from mxep.integration.schema import Config
 from mxep.integration.train import Trainer
 

@@ -193,7 +193,7 @@ def test_the_progress_line_has_speed_and_memory_in_100_columns(name: str, kind: 
     assert metrics.describe(row) == said
     for width in (100, 80):
         console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None)
-        monkeypatch.setattr(metrics, "Console", lambda console=console, **_: console)
+        monkeypatch.setattr("rich.console.Console", lambda console=console, **_: console)
         with metrics.progress(name, 3000, 3.26, shown=True) as advance:
             bar = inspect.getclosurevars(advance).nonlocals["bar"]
             advance(1234, row)

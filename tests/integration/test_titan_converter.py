@@ -52,7 +52,7 @@ def test_two_converters_of_the_same_weights_are_refused(
 ) -> None:
     from types import SimpleNamespace
 
-    from mxep.integration.titan_converter import Converter, ConverterOptions
+    from mxep.integration.torchtitan.converter import Converter, ConverterOptions
 
     config = SimpleNamespace(mxep=ConverterOptions(linear=linear), model=SimpleNamespace(converters=converters))
     mesh = SimpleNamespace(tp_enabled=False, get_optional_mesh=lambda name: None)

@@ -15,13 +15,12 @@ from tokenizers import Tokenizer
 
 from integration.conftest import TINY, Finished
 from integration.test_train import losses, make_trainer, train_stop_and_resume
-from mxep.integration import run_folder
-from mxep.integration.app import prepare
-from mxep.integration.config import ConfigError, to_json
-from mxep.integration.data import Text, read_text
+from mxep.integration import checkpoint
+from mxep.integration.app import register
+from mxep.integration.config import ConfigError, prepare, to_json
+from mxep.integration.data import Text, read_text, vocabulary_of
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.schema import Config, configs_dir, register
-from mxep.integration.text_files import vocabulary_of
+from mxep.integration.schema import Config, configs_dir
 
 
 @pytest.fixture
@@ -120,16 +119,16 @@ def test_a_run_on_tokens_resumes_bit_for_bit_with_the_tokenizer_of_its_checkpoin
     config = prepared("data.vocabulary=300", *given)
     whole, _, rest = run_ranks(train_stop_and_resume, (config, tmp_path), world_size=2, timeout=60, device="cpu")[0]
     assert losses(rest) == losses(whole)
-    saved = run_folder.find(tmp_path / "half")["mxfp8"]
-    kept = (saved / run_folder.TOKENIZER).read_text()
-    assert (tmp_path / "half" / run_folder.TOKENIZER).read_text() == kept
+    saved = checkpoint.find(tmp_path / "half")["mxfp8"]
+    kept = (saved / checkpoint.TOKENIZER).read_text()
+    assert (tmp_path / "half" / checkpoint.TOKENIZER).read_text() == kept
     other = json.loads(kept)
     other["model"]["merges"] = other["model"]["merges"][::-1]
-    (saved / run_folder.TOKENIZER).write_text(json.dumps(other))
+    (saved / checkpoint.TOKENIZER).write_text(json.dumps(other))
     resumed = prepared(f"resume={saved}", "parallel.ranks=2")
-    assert (resumed.data.tokenizer, resumed.data.vocabulary) == (str(saved / run_folder.TOKENIZER), None)
+    assert (resumed.data.tokenizer, resumed.data.vocabulary) == (str(saved / checkpoint.TOKENIZER), None)
     assert vocabulary_of(resumed.data) == 300
-    assert run_folder.same_text(to_json(config)["data"], dataclasses.asdict(resumed.data))
+    assert checkpoint.same_text(to_json(config)["data"], dataclasses.asdict(resumed.data))
     assert json.loads(read_text(resumed.data).tokenizer)["model"]["merges"] == other["model"]["merges"]
     with pytest.raises(ConfigError, match=r"data\.vocabulary: the checkpoint that resume names says what tokens are"):
         prepared(f"resume={saved}", "data.vocabulary=400")

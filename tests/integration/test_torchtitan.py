@@ -13,7 +13,7 @@ pytest.importorskip("titan_on_cpu", reason="wants torchtitan", exc_type=ImportEr
 pytest.importorskip("torchtitan.config.override", reason="wants torchtitan 0.3", exc_type=ImportError)
 
 from mxep.gemm.auto import LEAST
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from ranks import Context, distributed
 
 E, K, D, F, T = 8, 3, 64, 96, 40
@@ -200,7 +200,7 @@ def test_options_are_checked_before_anything_is_made(options: dict[str, Any], me
 
 
 def test_options_of_nodes_reach_the_dispatcher() -> None:
-    from mxep.integration.titan import Options
+    from mxep.integration.torchtitan.options import Options
 
     options = Options(dispatcher="hierarchical", ranks_per_node=2, nodes_per_token=1, capacity=1.25, overflow="drop")
     dispatch = options.dispatch()
@@ -215,7 +215,7 @@ def test_hugging_faces_names_and_tensors_stay(model: str, tmp_path: Path) -> Non
     from torchtitan.config.override import apply_overrides
     from torchtitan.models.common.linear import Linear
 
-    from mxep.integration.torchtitan import Experts, QuantizedLinear
+    from mxep.integration.torchtitan.overrides import Experts, QuantizedLinear
     from titan_trainer import make_config
 
     found, weights = [], None

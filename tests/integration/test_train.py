@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from mxep.comms import CapacityExceeded
 from mxep.ep import MoE
-from mxep.integration import checkpoint, report, run_folder
-from mxep.integration.choices import recipes
+from mxep.integration import checkpoint, report
 from mxep.integration.data import read_text
 from mxep.integration.launch import Rank, StopFlag, run_ranks
 from mxep.integration.mesh import Mesh
 from mxep.integration.metrics import log_backend
+from mxep.integration.model import recipes
 from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Trainer, learning_rate, make_optimizer, train
 
@@ -55,7 +55,7 @@ def train_stop_and_resume(rank: Rank, config: Config, folder: Path) -> tuple[Out
     stop = StopAfter((len(recipes(config)) - 1) * config.train.steps + config.train.steps // 2)
     half = train(dataclasses.replace(rank, stop=stop), config, str(folder / "half"), {})
     torch.distributed.barrier()
-    checkpoints = {run: str(path) for run, path in run_folder.find(folder / "half").items()}
+    checkpoints = {run: str(path) for run, path in checkpoint.find(folder / "half").items()}
     return whole, half, train(rank, config, str(folder / "rest"), checkpoints)
 
 
@@ -163,14 +163,14 @@ def save_then_load_elsewhere(rank: Rank, config: Config, folder: Path) -> tuple[
     first.save()
     torch.distributed.barrier()
     second = Trainer(rank, config, recipe, whole, text, folder)
-    second.load(run_folder.find(folder)["bf16"])
+    second.load(checkpoint.find(folder)["bf16"])
     moments = [second.optimizer.state[p]["exp_avg"].abs().sum().item() for p in second.model.parameters()]
     assert second.step == 2
     assert min(moments) > 0
     elsewhere = copy.deepcopy(second.model).to("meta")  # as a GPU is, somewhere else than the host
     optimizer = make_optimizer(elsewhere, config.optimizer)
     with mock.patch.object(checkpoint, "not_finite", return_value=None):  # which reads from the device
-        checkpoint.load(run_folder.find(folder)["bf16"], model=elsewhere, optimizer=optimizer)
+        checkpoint.load(checkpoint.find(folder)["bf16"], model=elsewhere, optimizer=optimizer)
     assert {tensor.device.type for of in optimizer.state.values() for tensor in of.values()} == {"meta"}
     return first.validate(), second.validate()
 
@@ -181,7 +181,7 @@ def test_a_checkpoint_loads_at_another_degree_of_expert_parallelism(make_config:
         save_then_load_elsewhere, (config, tmp_path), world_size=2, timeout=60, device="cpu"
     ):
         assert before == pytest.approx(after, rel=1e-3)  # bf16 roundings of partial sums on the way home
-    stored = HuggingFaceStorageReader(str(run_folder.find(tmp_path)["bf16"] / "model")).read_metadata()
+    stored = HuggingFaceStorageReader(str(checkpoint.find(tmp_path)["bf16"] / "model")).read_metadata()
     experts = stored.state_dict_metadata["blocks.0.moe.experts.gate_up_proj"].size
     assert list(experts) == [config.model.experts, 2 * config.model.hidden_dim, config.model.dim]
 
@@ -200,7 +200,7 @@ def save_one(rank: Rank, config: Config, folder: Path) -> None:
 
 def load_error(rank: Rank, config: Config, folder: Path) -> str:
     with pytest.raises(ValueError, match="wanted") as error:
-        make_trainer(rank, config, folder).load(run_folder.find(folder)["bf16"])
+        make_trainer(rank, config, folder).load(checkpoint.find(folder)["bf16"])
     return str(error.value)
 
 
@@ -274,7 +274,7 @@ def test_a_bad_step_on_one_rank_ends_the_run_on_all_and_leaves_the_last_good_che
     kept = tmp_path / "bf16" / "step-000002"
     for message in messages:
         assert re.fullmatch(BAD[how] + f"; it was not taken, and the last good checkpoint is {kept}", message)
-    assert run_folder.find(tmp_path) == {"bf16": kept}
+    assert checkpoint.find(tmp_path) == {"bf16": kept}
     files = [load_file(file) for file in (kept / "model").iterdir()]
     assert len(files) == 2
     assert all(tensor.isfinite().all() for file in files for tensor in file.values())
@@ -315,7 +315,7 @@ def skip_a_step_and_resume(rank: Rank, config: Config, folder: Path) -> tuple[li
     for _ in range(3):
         trainer.train_step()
     trainer.save()
-    resumed.load(run_folder.step_folder(folder / trainer.name, 3))
+    resumed.load(checkpoint.step_folder(folder / trainer.name, 3))
     return tuple([row["loss"] for row in each.run().metrics] for each in (trainer, resumed))
 
 
@@ -352,7 +352,7 @@ def test_what_is_not_finite_on_any_rank_is_not_saved(make_config: Callable[..., 
     config = make_config("recipe=bf16", "parallel.ranks=2")
     for message in run_ranks(save_with_a_nan, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
         assert message == "bf16, step 2: first.blocks.0.moe.experts.down_proj is not finite: not saved"
-    assert run_folder.find(tmp_path)["bf16"].name == "step-000001"
+    assert checkpoint.find(tmp_path)["bf16"].name == "step-000001"
 
 
 def test_rows_over_the_capacity_may_be_dropped_and_are_counted(make_config: Callable[..., Config], tmp_path: Path):
@@ -421,8 +421,8 @@ def save_until_the_power_fails(rank: Rank, config: Config, folder: Path) -> list
             try:
                 trainer.save()
             except PowerFailure:
-                found = run_folder.find(folder)["bf16"]
-                assert run_folder.read_state(found).step == int(found.name[-1])
+                found = checkpoint.find(folder)["bf16"]
+                assert checkpoint.read_state(found).step == int(found.name[-1])
                 checkpoint.load(found, model=trainer.model, optimizer=trainer.optimizer)
                 continue
             return calls
@@ -438,7 +438,7 @@ def test_the_power_may_fail_at_any_moment_of_a_save(make_config: Callable[..., C
     order = [calls.index(call) for call in synced]
     renamed, durable = calls.index(("rename", ".step-000002.partial")), calls.index(("sync", "bf16"))
     assert max(order) < renamed < durable < min(i for i, call in enumerate(calls) if call[1] == "step-000001")
-    assert run_folder.find(tmp_path)["bf16"].name == "step-000002"
+    assert checkpoint.find(tmp_path)["bf16"].name == "step-000002"
     assert [path.name for path in (tmp_path / "bf16").iterdir()] == ["step-000002"]
 
 
@@ -541,7 +541,7 @@ def test_a_broken_state_is_refused(tmp_path: Path, content: str):
     (tmp_path / "state.json").write_text(content)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="is not a checkpoint"):
-        run_folder.read_state(tmp_path)
+        checkpoint.read_state(tmp_path)
 
 
 def test_the_learning_rate_warms_up_and_comes_down(make_config: Callable[..., Config]):

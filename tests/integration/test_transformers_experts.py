@@ -15,7 +15,7 @@ import transformers
 
 from mxep.ep import LocalDispatcher, run_experts
 from mxep.gemm import Recipe, grouped_mm
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import NAMES, layer
 from mxep.quant import SwiGLU
 

@@ -20,7 +20,7 @@ from integration.quantized_checkpoints import write
 from integration.tiny_models import step, tiny
 from mxep.gemm import Recipe
 from mxep.gemm.backends.reference import Reference
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import expert_parallel, export, freeze_experts, load_quantized, save_quantized
 from ranks import Context, distributed
 

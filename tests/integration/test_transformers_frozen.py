@@ -19,7 +19,7 @@ import transformers
 from integration.test_transformers_experts import made, run
 from integration.tiny_models import force_routing, tiny, token_ids, worst
 from mxep.ep.lora import LoRAWeights
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import FrozenExperts, MxepCallback, expert_parallel, freeze_experts
 from mxep.integration.transformers import frozen as frozen_module
 from mxep.integration.transformers.layer import is_experts, weight_names

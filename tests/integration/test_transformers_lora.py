@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 from integration.test_transformers_frozen import pair
 from integration.test_transformers_parallel import of_mean_loss, of_one_process
 from integration.tiny_models import step, tiny, token_ids, worst
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import FrozenExperts, expert_parallel, freeze_experts, merge_and_freeze
 from ranks import Context, distributed
 

@@ -17,7 +17,7 @@ from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftType, get_peft_mode
 from peft.tuners.lora import LoraModel
 
 from integration.tiny_models import force_routing, tiny, token_ids, worst
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import FrozenExperts, freeze_experts, merge_and_freeze, optimize
 from mxep.integration.transformers.layer import weight_names
 

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from integration.tiny_models import tiny, token_ids
 from mxep.gemm import Recipe, converted
 from mxep.gemm.convert import state_of
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import (
     Implementation,
     MxepCallback,

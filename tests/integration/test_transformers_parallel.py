@@ -25,7 +25,7 @@ from integration.tiny_models import TOKENS, step, tiny, token_ids, worst
 from mxep.comms import PeersDisagree
 from mxep.ep import MoE
 from mxep.gemm import Linear, Recipe, convert
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import (
     Implementation,
     check,

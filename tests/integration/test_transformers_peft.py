@@ -21,7 +21,7 @@ from integration.tiny_models import step, tiny, token_ids, worst
 from mxep.ep import parameter_groups
 from mxep.ep.shares import local_tensor
 from mxep.gemm import convert, convert_mode
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import expert_parallel
 from mxep.integration.transformers.layer import layers
 from ranks import Context, distributed

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from integration.quantized_checkpoints import change, write
 from integration.tiny_models import force_routing, token_ids
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import FrozenExperts, load_quantized
 from mxep.integration.transformers.layer import weight_names
 from quant.checkpoints import KINDS

@@ -18,7 +18,7 @@ from integration.tiny_models import force_routing, tiny, token_ids
 from mxep.ep.lora import LoRAWeights
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import (
     FrozenExperts,
     freeze_experts,

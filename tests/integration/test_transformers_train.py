@@ -22,12 +22,11 @@ from gemm.test_hopper import needs_hopper
 from integration.test_train import losses, make_trainer, needs_gpu, train_stop_and_resume
 from integration.tiny_models import tiny
 from mxep.gemm import Recipe
-from mxep.integration import run_folder
-from mxep.integration.app import prepare
-from mxep.integration.config import ConfigError, resolve, restore, to_json
-from mxep.integration.graph import CAPTURED
+from mxep.integration import checkpoint as checkpoints
+from mxep.integration.app import register
+from mxep.integration.config import ConfigError, prepare, resolve, restore, to_json
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.schema import Config, configs_dir, register
+from mxep.integration.schema import CAPTURED, Config, configs_dir
 from mxep.integration.train import Outcome, train
 from mxep.integration.transformers.model import CausalLM
 
@@ -124,7 +123,7 @@ def test_training_starts_from_a_folder_and_goes_on_without_it(prepared: Callable
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
     shutil.rmtree(folder)
-    checkpoint = str(run_folder.find(tmp_path)["bf16"])
+    checkpoint = str(checkpoints.find(tmp_path)["bf16"])
     resumed = prepared("parallel.ranks=1", "parallel.device=cpu", "train.checkpoint_every=null", f"resume={checkpoint}")
     assert (resumed.model.pretrained, resumed.model.transformers) == (None, config.model.transformers)
     (rest,) = run_ranks(go_on, (resumed, tmp_path, checkpoint), world_size=1, timeout=120, device="cpu")

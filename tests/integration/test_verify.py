@@ -11,20 +11,27 @@ import torch
 from torch.nn import functional as F
 
 from mxep.gemm import BACKENDS, Recipe
-from mxep.integration import job, verify
-from mxep.integration.reference import (
+from mxep.integration import app, verify
+from mxep.integration.metrics import snr
+from mxep.integration.schema import CASES, LINEAR_CASES, Config
+from mxep.integration.verify import (
     EXACT,
+    WIDE,
+    Check,
     LinearProblem,
     LinearResults,
     Problem,
     Results,
+    compare,
+    levelled,
+    make_problem,
     moe_layer,
     plain_linear,
     quantizers,
-    snr,
+    report,
+    wide_of,
+    widened,
 )
-from mxep.integration.schema import CASES, LINEAR_CASES, Config
-from mxep.integration.verify import WIDE, Check, compare, levelled, make_problem, report, wide_of, widened
 
 TAMPERED = 3  # a token whose experts are all routed; an expert
 SMALL = ("verify.tokens=48", "verify.dim=64", "verify.hidden_dim=64", "verify.experts=4", "verify.top_k=2")
@@ -48,9 +55,9 @@ def test_all_cases_pass_on_two_ranks_and_the_table_is_written(mxep, tmp_path: Pa
 
 def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path, make_config):
     monkeypatch.setattr(
-        job, "_on_ranks", lambda *_: {"bf16/local": [Check("out", 50.0, 45.0, 0), Check("dx", 44.9, 45.0, 1)]}
+        app, "_on_ranks", lambda *_: {"bf16/local": [Check("out", 50.0, 45.0, 0), Check("dx", 44.9, 45.0, 1)]}
     )
-    assert job._verify(make_config(), tmp_path, {}) == 1
+    assert app._verify(make_config(), tmp_path, {}) == 1
     out, err = capsys.readouterr()
     assert "FAIL" in out
     assert "1 of 1 lines failed" in err

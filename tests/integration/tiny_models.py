@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from mxep.integration.reference import snr
+from mxep.integration.metrics import snr
 
 TOKENS = 24
 _BASE: dict[str, Any] = {

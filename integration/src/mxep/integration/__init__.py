@@ -1,4 +1,4 @@
-"""mxep.integration"""
+"""mxep.integration: the `mxep` command, and mxep in other projects' models."""
 
 import importlib.metadata
 

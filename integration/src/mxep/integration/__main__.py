@@ -1,5 +1,15 @@
-"""`python -m mxep.integration` is the `mxep` command."""
+"""The `mxep` command, as a console script and as `python -m mxep.integration`."""
 
-from .start import main
+from .launch import end_on_signals
 
-main()
+
+def main() -> None:
+    """Run `app.main`. A Ctrl-C has an answer before anything slow is imported."""
+    end_on_signals()
+    from .app import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

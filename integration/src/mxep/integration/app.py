@@ -2,7 +2,8 @@
 
     mxep [task=train | task=compare | task=verify | task=bench] [group=choice | key=value ...] [-m]
 
-    command line + configs/ -> Config -> ranks (run_ranks; under torchrun this process is one) -> report -> exit code
+    command line + configs/ -> `prepare` -> Config -> a task of TASKS, on ranks (run_ranks; under torchrun this process
+    is one) -> report -> exit code
 
 Exit codes: 0 done, 1 failed (one message on stderr; a failed rank's traceback is in the run folder), 130 stopped by
 Ctrl-C with a checkpoint to resume from.
@@ -15,42 +16,66 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
-from . import __version__, machine, text_files
-from .config import ConfigError, command_line_complaint, override_key, resolve, restore
-from .process import (
+from . import __version__, data
+from .checkpoint import TOKENIZER, changed, find, new_folder, read_state, same_text, take
+from .config import RESTORED, ConfigError, load_benchmark, prepare, to_json
+from .launch import (
+    OUT_OF_MEMORY,
     STOPPED,
-    count_gpus,
+    RanksFailed,
     end_fork_server,
     end_on_signals,
+    gpus,
     raise_on_signals,
     reports,
+    run_in_place,
+    run_ranks,
     start_fork_server,
     under_torchrun,
 )
-from .run_folder import TOKENIZER, find, read_state
-from .schema import TASKS, Config, RecipeConfig, configs_dir, register, sizes_of
-from .text_files import vocabulary_of
+from .machine import complaints
+from .schema import (
+    TASKS,
+    BenchConfig,
+    CompareConfig,
+    Config,
+    EstimateConfig,
+    VerifyConfig,
+    command_line_complaint,
+    configs_dir,
+    override_key,
+)
+
+if TYPE_CHECKING:
+    from .report import Report
 
 
 def main() -> None:
-    """Run the command; ends the process with its exit code."""
+    """Run the command; ends the process with its exit code. `mxep help` is `mxep --help`."""
     if "--version" in sys.argv[1:]:
         print(f"mxep {__version__}, torch {version('torch')}")
         return
+    if sys.argv[1:] == ["help"]:
+        sys.argv[1] = "--help"
     end_on_signals()
     register()
     done: list[tuple[Path, list[str]]] = []
@@ -72,15 +97,20 @@ def main() -> None:
         print("mxep: stopped before there was anything to save", file=sys.stderr)
         sys.exit(STOPPED)
     except ConfigError as error:
-        if reports():
-            print(f"mxep: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(_failed(str(error)))
     finally:
         raise_on_signals()
         if len(done) > 1 and reports():
             from .report import show_sweep
 
             show_sweep(done)
+
+
+def register() -> None:
+    """Register the config's types with Hydra, under the name that configs/config.yaml starts from, and the resolver
+    that names run folders: once in each config, as that of ``now``."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("new_folder", new_folder, replace=True, use_cache=True)
 
 
 @contextlib.contextmanager
@@ -96,36 +126,41 @@ def _hydra_raises() -> Iterator[None]:
         said = str(error).partition("Config search path:")[0].strip()
         cause = str(error.__cause__ or "").partition("\n")[0]
         raise ConfigError("\n".join(filter(None, [said, cause if cause not in said else ""]))) from error
-    except OSError as error:  # of the run folder: a job's own are told by _job
+    except OSError as error:  # of the run folder: a job's own are reported by _job
         raise ConfigError(f"no run folder: {error}: hydra.run.dir=FOLDER names another") from error
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
 
 
 def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
-    """One composed config; `-m` calls it once for each. done: gets the folder and overrides of those that end well."""
+    """Run one composed config; `-m` calls it once for each. done: gets the folder and overrides of those that end well.
+
+    The folder stays empty, and is removed, until all mistakes that need no rank are found.
+    """
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
     try:
         end_on_signals(lambda: _remove_empty(folder))
         config, checkpoints = prepare(raw, overrides)
-        if missing := "; ".join(machine.complaints(config)):
+        if missing := "; ".join(complaints(config)):
             raise ConfigError(missing)
-        if reports() and config.task.name in ("train", "compare") and config.data.path is not None:
-            for note in text_files.notes(config.data):
-                print(f"mxep: data.path: {note}", file=sys.stderr)
+        if config.task.name in ("train", "compare") and config.data.path is not None:
+            for note in data.notes(config.data):
+                _say(f"data.path: {note}")
         if not under_torchrun() and config.task.name != "estimate":  # which has no ranks
             # Imports of transformers, such as torchao, may start CUDA, and a forked rank could not use it then.
-            early = config.model.transformers is not None and not count_gpus()
-            server = start_fork_server(*["mxep.integration.transformers.model"] * early)
-            atexit.register(end_fork_server, server)  # so that the command leaves nothing behind
-        from .job import run_job
-
-        code = run_job(config, checkpoints, folder)
+            early = config.model.transformers is not None and not gpus()
+            start_fork_server(*["mxep.integration.transformers.model"] * early)
+            atexit.register(end_fork_server)  # so that the command leaves nothing behind
+        checkpoints = _check(config, checkpoints)
+        raise_on_signals()  # a job has answers of its own
+        with contextlib.ExitStack() as stack:
+            if reports():
+                resumed = None if config.resume is None else Path(config.resume)
+                stack.enter_context(take(folder, OmegaConf.to_yaml(OmegaConf.create(to_json(config))), resumed=resumed))
+            code = _run(config, checkpoints, folder)
     except (ValueError, OSError) as error:  # a ConfigError, of a bad checkpoint, or of a file that cannot be read
-        code = 1
-        if reports():
-            print(f"mxep: {error}", file=sys.stderr)
+        code = _failed(str(error))
     if code:
         _remove_empty(folder)
         sys.exit(code)
@@ -143,115 +178,222 @@ def _remove_empty(folder: Path) -> None:
             parent.rmdir()
 
 
-TASK_SECTIONS = ("bench", "compare", "estimate", "verify")
-"""Sections that the task of the same name reads, and no other."""
+def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
+    """The checkpoint of each run to start from, by the run's name. ValueError for what only torch can tell."""
+    import torch
 
+    from .model import recipes
 
-def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
-    """The config to run, and the checkpoint folder of each run to start from.
-
-    A resumed job takes from its checkpoint what `restore` says, except for ``overrides``. Raises ConfigError, or
-    ValueError for a bad checkpoint.
-    """
-    given = {override_key(override) for override in overrides}
-    for key in sorted(given):
-        if (section := key.partition(".")[0]) in TASK_SECTIONS and section != (task := raw.task.name):
-            raise ConfigError(f"{key}: task={task} does not read it, task={section} does: add that, or leave it out")
-    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    _fit_bench(raw, given)
-    if raw.model.pretrained is not None:
-        _fit_model_to_checkpoint(raw, given)
-    if raw.resume is None:
-        _fit_vocabulary(raw, given)
-        config = resolve(raw, ranks=ranks)
-        checkpoints: dict[str, str] = {}
-    else:
-        config, checkpoints = _resume(raw, overrides, given, ranks)
-    bench = config.bench
-    if config.task.name == "bench" and bench.device == "cuda" and not count_gpus():
-        cure = "; bench.device=cpu tries small shapes without one" if bench.cpu_shapes else ""
-        raise ConfigError(f"bench={bench.name} needs a CUDA device, and there is none here{cure}")
-    return config, checkpoints
-
-
-def _fit_bench(raw: DictConfig, given: set[str]) -> None:
-    """A shape on the command line selects its model. On a CPU a bench has shapes and a backend
-    of its own, but for those that the command line names."""
-    named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
-    if raw.bench.models is not None and "bench.models" not in given:
-        if "bench.shapes" in given:
+    names = [recipe.name for recipe in recipes(config)]
+    if config.task.name == "bench":
+        load_benchmark("runner").load(config.bench.name)
+        if config.bench.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
-                f"bench.shapes: which are measured? bench.models=[...] names some of {'; '.join(raw.bench.shapes)}"
+                f"bench={config.bench.name}: torch {torch.__version__} uses none of the GPUs here: it is built for "
+                'CPUs or for a newer driver, `python -c "import torch; torch.cuda.init()"` says which; install another'
             )
-        raw.bench.models = list(named) or raw.bench.models
-    elif raw.bench.models is not None and (left := [kind for kind in named if kind not in raw.bench.models]):
-        cure = f"add {left[0]} there, or leave this out"
-        raise ConfigError(f"bench.shapes.{left[0]}: got bench.models without it: {cure}")
-    if raw.bench.device != "cpu":
-        return
-    if raw.bench.backend is not None and "bench.backend" not in given:
-        raw.bench.backend = "reference"
-    if raw.bench.cpu_shapes and "bench.shapes" not in given:
-        raw.bench.shapes = {**raw.bench.cpu_shapes, **named}
-
-
-def _fit_model_to_checkpoint(raw: DictConfig, given: set[str]) -> None:
-    """The section `model` has the sizes of the model that it starts from, but for the number of layers."""
-    file = Path(raw.model.pretrained) / "config.json"
-    if raw.resume is not None:
-        raise ConfigError("model.pretrained: the checkpoint that resume names has the weights: leave it out")
-    try:
-        found = json.loads(file.read_text())
-        whole = int(found["num_hidden_layers"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"model.pretrained: {file}: {reason}: wanted a folder of save_pretrained") from None
-    if "model.layers" in given:
-        layers = found["num_hidden_layers"] = raw.model.layers
-        if layers > whole:
-            raise ConfigError(f"model.layers: got {layers}, but {file} has {whole}")
-        found |= {key: value[:layers] for key, value in found.items() if key.endswith("layer_types") and value}
-    sizes = {"shared_experts": 0, "balance_rate": 0.0, **sizes_of(found)}
-    for key in sizes:
-        if f"model.{key}" not in given:
-            raw.model[key] = sizes[key]
-    raw.model.transformers = found
-
-
-def _fit_vocabulary(raw: DictConfig, given: set[str]) -> None:
-    """A new model of transformers has as many tokens as the data, unless the command line says how many."""
-    data, model = raw.data, raw.model
-    named = data.get("tokenizer") is not None or data.get("vocabulary") is not None
-    if not named or model.transformers is None or model.pretrained is not None:
-        return
-    if not {"model.transformers", "model.transformers.vocab_size"} & given:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # which resolve() names
-            model.transformers.vocab_size = vocabulary_of(data)
-
-
-def _resume(raw: DictConfig, overrides: list[str], given: set[str], ranks: int | None) -> tuple[Config, dict[str, str]]:
-    path = Path(raw.resume)
-    if not path.exists():
-        raise ConfigError(f"resume: no such file or folder: {path}")
-    checkpoints = find(path)
-    state = read_state(next(iter(checkpoints.values())))
-    if named := sorted({"data.tokenizer", "data.vocabulary"} & given):
-        raise ConfigError(f"{named[0]}: the checkpoint that resume names says what tokens are: leave it out")
-    raw = restore(raw, state.config, overrides)
-    kept = next(iter(checkpoints.values())) / TOKENIZER
-    raw.data.tokenizer, raw.data.vocabulary = str(kept.resolve()) if kept.exists() else None, None
-    if path in checkpoints.values():  # one run alone, no comparison
-        raw.train.compare = False
-        if state.run == "bf16" and not any(key.partition(".")[0] == "recipe" for key in given):
-            raw.recipe = RecipeConfig("bf16")
-    elif (wanted := dict(raw.recipe)) != (trained := state.config["recipe"]):
-        changed = ", ".join(f"recipe.{key}={wanted[key]}" for key in wanted if wanted[key] != trained[key])
-        step = checkpoints.get(trained["name"], next(reversed(checkpoints.values())))
+    if config.task.name != "train" or config.resume is None:
+        return {}
+    if str(Path(config.resume).resolve()) in checkpoints.values():  # one run goes on, whatever it is called now
+        checkpoints = dict.fromkeys(names, *checkpoints.values())
+    if not checkpoints.keys() & set(names):
         raise ConfigError(
-            f"resume: {path} trained {trained['name']}, and {changed} is another recipe: leave it out, or go on from "
-            f"the weights of one run with resume={step}"
+            f"resume: {config.resume} has no checkpoint of {', '.join(names)}, only of {', '.join(checkpoints)}"
         )
-    return resolve(raw, ranks=ranks), {run: str(step.resolve()) for run, step in checkpoints.items()}
+    if reports():
+        for name in checkpoints.keys() & set(names):
+            _say_what_changed(name, Path(checkpoints[name]), config)
+        done = [read_state(Path(checkpoints[name])).step if name in checkpoints else 0 for name in names]
+        if min(done) >= config.train.steps:
+            _say(f"all {min(done)} steps are done: train.steps=N asks for more")
+    return checkpoints
+
+
+def _say_what_changed(name: str, folder: Path, config: Config) -> None:
+    """A line if run ``name`` goes on from another recipe, one if with another text, and one if with other tokens."""
+    state, begin = read_state(folder), f"{name} goes on from {_short(folder)}"
+    if (folder / TOKENIZER).exists() and (reason := changed(folder, [TOKENIZER])):
+        _say(reason)
+    if state.run != name:
+        _say(f"{begin}: weights and moments of {state.run}, step {state.step}")
+    if same_text(to_json(config)["data"], state.config.get("data") or {}):
+        return  # where a text that has changed under its name is refused
+    source, text = data.read(config.data)
+    if hashlib.sha256(text).hexdigest() != state.digest:
+        _say(f"{begin} with another text: {source}")
+
+
+# Tasks
+
+
+def _run(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
+    """Run a prepared task and return its exit code; an error ends in one message on stderr."""
+    try:
+        return RUN[config.task.name](config, folder, checkpoints)
+    except KeyboardInterrupt:
+        if not (how := _how_to_resume(config, folder)) or not reports():
+            raise
+        _say(f"stopped at once{how}")
+        return STOPPED
+    except RanksFailed as error:
+        try:
+            (folder / "error.txt").write_text(f"{error}\n")
+            hint = f"{OUT_OF_MEMORY}; " if OUT_OF_MEMORY in str(error) else ""
+            story = f"\n({hint}the whole story: {_short(folder / 'error.txt')})"
+        except OSError as file_error:  # a full disk, for one, which may be why the rank failed
+            story = f"\n(no error.txt: {file_error}; the whole story:)\n{error}"
+        return _failed(f"{error.first}{story}{_how_to_resume(config, folder)}")
+    except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
+        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return _failed(message + _how_to_resume(config, folder))
+
+
+def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    from . import report
+    from .model import auto
+    from .train import Outcome, train
+
+    if config.recipe.name == "auto":
+        _say(f"recipe=auto is {auto(config)[1]}")
+    outcome: Outcome = _on_ranks(train, (config, str(folder), checkpoints), config)
+    code = STOPPED if outcome.stopped else 0
+    if not reports():
+        return code
+    summary = report.write(outcome, folder, config, _command())
+    if outcome.stopped:
+        run = outcome.runs[-1]
+        where = f"{run.name}, step {run.steps} of {config.train.steps}"
+        start = folder if _newest(folder) else config.resume and Path(config.resume)
+        how = f"go on with: {_resume_command(start)}" if start else "there is no checkpoint to go on from"
+        _say(f"stopped ({where}); {how}")
+    else:
+        report.show(summary, Console())
+        print(f"run folder: {_short(folder)}")
+    return code
+
+
+def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    compare = load_benchmark("compare")
+    outcome = _on_ranks(compare.compare, (config, str(folder)), config)
+    if outcome.stopped:
+        print("mxep: stopped before all seeds were done: no results", file=sys.stderr)
+        return STOPPED
+    made = compare.report(config, outcome)
+    code = _finish(made, config.compare, folder / "compare.json")
+    if reports():
+        compare.write_report(folder, config, outcome, made, _command())
+        print(f"report: {_short(folder / 'report.html')}")
+    return code
+
+
+def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    from . import verify
+
+    results = verify.report(config, _on_ranks(verify.verify, (config,), config))
+    return _finish(results, config.verify, folder / "verify.json")
+
+
+def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    file = folder / "bench.json"
+    files = [file, *([Path(config.bench.out)] if config.bench.out else [])]
+    runner = load_benchmark("runner")
+    args = (config.bench, config.seed, files, _command(), config.dispatcher.ranks_per_node)
+    try:
+        if load_benchmark("names").BENCH[config.bench.name].on_ranks:
+            results = _on_ranks(runner.run, args, config, device=config.bench.device)
+        else:
+            results = runner.run(None, *(args if reports() else args[:2]), quiet=not reports())
+    except KeyboardInterrupt:
+        if reports() and file.exists():
+            _say(f"stopped; the rows so far: {', '.join(map(_short, files))}")
+            return STOPPED
+        raise
+    return _finish(results, config.bench, file)
+
+
+def _estimate(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    return _finish(load_benchmark("estimate").estimate(config), config.estimate, folder / "estimate.json")
+
+
+RUN: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {
+    "train": _train,
+    "compare": _compare,
+    "verify": _verify,
+    "bench": _bench,
+    "estimate": _estimate,
+}
+
+
+def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, device: str | None = None) -> Any:
+    """Result of ``fn(Rank, *args)`` on rank 0; under torchrun on this rank. device: None is parallel.device."""
+    how: Any = {"device": device or config.parallel.device, "steps": config.task.name in ("train", "compare")}
+    if under_torchrun():
+        return run_in_place(fn, args, **how)
+    return run_ranks(fn, args, world_size=config.ranks, timeout=config.parallel.timeout, **how)[0]
+
+
+def _finish(results: Report, section: BenchConfig | CompareConfig | EstimateConfig | VerifyConfig, file: Path) -> int:
+    """Write and show `results` on the process that reports. Returns the exit code: 1 if some of them failed."""
+    if reports():
+        from .report import write_json
+
+        written = [file, *([Path(section.out)] if section.out else [])]
+        write_json(results.to_json(_command(), section.commit), written)
+        results.show(Console())
+        if isinstance(section, BenchConfig | EstimateConfig) and section.picture:
+            written.append(Path(section.picture))
+            module = "plot" if isinstance(section, BenchConfig) else "estimate"
+            load_benchmark(module).draw(json.loads(file.read_text()), written[-1])
+        print(f"results: {', '.join(map(_short, written))}")
+        if results.failed:
+            _say(f"{results.failed} of {len(results.lines)} lines failed")
+    return 1 if results.failed else 0
+
+
+def _command() -> str:
+    return shlex.join(["mxep", *sys.argv[1:]])
+
+
+def _resume_command(folder: Path) -> str:
+    """The command that resumes this run as it ran: it repeats the arguments that a checkpoint does not keep."""
+    overrides = HydraConfig.get().overrides.task
+    keys = {one: override_key(one) for one in overrides}
+    repeated = [
+        one for one, key in keys.items() if key == "train.wandb" or key.split(".")[0] not in (*RESTORED, "resume")
+    ]
+    return shlex.join(["mxep", f"resume={_short(folder)}", *repeated])
+
+
+def _how_to_resume(config: Config, folder: Path) -> str:
+    """A line, if the run that failed left a checkpoint."""
+    if config.task.name != "train" or not (step := _newest(folder)):
+        return ""
+    return f"\ngo on from {_short(step)} with: {_resume_command(folder)}"
+
+
+def _newest(folder: Path) -> Path | None:
+    """The newest checkpoint of the last run in ``folder`` that has one."""
+    with contextlib.suppress(ValueError):
+        return list(find(folder).values())[-1]
+    return None
+
+
+def _say(message: str) -> None:
+    """Print a line to stderr, on the process that reports."""
+    if reports():
+        print(f"mxep: {message}", file=sys.stderr)
+
+
+def _failed(message: str) -> int:
+    _say(message)
+    return 1
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory if it lies there."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Checkpoints: torch's distributed checkpoints in safetensors, and JSON. Reading one executes no code.
+"""Run folders, and the checkpoints in them: torch's distributed checkpoints in safetensors, and JSON.
 
+    RUN_FOLDER/config.yaml                               locked while the run has it
     RUN_FOLDER/mxfp8/step-000200/model/shard-00001-...       parameters and buffers, a file per rank that has a part
                                  optimizer/shard-00001-...   AdamW's moments, "first." and "second." + parameter name
-                                 state.json                  run, step, config, digests of the text and of all files
+                                 state.json                  run, step, config, SHA-256 of the text and of all files
                                  metrics.jsonl               one line a step so far
                                  tokenizer.json              of a text that was read as tokens
 
@@ -11,33 +12,179 @@ expert-parallel degree, with or without parallel.fsdp.
 
 The ranks write into a hidden folder. Rank 0 waits until the disk has it, renames it, waits for that, too, and then
 deletes older checkpoints. So the newest folder is complete whenever the power fails. A save that fails leaves nothing
-behind. Tensors that are not finite are neither saved nor loaded. Changed files are not loaded.
+behind. Tensors that are not finite are neither saved nor loaded, and changed files are not loaded. Reading executes no
+code.
+
+Imports torch only to save and to load: the command finds a checkpoint before torch is there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.checkpoint.api import CheckpointException
 
-from .collective import all_gather, from_all_ranks
-from .mesh import Mesh, local
-from .run_folder import DIGESTS, FORMAT, TOKENIZER, State, changed, digests_of, read_state, seal, step_folder, steps
+    from .mesh import Mesh
 
+FORMAT = 2
+DIGESTS = "sha256"
+"""Key of state.json: name of each file of the checkpoint -> its SHA-256, whatever its format."""
+TOKENIZER = "tokenizer.json"
+"""File in a checkpoint and in a run folder, if the text was read as tokens."""
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
-Tensors = dict[str, Tensor]
+
+
+def new_folder(wanted: str) -> str:
+    """Make the folder ``wanted``; if it is there, one with -2, -3 and so on at its end. Returns its name."""
+    folder, number = wanted, 1
+    while True:
+        try:
+            Path(folder).mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = f"{wanted}-{number}"
+
+
+def take(folder: Path, config: str, *, resumed: Path | None) -> TextIO:
+    """Write ``config`` to config.yaml of ``folder`` and lock it. The run keeps it while the returned file is open.
+
+    resumed: the checkpoint, or run folder, that the run goes on from. One in ``folder`` goes on in its own folder.
+
+    Raises ValueError, and leaves everything as it is, if another run has the folder or had it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = f"hydra.run.dir: got {folder}, which has a run, wanted a folder of its own: leave it out, or name another"
+    file = (folder / "config.yaml").open("a+")
+    try:
+        with contextlib.suppress(OSError):  # where there are no locks: then a run that ended is noticed alone
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(taken) from None
+        within = resumed is not None and folder.resolve() in (resumed.resolve(), *resumed.resolve().parents)
+        if file.tell() and not within:
+            raise ValueError(taken)
+        file.truncate(0)
+        file.write(config)
+        file.flush()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+@dataclass(frozen=True)
+class State:
+    """A checkpoint's content besides its tensors.
+
+    run: the recipe's name. step: steps done. config: the whole config, plain JSON values. digest: of the text.
+    metrics: one dict a step done.
+    """
+
+    run: str
+    step: int
+    config: dict[str, Any]
+    digest: str
+    metrics: list[dict[str, Any]]
+
+
+def same_text(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Whether two sections `data` name the same bytes and batches of them, whatever file has their tokenizer."""
+    return all(one.get(key) == two.get(key) for key in {*one, *two} - {"tokenizer", "vocabulary"})
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The checkpoint of ``step`` in a run's ``folder``."""
+    return folder / f"step-{step:06d}"
+
+
+def steps(folder: Path) -> list[Path]:
+    """The checkpoints of a run's ``folder``, the oldest first."""
+    found = (step for step in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", step.name))
+    return sorted(found, key=lambda step: int(step.name.removeprefix("step-")))
+
+
+def find(path: Path) -> dict[str, Path]:
+    """The newest checkpoint of each run, by name: of a run folder, or the one checkpoint that ``path`` itself is.
+
+    Raises ValueError where there is none.
+    """
+    if (path / "state.json").is_file():
+        return {read_state(path).run: path}
+    found = {folder.name: made[-1] for folder in sorted(path.glob("*/")) if (made := steps(folder))}
+    if not found:
+        raise ValueError(f"no checkpoint in {path}: wanted a run folder or a step-N folder of one")
+    return found
+
+
+def read_state(folder: Path) -> State:
+    """Read the state of ``folder/step-N``. Raises ValueError if it cannot be read or has changed."""
+    try:
+        about = json.loads((folder / "state.json").read_text())
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        if (found := about["format"]) != FORMAT:
+            raise ValueError(f"format: got {found}, wanted {FORMAT}")
+        for key, kind in {"run": str, "step": int, "config": dict, "digest": str}.items():
+            if not isinstance(about[key], kind):
+                raise ValueError(f"{key}: got {about[key]!r}, wanted {kind.__name__}")
+        if seal(about) != about:
+            raise ValueError("state.json is not what was saved")
+        if reason := changed(folder, ["metrics.jsonl"]):
+            raise ValueError(reason)
+        del about["format"], about[DIGESTS]
+        return State(**about, metrics=metrics)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is not a checkpoint: {type(error).__name__}: {error}") from None
+
+
+def changed(folder: Path, names: Iterable[str]) -> str:
+    """Return a line for the first of these files that has changed since the save, or ""."""
+    saved = json.loads((folder / "state.json").read_text())[DIGESTS]
+    for name, found in digests_of(folder, names).items():
+        if found != (wanted := saved.get(name, "none")):
+            return (
+                f"{folder / name}: got SHA-256 {found[:12]}, wanted {wanted[:12]}: the file is not what was saved; "
+                "restore it from a copy, or go on from another checkpoint"
+            )
+    return ""
+
+
+def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of files in ``folder``, by name."""
+
+    def digest(name: str) -> tuple[str, str]:
+        with (folder / name).open("rb") as stream:
+            return name, hashlib.file_digest(stream, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as threads:
+        return dict(threads.map(digest, names))
+
+
+def seal(about: dict[str, Any]) -> dict[str, Any]:
+    """``about`` with its own SHA-256 among those of the checkpoint's other files."""
+    digests = {name: digest for name, digest in about[DIGESTS].items() if name != "state.json"}
+    own = hashlib.sha256(json.dumps(about | {DIGESTS: digests}).encode()).hexdigest()
+    return about | {DIGESTS: {**digests, "state.json": own}}
+
+
+# Tensors
 
 
 def save(
@@ -55,6 +202,8 @@ def save(
 
     Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
     """
+    from .mesh import all_gather, from_all_ranks
+
     tensors = {"model": model.state_dict(), "optimizer": _moments(model, optimizer)}
     if name := not_finite({**tensors["model"], **tensors["optimizer"]}):
         raise FloatingPointError(f"{state.run}, step {state.step}: {name} is not finite: not saved")
@@ -102,6 +251,14 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     Raises ValueError for a changed or missing file, naming it, and for a tensor that does not fit the model or is not
     finite, with got and wanted.
     """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+    from .mesh import all_gather
+
     state, moments = read_state(folder), _moments(model, optimizer)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if reason := next(filter(None, all_gather(changed(folder, _files(folder, "*.safetensors")[rank::ranks]))), None):
@@ -110,7 +267,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         if reason := _difference(folder / what, tensors, state.config["parallel"]["ranks"]):
             raise ValueError(reason)
         try:
-            state_dict_loader.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder / what)))
+            load_tensors(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder / what)))
         except CheckpointException as error:
             raise ValueError(f"{folder / what}: {_first(error)}") from error
         if name := not_finite(tensors):
@@ -122,16 +279,22 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         optimizer.state[parameter] = {"step": count, **own}
 
 
-def not_finite(tensors: Tensors) -> str | None:
+def not_finite(tensors: dict[str, Tensor]) -> str | None:
     """The name of a tensor that is not finite on some rank, the same on all. Collective."""
+    import torch
+
+    from .mesh import all_gather, local
+
     own = {name: here for name, tensor in tensors.items() if (here := local(tensor)).numel()}
     largest = torch.stack([tensor.abs().max().float() for tensor in own.values()])
     wrong = [name for name, value in zip(own, largest.tolist()) if not math.isfinite(value)]
     return next((name for names in all_gather(wrong) for name in names), None)
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """AdamW's moments by name, zeros where it has none yet."""
+    import torch
+
     return {
         f"{moment}.{name}": optimizer.state[p].get(key, torch.zeros_like(p.detach()))
         for name, p in model.named_parameters()
@@ -139,11 +302,18 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     }
 
 
-def _write(folder: Path, tensors: Tensors) -> None:
+def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write this rank's parts, and wait until the disk has them. Collective. OSError where not all are here then."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+    from .mesh import from_all_ranks
+
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        state_dict_saver.save(dict(tensors), storage_writer=writer)
+        save_tensors(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
         raise OSError(f"{folder}: {_first(error)}") from error
     reason = from_all_ranks(lambda: "" if dist.get_rank() else _difference(folder, tensors, dist.get_world_size()))[0]
@@ -151,9 +321,12 @@ def _write(folder: Path, tensors: Tensors) -> None:
         raise OSError(f"not saved: {reason}: wanted a run folder that all nodes see")
 
 
-def _difference(folder: Path, tensors: Tensors, ranks: int) -> str:
+def _difference(folder: Path, tensors: dict[str, Tensor], ranks: int) -> str:
     """Name a tensor that the folder does not hold completely, or "". tensors: this rank may have parts of them.
     ranks: how many wrote the folder."""
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     try:
         stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (OSError, SafetensorError) as error:
@@ -166,7 +339,7 @@ def _difference(folder: Path, tensors: Tensors, ranks: int) -> str:
     return why and f"{folder}: {why}"
 
 
-def _unlike(stored: dict[str, Any], tensors: Tensors) -> str:
+def _unlike(stored: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     if missing := set(tensors) ^ set(stored):
         return f"{sorted(missing)[0]} is only in the file or only in the model"
     for name, tensor in tensors.items():

@@ -10,26 +10,28 @@ not name; `choices` has these tables. Imports nothing heavy: a mistake is answer
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-import difflib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from . import text_files
-from .process import count_gpus
+from . import data
+from .checkpoint import TOKENIZER, find, read_state
+from .launch import gpus, under_torchrun
 from .schema import (
     ALIGNMENT,
     CASES,
@@ -40,9 +42,12 @@ from .schema import (
     RECIPES,
     VOCABULARY,
     Config,
-    configs_dir,
+    RecipeConfig,
+    did_you_mean,
     is_recipe,
     out_of_bounds,
+    override_key,
+    recipes_like,
     sizes_of,
 )
 
@@ -152,7 +157,7 @@ def _fill_parallel(config: Config, ranks: int | None) -> None:
     if ranks is not None:
         parallel.ranks = ranks
     elif parallel.ranks is None:
-        parallel.ranks = (count_gpus() if parallel.device != "cpu" else 0) or 2
+        parallel.ranks = (len(gpus()) if parallel.device != "cpu" else 0) or 2
     if parallel.ep is None:
         parallel.ep = 1 if config.dispatcher.name == "local" else parallel.ranks
 
@@ -227,9 +232,9 @@ def _complaints(config: Config) -> Iterator[str]:
         yield "train.wandb=true wants wandb: pip install wandb"
     if path is not None and not Path(path).exists():
         yield f"data.path: no such file or folder: {path}"
-    elif config.task.name in ("train", "compare") and (complaint := text_files.complaint(config.data)):
+    elif config.task.name in ("train", "compare") and (complaint := data.complaint(config.data)):
         yield complaint
-    if config.task.name in ("train", "compare") and (complaint := text_files.tokenizer_complaint(config.data)):
+    if config.task.name in ("train", "compare") and (complaint := data.tokenizer_complaint(config.data)):
         yield complaint
     yield from unknown("verify.cases", config.verify.cases or (), (*CASES, *LINEAR_CASES))
     if config.task.name == "verify":
@@ -289,8 +294,8 @@ def _check_transformers(config: Config, hf_config: Mapping[str, Any]) -> Iterato
     if "shared_experts" not in sizes and config.model.shared_experts:
         kind = hf_config.get("model_type")
         yield f"model.shared_experts: got {config.model.shared_experts}, but models of {kind} have none here: want 0"
-    wrong = text_files.tokenizer_complaint(config.data)
-    least = VOCABULARY if wrong else text_files.vocabulary_of(config.data)
+    wrong = data.tokenizer_complaint(config.data)
+    least = VOCABULARY if wrong else data.vocabulary_of(config.data)
     if (size := hf_config.get("vocab_size", least)) < least:
         yield f"model.transformers.vocab_size must be at least {least}, one for each token of the data, got {size}"
     for key in hf_config:
@@ -356,64 +361,115 @@ def _multiplied(config: Config) -> list[str]:
     return [*(["bf16"] if compared else []), config.recipe.name, *filter(None, [config.recipe.linear])]
 
 
-def override_key(override: str) -> str:
-    """The key or group that an argument of the command line sets."""
-    return override.lstrip("+~").split("=")[0].split("@")[0]
+# From the command line
 
 
-def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
-    """A task without its key, a key that there is not, for which Hydra would advise a `+`, or a choice that is none."""
-    own = any(argument.startswith(("-cd", "--config-", "hydra.searchpath")) for argument in arguments)
-    for argument in arguments:
-        if argument in tasks:
-            return f"{argument}: wanted KEY=VALUE, as task={argument}"
-        if argument.startswith("-") or "=" not in argument or (key := override_key(argument)).startswith("hydra"):
-            continue
-        section: Any = Config
-        for name in key.split("."):
-            if dataclasses.is_dataclass(section):
-                if name not in (types := get_type_hints(section)):
-                    return f"no such key: {key}{_alike(key)}"
-                section = types[name]
-        if not own and (said := _unknown_choice(key, argument.partition("=")[2])):
-            return said
-    return None
+TASK_SECTIONS = ("bench", "compare", "estimate", "verify")
+"""Sections that the task of the same name reads, and no other."""
 
 
-def _unknown_choice(group: str, choice: str) -> str | None:
-    """Return the message for an unknown choice of a group, such as recipe=mxpf8. Lists are Hydra's to read."""
-    known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
-    if not known or choice in (*known, "null") or not re.fullmatch(r"\w+", choice):
-        return None
-    if group == "recipe" and is_recipe(choice):
-        return f"no such choice: recipe={choice}; did you mean recipe.name={choice}?"
-    near = did_you_mean(choice, known)
-    return f"no such choice: {group}={choice}{near or '; wanted ' + ', '.join(known)}"
+def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
+    """The config to run, and the checkpoint folder of each run to start from.
+
+    A resumed job takes from its checkpoint what `restore` says, except for ``overrides``. Raises ConfigError, or
+    ValueError for a bad checkpoint.
+    """
+    given = {override_key(override) for override in overrides}
+    for key in sorted(given):
+        if (section := key.partition(".")[0]) in TASK_SECTIONS and section != (task := raw.task.name):
+            raise ConfigError(f"{key}: task={task} does not read it, task={section} does: add that, or leave it out")
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+    _fit_bench(raw, given)
+    if raw.model.pretrained is not None:
+        _fit_model_to_checkpoint(raw, given)
+    if raw.resume is None:
+        _fit_vocabulary(raw, given)
+        config = resolve(raw, ranks=ranks)
+        checkpoints: dict[str, str] = {}
+    else:
+        config, checkpoints = _resume(raw, overrides, given, ranks)
+    bench = config.bench
+    if config.task.name == "bench" and bench.device == "cuda" and not gpus():
+        cure = "; bench.device=cpu tries small shapes without one" if bench.cpu_shapes else ""
+        raise ConfigError(f"bench={bench.name} needs a CUDA device, and there is none here{cure}")
+    return config, checkpoints
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The end of a message: the name that is meant, if one is near."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _fit_bench(raw: DictConfig, given: set[str]) -> None:
+    """A shape on the command line selects its model. On a CPU a bench has shapes and a backend
+    of its own, but for those that the command line names."""
+    named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
+    if raw.bench.models is not None and "bench.models" not in given:
+        if "bench.shapes" in given:
+            raise ConfigError(
+                f"bench.shapes: which are measured? bench.models=[...] names some of {'; '.join(raw.bench.shapes)}"
+            )
+        raw.bench.models = list(named) or raw.bench.models
+    elif raw.bench.models is not None and (left := [kind for kind in named if kind not in raw.bench.models]):
+        cure = f"add {left[0]} there, or leave this out"
+        raise ConfigError(f"bench.shapes.{left[0]}: got bench.models without it: {cure}")
+    if raw.bench.device != "cpu":
+        return
+    if raw.bench.backend is not None and "bench.backend" not in given:
+        raw.bench.backend = "reference"
+    if raw.bench.cpu_shapes and "bench.shapes" not in given:
+        raw.bench.shapes = {**raw.bench.cpu_shapes, **named}
 
 
-def recipes_like(name: str) -> list[str]:
-    """Names of recipes with the changes that `name` has, as far as they are known."""
-    changes = [f"_{change}" for change in CHANGES if change in name]
-    known = [*RECIPES, "auto", *(base + "".join(changes) for base in RECIPES if changes)]
-    return [each for each in known if is_recipe(each)]
+def _fit_model_to_checkpoint(raw: DictConfig, given: set[str]) -> None:
+    """The section `model` has the sizes of the model that it starts from, but for the number of layers."""
+    file = Path(raw.model.pretrained) / "config.json"
+    if raw.resume is not None:
+        raise ConfigError("model.pretrained: the checkpoint that resume names has the weights: leave it out")
+    try:
+        found = json.loads(file.read_text())
+        whole = int(found["num_hidden_layers"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model.pretrained: {file}: {reason}: wanted a folder of save_pretrained") from None
+    if "model.layers" in given:
+        layers = found["num_hidden_layers"] = raw.model.layers
+        if layers > whole:
+            raise ConfigError(f"model.layers: got {layers}, but {file} has {whole}")
+        found |= {key: value[:layers] for key, value in found.items() if key.endswith("layer_types") and value}
+    sizes = {"shared_experts": 0, "balance_rate": 0.0, **sizes_of(found)}
+    for key in sizes:
+        if f"model.{key}" not in given:
+            raw.model[key] = sizes[key]
+    raw.model.transformers = found
 
 
-def _alike(key: str) -> str:
-    """The keys that may be meant."""
-    known, last = list(_keys()), key.rpartition(".")[2]
-    same = [one for one in known if one.rpartition(".")[2] == last]
-    near = same or difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {' or '.join(near)}?" if near else "; mxep --cfg job prints all keys"
+def _fit_vocabulary(raw: DictConfig, given: set[str]) -> None:
+    """A new model of transformers has as many tokens as the data, unless the command line says how many."""
+    section, model = raw.data, raw.model
+    named = section.get("tokenizer") is not None or section.get("vocabulary") is not None
+    if not named or model.transformers is None or model.pretrained is not None:
+        return
+    if not {"model.transformers", "model.transformers.vocab_size"} & given:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # which resolve() names
+            model.transformers.vocab_size = data.vocabulary_of(section)
 
 
-def _keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
-    for name, kind in get_type_hints(section).items():
-        yield prefix + name
-        if dataclasses.is_dataclass(kind):
-            yield from _keys(kind, f"{prefix}{name}.")
+def _resume(raw: DictConfig, overrides: list[str], given: set[str], ranks: int | None) -> tuple[Config, dict[str, str]]:
+    path = Path(raw.resume)
+    if not path.exists():
+        raise ConfigError(f"resume: no such file or folder: {path}")
+    checkpoints = find(path)
+    state = read_state(next(iter(checkpoints.values())))
+    if named := sorted({"data.tokenizer", "data.vocabulary"} & given):
+        raise ConfigError(f"{named[0]}: the checkpoint that resume names says what tokens are: leave it out")
+    raw = restore(raw, state.config, overrides)
+    kept = next(iter(checkpoints.values())) / TOKENIZER
+    raw.data.tokenizer, raw.data.vocabulary = str(kept.resolve()) if kept.exists() else None, None
+    if path in checkpoints.values():  # one run alone, no comparison
+        raw.train.compare = False
+        if state.run == "bf16" and not any(key.partition(".")[0] == "recipe" for key in given):
+            raw.recipe = RecipeConfig("bf16")
+    elif (wanted := dict(raw.recipe)) != (trained := state.config["recipe"]):
+        changes = ", ".join(f"recipe.{key}={wanted[key]}" for key in wanted if wanted[key] != trained[key])
+        step = checkpoints.get(trained["name"], next(reversed(checkpoints.values())))
+        raise ConfigError(
+            f"resume: {path} trained {trained['name']}, and {changes} is another recipe: leave it out, or go on from "
+            f"the weights of one run with resume={step}"
+        )
+    return resolve(raw, ranks=ranks), {run: str(step.resolve()) for run, step in checkpoints.items()}

@@ -1,18 +1,18 @@
-"""Start the ranks of one job on this machine and collect their results.
+"""Start the ranks of one job on this machine and collect their results. Imports nothing heavy.
 
     caller ── fork server (torch imported once) ──┬─ rank 0: init_process_group, fn(Rank, *args) ─┐
        ^                                          └─ rank 1: ...                                  │
-       └───────────── ("ready" | "value" | "error", ...) over one pipe a rank ────────────────────┘
+       └── a scratch folder: ready-0, then value-0 or error-0, and stack-0 where it was signalled ┘
 
-- A rank that raises or dies ends the job: `RanksFailed` carries every traceback that arrived, the first one first, and
-  no process is left behind. A job over its time limit ends the same way, with the stack of every rank still running.
-- Ctrl-C (SIGINT) and SIGTERM reach the ranks as SIGUSR1, which only sets `Rank.stop`: "stop after this step". A second
-  signal kills them at once, as does the first one before they have started, or of a job that has no steps.
-- Each rank leads a process group of its own, so the terminal's Ctrl-C does not hit it and killing it takes its children
-  along. It ends itself when the caller is gone, even by SIGKILL.
+- A rank that raises or dies ends the job: `RanksFailed` has every traceback that arrived, the first one first, and no
+  process is left. A job over its time limit ends in the same way, with the stack of each rank that still runs.
+- SIGINT (Ctrl-C) and SIGTERM reach the ranks as SIGUSR1, which sets `Rank.stop`: "stop after this step". A second
+  signal kills the ranks at once. So does the first one before they have started, or in a job without steps.
+- Each rank leads a process group of its own, so the terminal's Ctrl-C does not hit it, and its children end with it.
+  It ends itself when the caller is gone, even by SIGKILL.
 
-It does not use `start_processes` of torch.distributed.elastic, which reports the first failed rank only, leaves the
-children of ranks behind, shows no stacks at a time limit, and ends ranks on Ctrl-C instead of after their step.
+`start_processes` of torch.distributed.elastic reports the first failed rank only, leaves children of ranks behind,
+shows no stacks at a time limit, and ends ranks on Ctrl-C instead of after their step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -35,21 +36,28 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
-import torch.distributed as dist
-
-from .process import start_fork_server
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
-
+SIGNALS = signal.SIGINT, signal.SIGTERM
+STOPPED = 130
+"""Exit code of a job that a signal stopped."""
 OUT_OF_MEMORY = "most likely out of memory: the system ends a process that takes the last of it by SIGKILL"
 GRACE = 0.3
 """Seconds after the first failure in which the other ranks may still report theirs."""
+PRELOAD = "MXEP_PRELOAD"
+"""In the environment of the fork server alone: further modules that it imports."""
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+PR_SET_PDEATHSIG = 1
+COMPUTE_CAPABILITY = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 
 
 class RanksFailed(RuntimeError):
@@ -61,6 +69,151 @@ class RanksFailed(RuntimeError):
     def __init__(self, message: str, ranks: Sequence[int], first: str) -> None:
         super().__init__(message)
         self.ranks, self.first = tuple(ranks), first
+
+
+class StopFlag:
+    """Set in a rank by SIGUSR1 (Ctrl-C at the caller): the job should stop after this step."""
+
+    requested = False
+
+    def request(self, number: int, frame: object) -> None:
+        """A signal handler."""
+        self.requested = True
+
+    def agreed(self) -> bool:
+        """Whether any rank shall stop: one answer for all. A collective on the host (gloo)."""
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.tensor([self.requested], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """First argument of a rank's function: its number, the number of ranks, its device and the stop flag."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    stop: StopFlag = field(default_factory=StopFlag)
+
+
+# This process: torchrun, GPUs, signals, and the fork server
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that an outer torchrun started."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def reports() -> bool:
+    """Whether this process writes the run folder: always, except for torchrun's ranks above 0."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+class Gpu(NamedTuple):
+    """A device's compute capability, and the bytes that it has."""
+
+    capability: tuple[int, int]
+    bytes: int
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that the driver shows this process, as CUDA_VISIBLE_DEVICES has them. Asks without torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, device, size, capability = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t(), (ctypes.c_int * 2)()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found = []
+    for index in range(count.value):
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        for number, attribute in enumerate(COMPUTE_CAPABILITY):
+            driver.cuDeviceGetAttribute(ctypes.byref(capability, 4 * number), attribute, device)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        found.append(Gpu((capability[0], capability[1]), size.value))
+    return found
+
+
+def end_on_signals(clean_up: Callable[[], None] = lambda: None) -> None:
+    """Have SIGINT and SIGTERM end this process and its fork server at once, with one line: a start has nothing to save.
+    An exception in the middle of an import would be a traceback, or be lost."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        if reports():
+            os.write(2, b"mxep: stopped before there was anything to save\n")
+        clean_up()
+        _kill_fork_server()
+        os._exit(STOPPED)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+
+
+def raise_on_signals() -> None:
+    """Restore Python's own handling of SIGINT and SIGTERM."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def start_fork_server(*modules: str) -> None:
+    """Start the fork server of ranks if it does not run. It imports torch, mxep and `modules` in the background, and
+    ends by itself when this process is gone."""
+    server: Any = forkserver
+    server.set_forkserver_preload([__name__])
+    resource_tracker.ensure_running()  # which unblocks both signals
+    # A terminal's Ctrl-C reaches the server, too. It starts with signals blocked, until `_preload` ignores them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.environ[PRELOAD] = " ".join(modules)
+    try:
+        server.ensure_running()
+    finally:
+        del os.environ[PRELOAD]
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_fork_server() -> None:
+    """End the fork server at once, whatever it still imports. No rank may be left."""
+    _kill_fork_server()
+    server: Any = forkserver
+    server._forkserver._stop()
+
+
+def _kill_fork_server() -> None:
+    server: Any = forkserver
+    if (pid := server._forkserver._forkserver_pid) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _preload() -> None:
+    """Imports of the fork server, so that each rank starts with them in memory.
+
+    A module that fails to import is skipped: the rank that needs it imports it again and reports the error with its own
+    traceback. Here it would only show as a broken pipe.
+    """
+    # A scheduler's SIGTERM and a terminal's Ctrl-C reach the whole process group. The caller asks the ranks to stop
+    # after their step; they need the fork server until then, and it ends with the caller in any case.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    # torch._dynamo: every custom op imports it at its first call, for seconds.
+    own = "torch._dynamo", "mxep.integration.train", "mxep.integration.verify"
+    # Imported objects stay: garbage collections would only scan them again and again, for a fifth of the time.
+    gc.disable()
+    for name in (*own, *os.environ.pop(PRELOAD).split()):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+# The caller
 
 
 def run_ranks(
@@ -84,26 +237,28 @@ def run_ranks(
     Raises RanksFailed, or ValueError for a bad world size or device.
     """
     device = resolve_device(device, world_size)
-    context = multiprocessing.get_context("forkserver")
-    start_fork_server()
     payload = pickle.dumps((FunctionName.of(fn), pickle.dumps(tuple(args))))
-    ranks: list[_Process] = []
+    start_fork_server()
+    context = multiprocessing.get_context("forkserver")
+    ranks: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as scratch:
+        folder = Path(scratch)
         try:
             for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
-                arguments = (sender, payload, rank, world_size, device, scratch, dict(os.environ))
-                process = context.Process(target=rank_main, args=arguments, name=f"rank {rank}")
+                arguments = payload, rank, world_size, device, folder, dict(os.environ)
+                process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}")
                 process.start()
-                sender.close()
-                ranks.append(_Process(rank, process, receiver))
-            with _forward_signals(ranks if steps else []):
-                _collect(ranks, timeout, Path(scratch))
+                ranks.append(process)
+            with _forward_signals(ranks if steps else [], folder):
+                _wait(ranks, folder, timeout)
+            return [pickle.loads((folder / f"value-{rank}").read_bytes()) for rank in range(world_size)]
         finally:
-            # First those that still run: one that failed may wait for them while it takes its group down.
-            for one in sorted(ranks, key=lambda one: one.finished):
-                one.kill()
-    return [one.value for one in ranks]
+            for process in ranks:
+                assert process.pid is not None
+                with contextlib.suppress(ProcessLookupError):  # its group exists from "ready" on
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.join()
 
 
 def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str = "auto", steps: bool = True) -> T:
@@ -111,6 +266,8 @@ def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str 
 
     steps: as of `run_ranks`.
     """
+    import torch.distributed as dist
+
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = resolve_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     here = init_process_group(device, rank, world_size)
@@ -124,6 +281,8 @@ def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str 
 
 def resolve_device(device: str, world_size: int) -> str:
     """ "auto" -> "cuda" if every rank of this machine can have a device of its own, else "cpu"."""
+    import torch
+
     if world_size < 1:
         raise ValueError(f"world_size: got {world_size}, wanted at least 1")
     if device not in ("auto", "cpu", "cuda"):
@@ -136,111 +295,73 @@ def resolve_device(device: str, world_size: int) -> str:
     return device
 
 
-class _Process:
-    """The caller's view of one rank. ready: its signal handlers are in place. finished: it returned, raised or died.
-
-    error: its failure in one line; story: with the traceback.
-    """
-
-    def __init__(self, rank: int, process: ForkServerProcess, connection: Connection) -> None:
-        self.rank, self.process, self.connection = rank, process, connection
-        self.pid = process.pid or 0  # it runs already
-        self.ready = self.finished = self.died = False
-        self.value: Any = None
-        self.error = self.story = ""
-
-    def signal(self, number: int) -> None:
-        if self.ready and not self.finished:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def receive(self) -> None:
-        """Take one message, or see that there will be none."""
-        if not self.process.is_alive():  # earlier messages are still in the pipe, perhaps a part of one
-            os.set_blocking(self.connection.fileno(), False)
-        try:
-            kind, content = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, BlockingIOError):
-            self.process.join()
-            code = self.process.exitcode or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-            kind, content = "died", f"rank {self.rank} {how} before it returned"
-        self.ready = True
-        self.finished = kind != "ready"
-        if kind == "value":
-            self.value = content
-        elif kind == "error":
-            self.error, self.story = (f"rank {self.rank} raised:{each}" for each in content)
-        elif kind == "died":
-            self.error = self.story = content
-            if "SIGKILL" in content:
-                self.story += f"\n({OUT_OF_MEMORY})"
-            self.died = True
-
-    def kill(self) -> None:
-        """End the rank and its children; a rank that has returned gets the time to leave by itself."""
-        if self.finished:
-            self.process.join(timeout=5)
-        # Its group exists from "ready" on; before that the rank has no children.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-
-def _collect(ranks: list[_Process], timeout: float | None, scratch: Path) -> None:
-    """Read the ranks' messages until all have returned; raise RanksFailed on the first failure or at the limit."""
+def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | None) -> None:
+    """Wait until all ranks have returned; raise RanksFailed after the first failure or at the limit."""
     limit = float("inf") if timeout is None else time.monotonic() + timeout
-    failed: list[_Process] = []
-    while running := [one for one in ranks if not one.finished]:
-        left = limit - time.monotonic()
-        # A dead rank's pipe stays open while its children live: the fork server reports ended ranks.
-        sources: dict[Any, _Process] = {end: one for one in running for end in (one.connection, one.process.sentinel)}
-        arrived = wait(list(sources), timeout=None if left == float("inf") else max(left, 0.0))
-        for one in dict.fromkeys(sources[end] for end in arrived):
-            one.receive()
-            if one.error:
-                if not failed:
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}  # of the fork server, which reports ends
+    failures: list[tuple[int, int, str, str]] = []  # when, rank, in one line, with the traceback
+    while running:
+        for end in (ended := wait(list(running), None if limit == float("inf") else max(limit - time.monotonic(), 0))):
+            rank = running.pop(end)  # type: ignore[arg-type]
+            if not (folder / f"value-{rank}").exists():
+                if not failures:
                     limit = min(limit, time.monotonic() + GRACE)
-                failed.append(one)
-        if not arrived:
+                failures.append(_failure(rank, ranks[rank], folder))
+        if not ended:
             break
-    names = ", ".join(str(one.rank) for one in running)
-    if failed:
-        failed.sort(key=lambda one: not one.died)  # a dead rank's peers may complain before its end is reported
+    names = ", ".join(map(str, running.values()))
+    if failures:
+        failures.sort()  # a dead rank comes first: its peers may complain before its end is known
+        stories = "\n".join(story for *_, story in failures)
+        stories += "".join(_stack(rank, folder) for when, rank, *_ in failures if not when)
         note = f"\n(rank {names} had not finished and was killed)" if running else ""
-        stories = "\n".join(one.story for one in failed)
-        stories += _stacks([one for one in failed if one.died], scratch)
-        raise RanksFailed(stories + note, [one.rank for one in failed], failed[0].error)
+        raise RanksFailed(stories + note, [rank for _, rank, *_ in failures], failures[0][2])
     if running:
         late = f"rank {names} did not finish within {timeout} s"
-        for one in running:
-            one.signal(signal.SIGUSR2)
+        for rank in running.values():
+            _signal(ranks[rank], signal.SIGUSR2, folder / f"ready-{rank}")
         time.sleep(GRACE)
-        raise RanksFailed(late + _stacks(running, scratch), [one.rank for one in running], late)
+        stacks = "".join(_stack(rank, folder) for rank in running.values())
+        raise RanksFailed(late + stacks, list(running.values()), late)
 
 
-def _stacks(ranks: list[_Process], scratch: Path) -> str:
-    """Stacks of these ranks, as far as they wrote one."""
-    found = ((one.rank, stack_file(scratch, one.rank)) for one in ranks)
-    stacks = ((rank, file.read_text()) for rank, file in found if file.exists())
-    return "".join(f"\nrank {rank} was at:\n{stack}" for rank, stack in stacks if stack)
+def _failure(rank: int, process: ForkServerProcess, folder: Path) -> tuple[int, int, str, str]:
+    """When a rank raised, 0 if it died instead; its number; the failure in one line; with the traceback."""
+    if (error := folder / f"error-{rank}").exists():
+        when, line, story = pickle.loads(error.read_bytes())
+        return when, rank, f"rank {rank} raised: {line}", f"rank {rank} raised:\n{story}"
+    process.join()
+    code = process.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    line = f"rank {rank} {how} before it returned"
+    return 0, rank, line, line + (f"\n({OUT_OF_MEMORY})" if code == -signal.SIGKILL else "")
+
+
+def _stack(rank: int, folder: Path) -> str:
+    file = folder / f"stack-{rank}"
+    return f"\nrank {rank} was at:\n{stack}" if file.exists() and (stack := file.read_text()) else ""
+
+
+def _signal(process: ForkServerProcess, number: int, ready: Path) -> None:
+    if ready.exists():  # else it has no handler yet
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid or 0, number)
 
 
 @contextlib.contextmanager
-def _forward_signals(ranks: list[_Process]) -> Iterator[None]:
+def _forward_signals(ranks: Sequence[ForkServerProcess], folder: Path) -> Iterator[None]:
     """SIGINT and SIGTERM ask the ranks to stop after their step; the second one raises KeyboardInterrupt here. Without
     ranks the first one does."""
     stopping = False
 
     def forward(number: int, frame: object) -> None:
         nonlocal stopping
-        if stopping or not ranks or not all(one.ready for one in ranks):
+        files = [folder / f"ready-{rank}" for rank in range(len(ranks))]
+        if stopping or not ranks or not all(file.exists() for file in files):
             raise KeyboardInterrupt
         stopping = True
-        for one in ranks:
-            one.signal(signal.SIGUSR1)
+        for process, file in zip(ranks, files):
+            _signal(process, signal.SIGUSR1, file)
 
     with _handler(forward) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
         yield
@@ -249,7 +370,7 @@ def _forward_signals(ranks: list[_Process]) -> Iterator[None]:
 @contextlib.contextmanager
 def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """`handler` for SIGINT and SIGTERM."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:
@@ -257,35 +378,7 @@ def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, previous)
 
 
-PR_SET_PDEATHSIG = 1
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-
-
-class StopFlag:
-    """Set in a rank by SIGUSR1 (Ctrl-C at the caller): the job should stop after this step."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def request(self, number: int, frame: object) -> None:
-        """A signal handler."""
-        self.requested = True
-
-    def agreed(self) -> bool:
-        """Whether any rank shall stop: one answer for all. A collective on the host (gloo)."""
-        flag = torch.tensor([self.requested], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
-
-
-@dataclass(frozen=True)
-class Rank:
-    """First argument of a rank's function: its number, the number of ranks, its device and the stop flag."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    stop: StopFlag = field(default_factory=StopFlag)
+# A rank
 
 
 @dataclass(frozen=True)
@@ -320,6 +413,9 @@ class FunctionName:
 
 def init_process_group(device: str, rank: int, world_size: int, *, init_method: str = "env://") -> torch.device:
     """Bring up the default group: gloo, or nccl and gloo for "cuda". Returns this rank's device, made current."""
+    import torch
+    import torch.distributed as dist
+
     here = torch.device("cpu")
     if device == "cuda":
         os.environ.update(NO_MULTICAST)
@@ -332,16 +428,13 @@ def init_process_group(device: str, rank: int, world_size: int, *, init_method: 
     return here
 
 
-def rank_main(
-    connection: Connection,
-    payload: bytes,
-    rank: int,
-    world_size: int,
-    device: str,
-    scratch: str,
-    environment: dict[str, str],
+def _rank_main(
+    payload: bytes, rank: int, world_size: int, device: str, folder: Path, environment: dict[str, str]
 ) -> None:
-    """The rank's process: sends ("ready", None), then ("value", result) or ("error", (in one line, traceback))."""
+    """The rank's process. It writes ready-r, then value-r or error-r: (when, in one line, with the traceback)."""
+    import torch
+    import torch.distributed as dist
+
     os.setsid()
     _die_with_caller()
     os.environ.clear()  # the fork server's are those of the first call
@@ -354,24 +447,33 @@ def rank_main(
     signal.signal(signal.SIGUSR1, stop.request)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores both
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with stack_file(scratch, rank).open("w") as stack:
+    with (folder / f"stack-{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR2, file=stack)
         faulthandler.enable(stack)  # where a signal such as SIGSEGV kills it
-        connection.send_bytes(pickle.dumps(("ready", None)))
+        (folder / f"ready-{rank}").touch()
         try:
             name, args = pickle.loads(payload)
             fn = name.load()
-            here = init_process_group(device, rank, world_size, init_method=f"file://{scratch}/store")
-            value = fn(Rank(rank, world_size, here, stop), *pickle.loads(args))
-            message = pickle.dumps(("value", value))
+            here = init_process_group(device, rank, world_size, init_method=f"file://{folder}/store")
+            _write(folder / f"value-{rank}", fn(Rank(rank, world_size, here, stop), *pickle.loads(args)))
         except BaseException as error:
-            message = pickle.dumps(("error", (f" {type(error).__name__}: {error}", f"\n{traceback.format_exc()}")))
-        # An error goes out before the group goes down, or the peers' complaints about that would come first.
-        connection.send_bytes(message)
+            line = f"{type(error).__name__}: {error}"
+            _write(folder / f"error-{rank}", (time.monotonic_ns(), line, traceback.format_exc()))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # at once: the group might wait for others, and peers that see it go complain later than this
+        signal.alarm(5)  # ends it if it cannot leave
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
+
+
+def _write(file: Path, value: object) -> None:
+    """Pickle a value to a file that is complete as soon as it has its name."""
+    partial = file.with_name(f"{file.name}.part")
+    partial.write_bytes(pickle.dumps(value))
+    partial.rename(file)
 
 
 def _die_with_caller() -> None:
@@ -392,5 +494,5 @@ def _die_with_caller() -> None:
     threading.Thread(target=watch, name="caller watch", daemon=True).start()
 
 
-def stack_file(scratch: str | Path, rank: int) -> Path:
-    return Path(scratch) / f"stack-{rank}"
+if PRELOAD in os.environ:  # in the fork server
+    _preload()

@@ -1,9 +1,7 @@
-"""Compare a config with this machine: devices, backends, memory.
+"""Compare a config with this machine: devices, backends, memory. Imports nothing heavy.
 
 A job that cannot run is refused before torch is imported or a rank starts. Memory is that of weights, gradients and
 AdamW's moments, and on the host of what models are made from. It is the least: activations and buffers come on top.
-
-Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .config import load_benchmark
-from .process import Gpu, gpus, under_torchrun
+from .data import vocabulary_of
+from .launch import Gpu, gpus, under_torchrun
 from .schema import Config, moe_layers
-from .text_files import vocabulary_of
 
 GIB = 1 << 30
 PROCESS = 64 << 20  # bytes of a rank besides its model, at least

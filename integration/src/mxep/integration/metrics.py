@@ -1,8 +1,8 @@
-"""A run's metrics: its progress line, metrics.jsonl, TensorBoard and W&B, and how fast a step was.
+"""Numbers of a run: its progress line, metrics.jsonl, TensorBoard and W&B, how fast a step was, and the SNR of tensors.
 
 tokens_per_s   of all ranks
-tflops         of a rank, 10^12 model FLOPs a second as Megatron-LM counts them (flops.py): neither padding nor what
-               checkpointed blocks compute again counts. Compare it at equal vocabulary and sequence length alone
+tflops         of a rank, 10^12 model FLOPs a second as Megatron-LM counts them: neither padding nor what checkpointed
+               blocks compute again counts. Compare it at equal vocabulary and sequence length alone
 mfu            tflops over the peak of this GPU in bf16, whatever the recipe; none where no peak is known
 peak_gib       the most memory that torch's tensors took on any rank since the run began; none on CPUs
 """
@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -21,19 +22,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from torch import Tensor
 
 from mxep.gemm.backends import select
-
-from .config import to_json
-from .flops import count_name, flops_per_token
-from .launch import Rank
-from .schema import Config
+from mxep.integration.flops import count_name, flops_per_token
 
 if TYPE_CHECKING:
+    from .launch import Rank
     from .model import Transformer
+    from .schema import Config
     from .transformers.model import CausalLM
 
 
@@ -43,6 +40,10 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
 
     Yields advance(step, row): ``step`` steps are done, and ``row`` has the metrics of the last one.
     """
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
     console = Console(stderr=True, quiet=not shown)
     bar = Progress(
         TextColumn(f"[bold]{name:>6}"),
@@ -121,6 +122,8 @@ def log(
 
         run: Any = None
         if config.train.wandb:
+            from .config import to_json
+
             where = {"project": os.environ.get("WANDB_PROJECT", "mxep"), "group": folder.resolve().name}
             made = importlib.import_module("wandb").init(**where, name=name, dir=str(folder), config=to_json(config))
             run = stack.enter_context(made)
@@ -207,3 +210,26 @@ class Speed:
             "mfu": None if self.peak is None else tflops / self.peak,
             "peak_gib": peak_bytes / 2**30 if peak_bytes else None,
         }
+
+
+LIMIT = 300.0  # dB, of equal tensors
+CHUNK = 1 << 26  # elements compared at a time: weight gradients are large
+
+
+def snr(reference: Tensor, got: Tensor) -> float:
+    """10 log10(sum reference^2 / sum (reference - got)^2) in dB, within -LIMIT and LIMIT; -LIMIT where not finite.
+
+    ValueError for tensors of other shapes.
+    """
+    if reference.shape != got.shape:
+        raise ValueError(f"got shape {tuple(got.shape)}, wanted {tuple(reference.shape)}")
+    signal = noise = 0.0
+    for one, other in zip(reference.flatten().split(CHUNK), got.flatten().split(CHUNK)):
+        exact = one.double()
+        signal += float(exact.square().sum())
+        noise += float((exact - other.double()).square().sum())
+    if noise == 0.0:
+        return LIMIT
+    if not math.isfinite(signal + noise) or signal == 0.0:
+        return -LIMIT
+    return max(-LIMIT, min(LIMIT, 10 * math.log10(signal / noise)))

@@ -13,35 +13,66 @@ b sequences of S tokens on this rank, D model dim, H heads.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.ep import Experts, MoE, Router, SharedExpert, TokenDispatcher, make_dispatcher
+from mxep.comms import Capacity
+from mxep.ep import Dispatch, Experts, MoE, Router, SharedExpert, TokenDispatcher
+from mxep.ep.auto import rows_per_expert
 from mxep.gemm import Linear, Recipe
+from mxep.gemm.auto import AUTO, recipe_of_experts
 
-from .choices import linear_recipe, make_dispatch
-from .mesh import Mesh
 from .schema import VOCABULARY, Config, ModelConfig
-from .text_files import vocabulary_of
-
-if TYPE_CHECKING:
-    from .transformers.model import CausalLM
 
 
-def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> Transformer | CausalLM:
-    """Make the model of section `model` on ``device``, with experts of ``recipe`` spread over ``mesh.ep``."""
-    if config.model.transformers is not None:
-        from .transformers.model import CausalLM
+def make_recipe(config: Config) -> Recipe:
+    """The recipe that the config names. Raises ValueError if there is none."""
+    name = config.recipe.name
+    return auto(config)[0] if name == AUTO else Recipe.named(name)
 
-        return CausalLM(config, recipe, mesh, device)
-    dispatch, experts = make_dispatch(config), config.model.experts
-    dispatcher = make_dispatcher(dispatch, experts, dim=config.model.dim, group=mesh.ep)
-    # Drawn on the CPU, so that one seed is one model on every device.
-    how = config.backend, linear_recipe(config, recipe), vocabulary_of(config.data)
-    return Transformer(config.model, dispatcher, recipe, *how).to(device)
+
+def auto(config: Config) -> tuple[Recipe, str]:
+    """The recipe that "auto" picks for the experts of this run, the same on every rank, and why."""
+    model = config.model
+    rows = rows_per_expert(config.tokens_per_rank, model.top_k, config.ep, model.experts)
+    return recipe_of_experts(rows, model.dim, model.hidden_dim)
+
+
+def linear_recipe(config: Config, recipe: Recipe) -> Recipe | str | None:
+    """The recipe of linears beside experts of `recipe`, or "auto": None where they stay torch's, as they do in a bf16
+    baseline."""
+    name = config.recipe.linear
+    if name is None or recipe != make_recipe(config):
+        return None
+    return name if name == "auto" else Recipe.named(name)
+
+
+def recipes(config: Config) -> list[Recipe]:
+    """Recipes that task=train trains: bf16 first with train.compare, then the config's recipe."""
+    recipe = make_recipe(config)
+    return [Recipe.bf16(), recipe] if config.train.compare and recipe.scaling != "none" else [recipe]
+
+
+def make_dispatch(config: Config) -> Dispatch:
+    """How the config's layers dispatch tokens."""
+    section = config.dispatcher
+    return Dispatch(
+        section.name,
+        make_capacity(config),
+        max_tokens=config.tokens_per_rank,
+        timeout=None if section.name == "all_to_all" else section.timeout,
+        ranks_per_node=section.ranks_per_node,
+        nodes_per_token=section.nodes_per_token,
+    )
+
+
+def make_capacity(config: Config) -> Capacity:
+    """The bound on a rank's rows."""
+    if config.dispatcher.capacity == "factor":
+        return Capacity.factor(config.dispatcher.factor, config.dispatcher.overflow)
+    return Capacity.exact() if config.dispatcher.capacity == "exact" else Capacity.worst_case()
 
 
 class Attention(nn.Module):

@@ -1,4 +1,8 @@
-"""The report of a training job: summary.json, report.html and the table at the end.
+"""Results: tables of rows and JSON files for any task; summary.json, report.html and the table at the end for training.
+
+row       plain values by column; "note" says why it has no figures, "error" what went wrong
+Section   a table: some columns name a row, others are its figures
+Report    sections, and the ceilings that they are compared with
 
 report.html is one file without scripts that fetches nothing: losses, their curves as SVG, tables of routing, expert
 load and speed, where it ran, and the config. Curves of all other metrics are TensorBoard's and W&B's.
@@ -6,24 +10,187 @@ load and speed, where it ran, and the config. Curves of all other metrics are Te
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
+import functools
+import importlib.metadata
 import itertools
 import json
 import math
+import platform
 import statistics
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import rich.markup
+import torch
 from omegaconf import OmegaConf
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from . import __version__
 from .config import to_json
-from .results import Section, provenance
 from .schema import Config
 from .train import COUNTS, Outcome, Run
+
+TERMINAL = 120  # of a terminal that is asked for, if figures leave room for remarks
+REMARK = 16, 48  # fewest and most characters of a note or error in a table
+PACKAGES = "triton", "torchao", "transformers", "tokenizers"
+"""Packages whose versions results have, where installed, besides torch's."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """title: the table's subject. labels: columns that name a row. figures: the others, with their format."""
+
+    title: str
+    labels: tuple[str, ...]
+    figures: Mapping[str, str]
+    rows: list[Row] = field(default_factory=list)
+
+    def empty(self) -> Section:
+        """The same without rows."""
+        return dataclasses.replace(self, rows=[])
+
+    def show(self, console: Console) -> None:
+        """Print the table, a rule between rows that differ in more than the last label. No figure is cut: the console
+        is widened for them. A column that has none is left out."""
+        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for name in self.labels:
+            table.add_column(name, no_wrap=True)
+        found = {name for row in self.rows for name, value in row.items() if value is not None}
+        shown = {name: spec for name, spec in self.figures.items() if name in found}
+        for name in shown:
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True, max_width=0)
+        previous: list[str] | None = None
+        for row in self.rows:
+            *first, last = [_label(row.get(name)) for name in self.labels]
+            if previous not in (None, first):
+                table.add_section()
+            figures = ["" if row.get(name) is None else format(row[name], spec) for name, spec in shown.items()]
+            remark = (
+                rich.markup.escape(row["note"])
+                if row.get("note")
+                else f"[red]{rich.markup.escape(row.get('error', ''))}"
+            )
+            table.add_row(*(["" for _ in first] if previous == first else first), last, *figures, remark)
+            previous = first
+        needed = Measurement.get(console, console.options.update(width=1000), table).maximum
+        room = max(REMARK[0], min(REMARK[1], TERMINAL - needed))
+        table.columns[-1].max_width = room
+        console.width = max(console.width, needed + room)
+        console.print(table)
+
+
+def _label(value: Any) -> str:
+    return (
+        " x ".join(map(str, value))
+        if isinstance(value, list)
+        else rich.markup.escape(str("" if value is None else value))
+    )
+
+
+@dataclass
+class Report:
+    """title: the subject. ceilings: rates to compare with, by name. seconds: how long all of it took. about: of
+    what it was made. remarks: sentences below the tables."""
+
+    title: str
+    ceilings: dict[str, float]
+    sections: dict[str, Section]
+    seconds: float = 0.0
+    about: dict[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
+
+    @property
+    def lines(self) -> list[Row]:
+        """The rows of all sections."""
+        return [row for section in self.sections.values() for row in section.rows]
+
+    @property
+    def failed(self) -> int:
+        """How many rows have an error."""
+        return sum("error" in row for row in self.lines)
+
+    def add(self, section: str, row: Row) -> Row:
+        """Append a row, floats rounded to five digits. Returns it as it was added."""
+        self.sections[section].rows.append(shortened(row))
+        return self.sections[section].rows[-1]
+
+    def to_json(self, command: str, commit: str | None) -> dict[str, Any]:
+        """Plain values, with `provenance`."""
+        sections = {name: section.rows for name, section in self.sections.items()}
+        measured = {"ceilings": self.ceilings, "seconds": self.seconds} if self.seconds else {}
+        return {"what": self.title, **provenance(command, commit), **self.about, **measured, "sections": sections}
+
+    def show(self, console: Console) -> None:
+        """A line of ceilings, then a table for each section, and remarks."""
+        ceilings = ", ".join(f"{name} {value:.4g}" for name, value in self.ceilings.items())
+        measured = f": {ceilings}; {self.seconds:.0f} s" if self.seconds else ""
+        console.print(f"{self.title}{measured}", highlight=False, soft_wrap=True)
+        for section in self.sections.values():
+            section.show(console)
+        for remark in self.remarks:
+            console.print(remark, highlight=False, soft_wrap=True)
+
+
+def shortened(value: Any) -> Any:
+    """The same with floats rounded to five digits."""
+    if isinstance(value, dict):
+        return {key: shortened(each) for key, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def write_json(report: Mapping[str, Any], files: Sequence[Path]) -> None:
+    """Write the report as JSON to each file."""
+    for file in files:
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def provenance(command: str, commit: str | None) -> dict[str, Any]:
+    """Device, driver, versions, date, commit and command. commit: what to say instead of git's answer."""
+    cuda = torch.cuda.is_available()
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    if cuda:
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or git_commit(),
+        "command": command,
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the repository this file lies in, "-dirty" behind it where files differ; None if there is none."""
+    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
+
+
+@functools.cache
+def _output(*command: str) -> str | None:
+    """The first line that a command prints, None if it fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+        return done.stdout.splitlines()[0].strip()
+    return None
+
+
+# Training
 
 LAST = 20  # steps that the training loss at the end is averaged over
 TABLES = {
@@ -72,9 +239,8 @@ def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[
     made_by = provenance(command, None)
     (folder / "summary.json").write_text(json.dumps(summary | {"provenance": made_by}, indent=1))
     groups = {"": {run.name: run for run in outcome.runs}}
-    remarks = [NOTE] if len(outcome.runs) > 1 else []
-    if outcome.stopped:
-        remarks.insert(0, f"Stopped: {last.name}, step {last.steps} of {config.train.steps}.")
+    remarks = [f"Stopped: {last.name}, step {last.steps} of {config.train.steps}."] * outcome.stopped
+    remarks += [NOTE] * (len(outcome.runs) > 1)
     title = f"mxep task=train: {' beside '.join(groups[''])}, on {Path(outcome.text).name}"
     about: dict[str, Any] = {"entropy": outcome.entropy, "config": config, "provenance": made_by}
     write_page(folder, title, groups, remarks=remarks, losses=tables(summary)[:1], **about)
@@ -145,7 +311,13 @@ def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | No
 def _summarize(run: Run) -> dict[str, Any]:
     totals = {f"rows_{key}": sum(row.get(f"rows_{key}", 0) for row in run.metrics) for key in COUNTS}
     last = run.taken[-LAST:]
-    tokens = sum(row["tokens_per_s"] * row["seconds"] for row in run.metrics)
+
+    def mean(key: str) -> float | None:
+        """Over the time of all steps; None if some have no such number, as a checkpoint's may not."""
+        if not run.metrics or any(row.get(key) is None for row in run.metrics):
+            return None
+        return float(sum(row[key] * row["seconds"] for row in run.metrics) / max(run.seconds, 1e-9))
+
     return {
         "name": run.name,
         "steps": run.steps,
@@ -158,18 +330,11 @@ def _summarize(run: Run) -> dict[str, Any]:
         "expert_load": sum(row["expert_load"] for row in last) / max(1, len(last)),
         "seconds": run.seconds,
         "ms_a_step": run.ms_a_step,
-        "tokens_per_s": tokens / max(run.seconds, 1e-9),
+        "tokens_per_s": mean("tokens_per_s") or 0.0,
         "tflops_count": run.tflops_count,
-        **{key: _mean(run, key) for key in ("tflops", "mfu")},
+        **{key: mean(key) for key in ("tflops", "mfu")},
         "peak_gib": max((row.get("peak_gib") or 0.0 for row in run.metrics), default=0.0) or None,
     }
-
-
-def _mean(run: Run, key: str) -> float | None:
-    """Over the time of all steps; None if some have no such number, as a checkpoint's may not."""
-    if not run.metrics or any(row.get(key) is None for row in run.metrics):
-        return None
-    return float(sum(row[key] * row["seconds"] for row in run.metrics) / max(run.seconds, 1e-9))
 
 
 # The page
@@ -256,7 +421,11 @@ def charts(groups: Groups, entropy: float) -> Iterator[str]:
     yield chart("loss, nats a byte", [*drawn, level])
     drawn = []
     for name, style in zip(others, STYLES[1:]):
-        each = [difference(runs[name], runs[base]) for runs in groups.values()]
+        each = []
+        for of in groups.values():  # by step, of the steps that both took
+            of_base = {row["step"]: row["loss"] for row in of[base].taken}
+            both = (row for row in of[name].taken if row["step"] in of_base)
+            each.append({row["step"]: row["loss"] - of_base[row["step"]] for row in both})
         for one in each if len(each) > 1 else ():
             drawn.append(Curve(None, style, list(zip(one, smooth(list(one.values())))), faint=True))
         steps = [step for step in each[0] if all(step in one for one in each)]
@@ -306,12 +475,6 @@ def _ticks(low: float, high: float) -> list[float]:
     return [i * unit for i in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 
-def difference(run: Run, base: Run) -> dict[int, float]:
-    """By how much the run's loss exceeds the base's, by step, of the steps that both took."""
-    base_losses = {row["step"]: row["loss"] for row in base.taken}
-    return {row["step"]: row["loss"] - base_losses[row["step"]] for row in run.taken if row["step"] in base_losses}
-
-
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:
     """Means with weight ``weight ** distance`` to both sides, so that they follow a falling curve without a lag."""
     ahead, back = _sums(values, weight), _sums(values[::-1], weight)[::-1]
@@ -320,9 +483,8 @@ def smooth(values: list[float], weight: float = 0.8) -> list[float]:
 
 def _sums(values: list[float], weight: float) -> list[tuple[float, float]]:
     """Weighted sums of the values up to each, and of the weights."""
-    sums = itertools.accumulate(values, lambda total, value: weight * total + value, initial=0.0)
-    norms = itertools.accumulate(values, lambda total, _: weight * total + 1, initial=0.0)
-    return list(zip(sums, norms))[1:]
+    sums = itertools.accumulate(values, lambda total, value: weight * total + value)
+    return list(zip(sums, itertools.accumulate([1.0] * len(values), lambda total, one: weight * total + one)))
 
 
 def _table(section: Section) -> str:
@@ -334,6 +496,5 @@ def _table(section: Section) -> str:
         figures = {name: row.get(name) for name in section.figures}
         texts = ["" if value is None else format(value, section.figures[name]) for name, value in figures.items()]
         body.append(f"<tr>{''.join(cells)}{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
-    rows = "\n".join(body)
-    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
+    table = "\n".join(("<table>", f"<thead><tr>{head}</tr></thead>", "<tbody>", *body, "</tbody>", "</table>"))
     return f"<h2>{escape(section.title)}</h2>\n<div>{table}</div>"

@@ -10,17 +10,13 @@ tables that import torch. Imports nothing heavy, so that a command line with a m
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
-
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
-
-from .run_folder import new_folder
 
 BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
 DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
@@ -119,7 +115,7 @@ def _out_of_bounds(key: str, value: Any, hint: Any) -> Iterator[str]:
 
 @dataclass
 class TaskConfig:
-    """name: what to do, one of the tasks in job.py."""
+    """name: what to do, one of the tasks in app.py."""
 
     name: Annotated[str, OneOf(TASKS)]
 
@@ -329,13 +325,6 @@ def configs_dir() -> Path:
     return Path(__file__).resolve().parent / "configs"
 
 
-def register() -> None:
-    """Register the types with Hydra, under the name that configs/config.yaml starts from, and the resolver that names
-    run folders: once in each config, as that of ``now``."""
-    ConfigStore.instance().store(name="schema", node=Config)
-    OmegaConf.register_new_resolver("new_folder", new_folder, replace=True, use_cache=True)
-
-
 SIZE_NAMES = {
     "dim": ("hidden_size",),
     "layers": ("num_hidden_layers",),
@@ -356,9 +345,82 @@ def sizes_of(found: Mapping[str, Any]) -> dict[str, int]:
     return {key: values[0] for key, values in known.items() if values}
 
 
+CAPTURED = "deepseek_v3", "mixtral", "qwen3_moe"
+"""Models of transformers with steps captured on a GPU, without attention windows. Others may read from it."""
+
+
+def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a model of transformers is one of CAPTURED, and a token attends to all before it in every layer."""
+    kinds = set(hf_config.get("layer_types") or ["full_attention"])
+    return hf_config["model_type"] in CAPTURED and not hf_config.get("sliding_window") and kinds == {"full_attention"}
+
+
 def moe_layers(found: Mapping[str, Any], layers: int) -> int:
     """How many of ``layers`` layers have experts."""
     every = found.get("decoder_sparse_step") or found.get("interleave_moe_layer_step") or 1
     dense = {*range(found.get("first_k_dense_replace") or 0), *(found.get("mlp_only_layers") or ())}
     sparse = [i for i in range(layers) if i not in dense and not (i + 1) % every]
     return len(found.get("moe_layers") or sparse)
+
+
+def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
+    """A task without its key, a key that there is not, for which Hydra would advise a `+`, or a choice that is none."""
+    own = any(argument.startswith(("-cd", "--config-", "hydra.searchpath")) for argument in arguments)
+    for argument in arguments:
+        if argument in tasks:
+            return f"{argument}: wanted KEY=VALUE, as task={argument}"
+        if argument.startswith("-") or "=" not in argument or (key := override_key(argument)).startswith("hydra"):
+            continue
+        section: Any = Config
+        for name in key.split("."):
+            if dataclasses.is_dataclass(section):
+                if name not in (types := get_type_hints(section)):
+                    return f"no such key: {key}{_alike(key)}"
+                section = types[name]
+        if not own and (said := _unknown_choice(key, argument.partition("=")[2])):
+            return said
+    return None
+
+
+def _unknown_choice(group: str, choice: str) -> str | None:
+    """Return the message for an unknown choice of a group, such as recipe=mxpf8. Lists are Hydra's to read."""
+    known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
+    if not known or choice in (*known, "null") or not re.fullmatch(r"\w+", choice):
+        return None
+    if group == "recipe" and is_recipe(choice):
+        return f"no such choice: recipe={choice}; did you mean recipe.name={choice}?"
+    near = did_you_mean(choice, known)
+    return f"no such choice: {group}={choice}{near or '; wanted ' + ', '.join(known)}"
+
+
+def override_key(override: str) -> str:
+    """The key or group that an argument of the command line sets."""
+    return override.lstrip("+~").split("=")[0].split("@")[0]
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The end of a message: the name that is meant, if one is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def recipes_like(name: str) -> list[str]:
+    """Names of recipes with the changes that `name` has, as far as they are known."""
+    changes = [f"_{change}" for change in CHANGES if change in name]
+    known = [*RECIPES, "auto", *(base + "".join(changes) for base in RECIPES if changes)]
+    return [each for each in known if is_recipe(each)]
+
+
+def _alike(key: str) -> str:
+    """The keys that may be meant."""
+    known, last = list(_keys()), key.rpartition(".")[2]
+    same = [one for one in known if one.rpartition(".")[2] == last]
+    near = same or difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {' or '.join(near)}?" if near else "; mxep --cfg job prints all keys"
+
+
+def _keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
+    for name, kind in get_type_hints(section).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{name}.")

@@ -24,31 +24,31 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mxep.comms import CapacityExceeded
-from mxep.ep import clip_grad_norm_, parameter_groups
+from mxep.ep import clip_grad_norm_, make_dispatcher, parameter_groups
 from mxep.gemm import Recipe, quantize_weights_once
 
 from . import checkpoint
-from .choices import recipes
-from .collective import all_gather
-from .config import ConfigError, to_json
-from .data import Text, make_batch, read_text
-from .graph import Graphed, deterministic, in_graph
+from .checkpoint import TOKENIZER, State, read_state, same_text, step_folder
+from .config import ConfigError, sizes_on_host, to_json
+from .data import Text, make_batch, read_text, vocabulary_of
 from .launch import Rank
-from .mesh import Gradients, Mesh, ReducedGradients
+from .mesh import Gradients, Mesh, ReducedGradients, all_gather
 from .metrics import Speed, log, log_backend, progress
-from .model import make_model
-from .run_folder import TOKENIZER, State, read_state, same_text, step_folder
-from .schema import Config, OptimizerConfig
+from .model import Transformer, linear_recipe, make_dispatch, recipes
+from .schema import Config, OptimizerConfig, is_causal_alone
+
+if TYPE_CHECKING:
+    from .transformers.model import CausalLM
 
 
 @dataclass(frozen=True)
@@ -151,18 +151,34 @@ class Trainer:
         state = read_state(folder)
         same = same_text(state.config.get("data") or {}, dataclasses.asdict(self.config.data))
         if same and state.digest != self.text.digest:
+            digests = f"sha256 {self.text.digest[:12]}, wanted {state.digest[:12]}"
             raise ConfigError(
-                f"{self.text.name} is not the text that {folder} was trained on (sha256 {self.text.digest[:12]}, "
-                f"wanted {state.digest[:12]}): losses would not continue; name the text with data=..."
+                f"{self.text.name} is not the text that {folder} was trained on ({digests}): losses would not "
+                "continue; name the text with data=..."
             )
         checkpoint.load(folder, model=self.model, optimizer=self.optimizer)
         self.step, self.metrics, self.saved = state.step, state.metrics, folder
 
     def run(self) -> Run:
         """Run the remaining steps, or until a signal, and save. Without a signal compute the held-out loss."""
+        steps, every = self.config.train.steps, self.config.train.checkpoint_every
+        shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
+        written = log(self.folder, self.name, self.metrics, self.config, shown=self.rank.rank == 0)
         try:
-            with deterministic(self.config, self.rank.device):
-                return self._run()
+            with deterministic(self.config, self.rank.device), shown as advance, written as write:
+                if self.metrics:
+                    advance(self.step, self.metrics[-1])
+                while self.step < steps and not self.rank.stop.agreed():
+                    self.train_step()
+                    write(self.metrics[-1])
+                    advance(self.step, self.metrics[-1])
+                    if every and self.step % every == 0:
+                        self.save()
+                if every is not None and self.step and self.saved != step_folder(self.folder / self.name, self.step):
+                    self.save()
+                self._close_graphs()  # held-out text needs their memory
+                valid_loss = None if self.step < steps else self.validate()
+                return Run(self.name, self.step, valid_loss is None, self.metrics, valid_loss, self.speed.count)
         finally:
             self._close_graphs()
 
@@ -170,25 +186,6 @@ class Trainer:
         for graph in self.graphs or ():
             graph.close()
         self.graphs = None  # they refer to this object
-
-    def _run(self) -> Run:
-        steps, every = self.config.train.steps, self.config.train.checkpoint_every
-        shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
-        written = log(self.folder, self.name, self.metrics, self.config, shown=self.rank.rank == 0)
-        with shown as advance, written as write:
-            if self.metrics:
-                advance(self.step, self.metrics[-1])
-            while self.step < steps and not self.rank.stop.agreed():
-                self.train_step()
-                write(self.metrics[-1])
-                advance(self.step, self.metrics[-1])
-                if every and self.step % every == 0:
-                    self.save()
-            if every is not None and self.step and self.saved != self._checkpoint():
-                self.save()
-            self._close_graphs()  # held-out text wants their memory
-            valid_loss = None if self.step < steps else self.validate()
-            return Run(self.name, self.step, valid_loss is None, self.metrics, valid_loss, self.speed.count)
 
     def train_step(self) -> None:
         """One optimizer step, or one left out; appends its row to ``metrics``."""
@@ -201,9 +198,8 @@ class Trainer:
         (norm,) = reduce()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         memory = self.speed.memory()
-        row, overflowed, memory = measure(
-            self.model, self.mesh, loss, norm, rows, overflowed=lost is not None, memory=memory
-        )
+        measured: Any = {"overflowed": lost is not None, "memory": memory}
+        row, overflowed, memory = measure(self.model, self.mesh, loss, norm, rows, **measured)
         bad = self._bad(row, lost, overflowed)
         if bad is None:
             for group in self.optimizer.param_groups:
@@ -289,19 +285,11 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint of the steps done so far. Raises FloatingPointError, on all ranks, if it would hold a NaN."""
+        folder = self.folder / self.name
         state = State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
-        checkpoint.save(
-            self.folder / self.name,
-            state,
-            model=self.model,
-            optimizer=self.optimizer,
-            mesh=self.mesh,
-            tokenizer=self.text.tokenizer,
-        )
-        self.saved = self._checkpoint()
-
-    def _checkpoint(self) -> Path:
-        return step_folder(self.folder / self.name, self.step)
+        of: Any = {"model": self.model, "optimizer": self.optimizer, "mesh": self.mesh}
+        checkpoint.save(folder, state, tokenizer=self.text.tokenizer, **of)
+        self.saved = step_folder(folder, self.step)
 
 
 def _messages_of_all_ranks(error: Exception | None) -> str:
@@ -309,6 +297,8 @@ def _messages_of_all_ranks(error: Exception | None) -> str:
     return "; ".join(dict.fromkeys(each for each in all_gather(error and str(error)) if each))
 
 
+WARM_UP = 2
+"""Calls that the host launches: buffers are made, kernels loaded, communicators connected."""
 COUNTS = ("routed", "sent", "valid", "padding", "dropped", "invalid")
 """Keys of `Routing.stats`, in the order of a vector of rows."""
 KNOWN_TO_ALL = ("dropped", "invalid")
@@ -390,3 +380,121 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         return config.lr * (step + 1) / config.warmup
     share = (step - config.warmup) / max(1, steps - config.warmup)
     return config.lr * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> Transformer | CausalLM:
+    """Make the model of section `model` on ``device``, with experts of ``recipe`` spread over ``mesh.ep``."""
+    if config.model.transformers is not None:
+        from .transformers.model import CausalLM
+
+        return CausalLM(config, recipe, mesh, device)
+    dispatch, experts = make_dispatch(config), config.model.experts
+    dispatcher = make_dispatcher(dispatch, experts, dim=config.model.dim, group=mesh.ep)
+    # Drawn on the CPU, so that one seed is one model on every device.
+    how = config.backend, linear_recipe(config, recipe), vocabulary_of(config.data)
+    return Transformer(config.model, dispatcher, recipe, *how).to(device)
+
+
+@contextlib.contextmanager
+def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """`torch.cuda.graph` of a new graph, but what raises is the error itself. options: its."""
+    graph = torch.cuda.CUDAGraph()
+    raised: BaseException | None = None
+    try:
+        with torch.cuda.graph(graph, **options):
+            try:
+                yield graph
+            except BaseException as error:
+                raised = error
+                raise
+    except Exception:
+        if raised is None:
+            raise
+    if raised is not None:  # the end of a failed capture raises, too, without the reason
+        raise raised
+
+
+class Graphed:
+    """Call fn(*inputs) directly WARM_UP times, then replay a CUDA graph of it in one launch.
+
+    Inputs have the same shapes at each call. Results are the graph's memory, and so is all that fn
+    keeps on the device: the next call overwrites both. RuntimeError if fn waits for the device. Collective if fn is.
+    """
+
+    def __init__(self, fn: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._fn = fn
+        self._calls = 0
+        # Autograd runs a leaf's node on the stream of its first use: warm-up and capture must have one stream.
+        self._stream = torch.cuda.Stream()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._results: tuple[Tensor, ...] = ()
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self._calls += 1
+        if self._calls <= WARM_UP:
+            here = torch.cuda.current_stream()
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                results = self._fn(*inputs)
+            here.wait_stream(self._stream)
+            return results
+        if self._graph is None:
+            self._inputs = tuple(each.clone() for each in inputs)
+            self._graph = self._captured()
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
+        self._graph.replay()
+        return self._results
+
+    def close(self) -> None:
+        """Let go of the graph: a communicator that it calls waits, when it ends, until it is gone."""
+        self._graph, self._inputs, self._results = None, (), ()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        gc.collect()  # or garbage may be freed within the capture, by calls that wait for the device
+        # Other threads, NCCL's among them, may go on asking for events.
+        try:
+            with capturing(stream=self._stream, capture_error_mode="thread_local") as graph:
+                self._results = self._fn(*self._inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"train.graph: a step was not captured ({why}): if its code waits for the device, train.graph=false"
+            ) from error
+        return graph
+
+
+def in_graph(config: Config, device: torch.device) -> bool:
+    """Whether the calls of a step are graphs: as train.graph says, or where nothing waits for the host."""
+    if device.type != "cuda":
+        return False
+    if config.train.graph is not None:
+        return config.train.graph
+    hf_config = config.model.transformers
+    if hf_config is not None and (config.parallel.fsdp or not is_causal_alone(hf_config)):
+        return False
+    # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
+    return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@contextlib.contextmanager
+def deterministic(config: Config, device: torch.device) -> Iterator[None]:
+    """Makes GPUs repeat a run to the last bit, as CPUs do; the backward of attention would add in any order.
+
+    Models of transformers are left as they are: their code may have no deterministic version.
+    """
+    if device.type != "cuda" or config.model.transformers is not None:
+        yield
+        return
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    memory.fill_uninitialized_memory = False  # a pass over each new tensor
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        memory.fill_uninitialized_memory = before[1]

@@ -1,10 +1,10 @@
 """task=verify on one rank: every case of names.CASES against a dense fp32 layer on the same routing, and linears.
 
     problem from (seed, rank) -> MoE(recipe, dispatcher), forward and backward
-                              -> reference.moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
+                              -> moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
     one block of features, WIDE times as large in x and d_out and as small in weights, is brought back in results
     signal to noise of the MoE against the exact layer  >=  that of the quantized reference - 0.3 dB
-    linear(recipe), forward and backward, in the same way against `reference.plain_linear`
+    linear(recipe), forward and backward, in the same way against `plain_linear`
 
 The wide block tells MXFP8 from FP8: a row of FP8 has one scale and loses its small values, 18 dB instead of 23 on
 layers. A backend that folds MXFP8 to one scale a row loses as much, and gets Gaussian data, on which both are alike.
@@ -13,35 +13,192 @@ For recipes that do not quantize, the bound is bf16 itself: about 55.5 dB a roun
 gate_up, h, a row, a slot's sum, a node's where there are several, and the owner's sum. The first enters through a
 product of two factors, one of them curved, and counts about 3; dx goes through as many. So 9 roundings are 55.5 - 10
 log10(9) = 46.0 dB, less 1 dB for chance.
+
+The reference is in plain fp32, expert by expert, with quantizers where a recipe has them:
+
+    forward                                         backward
+    x -> activation                                 d_out -> gradient
+    gate_up = x @ rows(w13)^T                       dh = d_out @ cols(w2);  dw2 = tokens(d_out)^T @ tokens(h)
+    h = silu(gate) * up * weight -> activation      d_gate_up -> gradient, d_weight = SwiGLU's backward of dh
+    y = h @ rows(w2)^T                              dx = d_gate_up @ cols(w13);  dw13 = tokens(d_gate_up)^T @ tokens(x)
+    out = sum of y over a token's experts
+
+With `EXACT` quantizers this is the dense layer. With `quantizers(recipe)` it is the best that a layer of that recipe
+can do: it has no other error than the recipe's. It shares no code with mxep.ep.
+
+T tokens, K experts a token, D model dim, F hidden dim, E experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from mxep.ep import DispatchFields, MoE, make_dispatcher
 from mxep.gemm import Recipe, linear
 from mxep.gemm.backends import Backend, select
-from mxep.quant import BLOCK
+from mxep.quant import BLOCK, MXFormat, quantize
 
-from .collective import all_gather
 from .config import to_json
 from .launch import Rank, resolve_device
-from .mesh import Mesh, local
-from .metrics import log_backend
-from .reference import EXACT, LinearProblem, LinearResults, Problem, Results, moe_layer, plain_linear, quantizers, snr
-from .results import Report, Row, Section
+from .mesh import Mesh, all_gather, local
+from .metrics import log_backend, snr
+from .report import Report, Row, Section
 from .schema import CASES, LINEAR_CASES, Config
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
 WIDE = 2.0**14  # over E4M3's 2^-6, its least normal number, from the largest, 448: three bits are lost of most numbers
-Outputs = Results | LinearResults
 DROPPED = 3  # tokens of each rank without a first expert
+Quantizer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer's input, weights and output gradient, all fp32.
+
+    x, d_out: (T, D). expert_ids: (T, K) int, -1 for not routed. weights: (T, K). gate_up_proj: (E, 2F, D). down_proj:
+    (E, D, F).
+    """
+
+    x: Tensor
+    d_out: Tensor
+    expert_ids: Tensor
+    weights: Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results of a forward and a backward: out, dx (T, D), d_weights (T, K), and the gradients of both projections."""
+
+    out: Tensor
+    dx: Tensor
+    d_weights: Tensor
+    d_gate_up_proj: Tensor
+    d_down_proj: Tensor
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """x (T, D), w (N, D), bias (N,), d_out (T, N), fp32 with values that bf16 has."""
+
+    x: Tensor
+    w: Tensor
+    bias: Tensor
+    d_out: Tensor
+
+    @staticmethod
+    def gaussian(tokens: int, dim: int, width: int, seed: int) -> LinearProblem:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [
+            torch.randn(s, generator=generator, dtype=torch.float32)
+            for s in ((tokens, dim), (width, dim), (width,), (tokens, width))
+        ]
+        drawn[1] *= dim**-0.5
+        return LinearProblem(*(each.bfloat16().float() for each in drawn))
+
+
+@dataclass(frozen=True)
+class LinearResults:
+    """out (T, N), dx (T, D), dw (N, D), d_bias (N,)."""
+
+    out: Tensor
+    dx: Tensor
+    dw: Tensor
+    d_bias: Tensor
+
+
+@dataclass(frozen=True)
+class Quantizers:
+    """A recipe's roundings, each fp32 -> fp32: rows of activations and gradients, weights along their last axis (rows)
+    or the one before it (cols), rows of either kind along tokens for the weight gradients."""
+
+    activation: Quantizer
+    gradient: Quantizer
+    rows: Quantizer
+    cols: Quantizer
+    activation_tokens: Quantizer
+    gradient_tokens: Quantizer
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x
+
+
+EXACT = Quantizers(_exact, _exact, _exact, _exact, _exact, _exact)
+
+
+def quantizers(recipe: Recipe) -> Quantizers:
+    """The recipe's roundings as fp32 -> fp32. Covers 1x32 weights and wgrad "mx", which all names.CASES have."""
+    if recipe.scaling == "none":
+        return EXACT
+
+    def rounding(fmt: MXFormat, axis: int = -1) -> Quantizer:
+        return lambda x: quantize(x, fmt=fmt, mode=recipe.mode, axis=axis, block_size=recipe.block_size).dequantize(
+            torch.float32
+        )
+
+    def along_tokens(fmt: MXFormat) -> Quantizer:
+        if recipe.scaling == "row":  # the row-scaled qdata are multiplied as they are
+            return _exact
+        return lambda x: rounding(fmt, axis=-2)(F.pad(x, (0, 0, 0, -len(x) % recipe.group_alignment)))
+
+    return Quantizers(
+        activation=rounding(recipe.fmt),
+        gradient=rounding(recipe.grad_fmt),
+        rows=rounding(recipe.fmt),
+        cols=rounding(recipe.fmt, axis=-2),
+        activation_tokens=along_tokens(recipe.fmt),
+        gradient_tokens=along_tokens(recipe.grad_fmt),
+    )
+
+
+def moe_layer(problem: Problem, q: Quantizers = EXACT) -> Results:
+    """Forward and backward of the layer, rows of an expert in token order."""
+    x, d_out = q.activation(problem.x), q.gradient(problem.d_out)
+    out, dx = torch.zeros_like(x), torch.zeros_like(x)
+    d_weights = torch.zeros_like(problem.weights)
+    d_gate_up_proj = torch.zeros_like(problem.gate_up_proj)
+    d_down_proj = torch.zeros_like(problem.down_proj)
+    for expert, (w13, w2) in enumerate(zip(problem.gate_up_proj, problem.down_proj)):
+        token, k = torch.where(problem.expert_ids == expert)
+        if len(token) == 0:
+            continue
+        weight = problem.weights[token, k][:, None]
+        rows, d_y = x[token], d_out[token]
+        gate, up = (rows @ q.rows(w13).T).chunk(2, -1)
+        h = q.activation(F.silu(gate) * up * weight)
+        out.index_add_(0, token, h @ q.rows(w2).T)
+
+        d_h = d_y @ q.cols(w2)
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        d_gate = d_h * up * weight * (sigmoid + silu * (1 - sigmoid))
+        d_gate_up = q.gradient(torch.cat((d_gate, d_h * silu * weight), -1))
+        dx.index_add_(0, token, d_gate_up @ q.cols(w13))
+        d_weights[token, k] = (d_h * silu * up).sum(-1)
+        d_down_proj[expert] = q.gradient_tokens(d_y).T @ q.activation_tokens(h)
+        d_gate_up_proj[expert] = q.gradient_tokens(d_gate_up).T @ q.activation_tokens(rows)
+    return Results(out, dx, d_weights, d_gate_up_proj, d_down_proj)
+
+
+def plain_linear(problem: LinearProblem, q: Quantizers = EXACT) -> LinearResults:
+    """Forward and backward of a linear, with what `q` rounds."""
+    x, d_out = q.activation(problem.x), q.gradient(problem.d_out)
+    out = x @ q.rows(problem.w).T + problem.bias
+    dw = q.gradient_tokens(d_out).T @ q.activation_tokens(x)
+    return LinearResults(out, d_out @ q.cols(problem.w), dw, problem.d_out.sum(0))
+
+
+Outputs = Results | LinearResults
 
 
 @dataclass(frozen=True)

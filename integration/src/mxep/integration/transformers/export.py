@@ -47,7 +47,7 @@ from mxep.gemm.backends import select
 from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXTensor, quantize, quantize_blocks, to_mxfp8
 from mxep.quant.checkpoint import INDEX
 
-from ..reference import LIMIT, snr
+from ..metrics import LIMIT, snr
 from .frozen import CONVERSIONS, FrozenExperts
 from .implementation import Implementation
 from .layer import is_experts, weight_names

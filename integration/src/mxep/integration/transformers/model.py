@@ -44,11 +44,10 @@ from mxep.ep.recomputation import recomputing
 from mxep.ep.shares import init_normal_
 from mxep.gemm import Recipe
 
-from ..choices import linear_recipe, make_dispatch
 from ..config import ConfigError
-from ..graph import is_causal_alone
 from ..mesh import Mesh
-from ..schema import Config
+from ..model import linear_recipe, make_dispatch
+from ..schema import Config, is_causal_alone
 from .implementation import Implementation
 from .layer import KEY, Layer
 from .optimize import CAUSAL, multiply_by

@@ -1,21 +1,18 @@
-"""Routed experts for torchtitan 0.3, by its own overrides: dispatch, experts and combine by mxep.
+"""torchtitan 0.3, by its own overrides: dispatch, experts and combine by mxep.
 
-    --override.imports 'mxep.integration.torchtitan.routed_experts={"recipe": "mxfp8"}'
-
-replaces both children of each `RoutedExperts`. Parameters, their names, sharding and initialisation stay torchtitan's:
+`routed_experts` replaces both children of each `RoutedExperts`. Parameters, their names, sharding and initialisation
+stay torchtitan's:
 
     token_dispatcher.dispatch   moves nothing: tokens with their ids and scores go to inner_experts as they are
     inner_experts               dispatches, computes and combines, in one call of mxep
     token_dispatcher.combine    moves nothing
-
-`linears` is a second override, of the linears of attention, dense MLPs and shared experts, and `metrics` a third, which
-logs the experts' loads.
 
 B batch, L length, T tokens, K experts a token, E experts, D model dim, F hidden dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.config import Configurable, derive, override
+from torchtitan.config import Configurable, derive
+from torchtitan.config import override as registered
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
@@ -32,8 +30,19 @@ from mxep.gemm import Recipe
 from mxep.gemm.auto import recipe_of
 from mxep.gemm.linear import module_forward
 
-from . import titan
-from .titan import Options, check_backend
+from . import options
+from .options import Options, check_backend
+
+
+def override(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """torchtitan's decorator, for a function that users name `mxep.integration.torchtitan.FUNCTION`."""
+
+    def decorate(factory: Callable[..., Any]) -> Callable[..., Any]:
+        factory.__module__ = __package__
+        made: Callable[..., Any] = registered(**options)(factory)
+        return made
+
+    return decorate
 
 
 class Routed(NamedTuple):
@@ -98,9 +107,9 @@ class Experts(GroupedExperts):  # type: ignore[misc]
         self.load_E = torch.zeros_like(self.load_E, device=buffer_device or self.w1_EFD.device)
 
 
-@override(target=RoutedExperts.Config, description="dispatch, experts and combine by mxep")  # type: ignore[untyped-decorator]
+@override(target=RoutedExperts.Config, description="dispatch, experts and combine by mxep")
 def routed_experts(config: Any, **options: Any) -> Any:
-    """Options are those of :class:`mxep.integration.titan.Options`.
+    """Options are those of `Options`.
 
     Raises ValueError for experts that are not plain gated MLPs: with biases, or of other overrides and converters.
     """
@@ -130,7 +139,7 @@ class QuantizedLinear(Linear):  # type: ignore[misc]
         return module_forward(self, input, self.recipe, self.backend)
 
 
-@override(  # type: ignore[untyped-decorator]
+@override(
     target=Linear.Config,
     fqns=[f"*layers.*.{part}.*" for part in ("attention", "feed_forward", "shared_experts")],
     description="linears by mxep",
@@ -156,12 +165,12 @@ def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
     return derive(config, QuantizedLinear.Config, recipe=chosen, backend=backend)
 
 
-class LoadMetrics(titan.LoadMetrics):
+class LoadMetrics(options.LoadMetrics):
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
         pass
 
 
-@override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")  # type: ignore[untyped-decorator]
+@override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")
 def metrics(config: Any) -> Any:
     return derive(config, LoadMetrics.Config)

@@ -1,6 +1,6 @@
 """Parts of both torchtitan adapters: options, the routed experts' computation, the hook before steps, expert loads.
 
-`torchtitan.py` has the override for torchtitan 0.3, `titan_converter.py` the model converter for 0.2.
+`overrides.py` has the overrides for torchtitan 0.3, `converter.py` the model converter for 0.2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Routed experts for torchtitan 0.2, by its model converters. For 0.3 `torchtitan.py` has an override.
+"""Routed experts for torchtitan 0.2, by its model converters. For 0.3 `overrides.py` has overrides.
 
-    --job.custom_config_module mxep.integration.titan_converter --model.converters mxep --mxep.recipe mxfp8
+    --job.custom_config_module mxep.integration.torchtitan.converter --model.converters mxep --mxep.recipe mxfp8
 
 gives each MoE and its experts another class. Parameters, their names, sharding and initialisation stay torchtitan's.
 Its own dispatch is made of hooks around the call of the experts' module; that module is not called here.
@@ -20,7 +20,7 @@ from mxep.gemm import Recipe, convert, join_linears
 from mxep.gemm.auto import recipe_of
 from mxep.gemm.convert_linear import is_linear, reason_to_leave
 
-from .titan import LoadMetrics, Options
+from .options import LoadMetrics, Options
 
 TOGETHER = ("wq", "wk", "wv"), ("wq", "wkv_a"), ("wq_a", "wkv_a"), ("w1", "w3")
 """Linears of torchtitan's models that read one input: of attention, latent attention and gated MLPs."""

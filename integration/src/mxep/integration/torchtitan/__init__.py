@@ -1,0 +1,20 @@
+"""Routed experts for torchtitan: overrides for 0.3 (`overrides.py`), a model converter for 0.2 (`converter.py`).
+
+    --override.imports 'mxep.integration.torchtitan.routed_experts={"recipe": "mxfp8"}'
+
+    --job.custom_config_module mxep.integration.torchtitan.converter --model.converters mxep --mxep.recipe mxfp8
+
+`linears` is a second override, of the linears of attention, dense MLPs and shared experts, and `metrics` a third, which
+logs the experts' loads.
+"""
+
+import importlib.util
+
+from .options import Options
+
+__all__ = ["Options"]
+
+if importlib.util.find_spec("torchtitan.config.override"):  # of 0.3
+    from .overrides import linears, metrics, routed_experts
+
+    __all__ += ["linears", "metrics", "routed_experts"]
