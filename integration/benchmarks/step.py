@@ -123,7 +123,7 @@ class ForcedRouter(Qwen3MoeTopKRouter):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-        token, k = (torch.arange(n, device=logits.device) for n in (len(logits), self.top_k))
+        token, k = (torch.arange(n, device=logits.device, dtype=torch.int64) for n in (len(logits), self.top_k))
         ids = (token[:, None] + k * (self.num_experts // self.top_k)) % self.num_experts
         chosen = logits.float().softmax(-1).gather(1, ids)
         return logits, (chosen / chosen.sum(-1, keepdim=True)).to(logits.dtype), ids
@@ -269,7 +269,7 @@ class Subject:
     @torch.no_grad()
     def most_of_mean(self) -> list[float]:
         """By layer, the rows of the GPU that has most over the mean of all. Collective."""
-        counts = torch.zeros(len(self.model.model.layers), RANKS, device=self.device)
+        counts = torch.zeros(len(self.model.model.layers), RANKS, device=self.device, dtype=torch.float32)
 
         def count(i: int, _: Any, __: Any, routed: tuple[Tensor, Tensor, Tensor]) -> None:
             counts[i] = (routed[2].flatten() // (self.config.num_experts // RANKS)).bincount(minlength=RANKS)
@@ -375,7 +375,7 @@ def shares(step: Callable[[], object], ms: float, device: torch.device) -> dict[
     found = dict.fromkeys((*SHARES, "norms, element-wise"), 0.0)
     for (_, part), us in spent.items():
         found[part] += us
-    works = torch.tensor([sum(found.values()) - found["communication"]], device=device) / 1e3
+    works = torch.tensor([sum(found.values()) - found["communication"]], device=device, dtype=torch.float64) / 1e3
     each = [works] if RANKS == 1 else [torch.empty_like(works) for _ in range(RANKS)]
     if RANKS > 1:
         dist.all_gather(each, works)

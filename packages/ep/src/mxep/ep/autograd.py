@@ -110,14 +110,11 @@ def accumulate_in_place() -> Iterator[None]:
                 model(x).sum().backward()
         optimizer.step()
 
-    The numbers are those of autograd's own accumulation, bit for bit, in half the memory traffic: on `hopper` no
-    gradient of its own is written, read and added from the second micro-batch on. It holds for forwards of the whole
-    process that run while it is open, and for their backward passes.
-
-    It is for `.backward()` alone: `torch.autograd.grad` of an expert weight would add to ``.grad``, too, and find no
-    gradient. Autograd accumulates as ever what this does not serve: gate and up as two parameters, weights with hooks,
-    views or casts of a parameter, a gradient of another dtype or layout, and unquantized weight gradients (recipes
-    ``*_wgrad_bf16``). Under torch.compile a layer breaks the graph while it is open.
+    The bits are those of autograd's own sum, in half the memory traffic (on `hopper`). It holds for all forwards that
+    run while it is open. Call `.backward()`: `torch.autograd.grad` of an expert weight would add to ``.grad``, too, and
+    find no gradient. Autograd sums what this does not serve: gate and up as two parameters, weights with hooks, views
+    or casts of parameters, a gradient of another dtype or layout, recipes ``*_wgrad_bf16``. A compiled layer breaks
+    its graph while it is open.
     """
     global _accumulating
     before, _accumulating = _accumulating, True
@@ -128,7 +125,7 @@ def accumulate_in_place() -> Iterator[None]:
 
 
 def _own_gradient(ctx: Any, place: int) -> Tensor | None:
-    """This rank's part of the ``.grad`` that autograd would add the function's gradient to; None if it must do it."""
+    """This rank's part of the ``.grad`` that the node's gradient is added to; None if autograd must do it."""
     node = ctx.next_functions[place][0]
     leaf: Any = getattr(node, "variable", None)
     grad = None if leaf is None else leaf.grad
