@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from mxep.comms import Capacity
-from mxep.ep.auto import rows_per_expert
+from mxep.ep.moe import rows_per_expert
 from mxep.integration.config import ConfigError
 from mxep.integration.model import make_capacity
 from mxep.integration.report import Report, Row, Section

@@ -31,7 +31,7 @@ from mxep.comms import Capacity
 from mxep.comms.layout import ALIGNMENT, round_up
 from mxep.comms.layout import Layout as Buffer
 from mxep.ep.dispatchers.hierarchical import share_of_node, slots_per_node
-from mxep.ep.wire import keeps_rows
+from mxep.ep.formats import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.integration.config import ConfigError

@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mxep.ep.experts
-import mxep.ep.mlp
+import mxep.ep.layer
 from mxep.ep import MoE, make_dispatcher
 from mxep.ep.dispatchers import symmetric
-from mxep.ep.mlp import LayerConfig
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
+from mxep.ep.formats import LayerConfig
 from mxep.gemm.backends import select
 from mxep.integration.train import capturing
 from mxep.runtime.replay import no_replays
@@ -62,11 +62,11 @@ class Captured(NamedTuple):
 
 
 def patches(form: str) -> ExitStack:
-    stack, mlp, experts = ExitStack(), mxep.ep.mlp, mxep.ep.experts
+    stack, layer, experts = ExitStack(), mxep.ep.layer, mxep.ep.experts
     if form == "without folded":
         for name in ("swiglu_forward", "swiglu_backward"):
-            plain = functools.partial(_plain, getattr(mlp, name))
-            stack.enter_context(mock.patch.object(mlp, name, plain))
+            plain = functools.partial(_plain, getattr(layer, name))
+            stack.enter_context(mock.patch.object(layer, name, plain))
     if form == "composed":
         stack.enter_context(mock.patch.object(experts, "run_experts", _composed))
     if form == "dx beside":

@@ -23,9 +23,8 @@ from torch._subclasses import FakeTensorMode
 from mxep.comms import Capacity, RoutingPlan, make_plan
 from mxep.comms.layout import Layout
 from mxep.ep.autograd import fake_saved
+from mxep.ep.formats import LayerConfig, keeps_rows
 from mxep.ep.layer import Needs
-from mxep.ep.mlp import LayerConfig
-from mxep.ep.wire import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Hopper
 from mxep.quant import SwiGLU

@@ -50,7 +50,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from mxep.comms import Capacity
 from mxep.ep import parameter_groups
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
 from mxep.gemm import Recipe
 from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank

@@ -61,7 +61,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.baseline import BaselineLayer
 from mxep.comms import Capacity
 from mxep.ep import accumulate_in_place, clip_grad_norm_, parameter_groups
-from mxep.ep.shares import local_tensor, local_weight
+from mxep.ep.dtensors import local_tensor, local_weight
 from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
 from mxep.integration.flops import count_name, flops_per_token
 from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxep.ep import MoE, accumulate_in_place
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
 from mxep.gemm.backends.base import Backend
 from ranks import Context, distributed
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from ep.problem import FixedRouting
 from mxep.comms import DROPPED, Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, run_experts
-from mxep.ep.bias import add_down_bias
-from mxep.ep.functional import PLAIN
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
+from mxep.ep.formats import PLAIN
+from mxep.ep.functional import add_down_bias
 from mxep.gemm import Recipe
 from mxep.integration.metrics import snr
 from mxep.quant import SwiGLU

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from mxep.ep import ExpertParallel, MoE
-from mxep.ep.auto import _log, rows_per_expert
+from mxep.ep.moe import _log, rows_per_expert
 from mxep.gemm import Recipe
 from mxep.gemm.auto import FIXED, LEAST
 from ranks import Context, distributed

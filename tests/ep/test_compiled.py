@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from mxep.comms import Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, run_experts, swiglu
 from mxep.ep.autograd import fake_plan, fake_saved, forward_op
+from mxep.ep.dtensors import local_tensor
+from mxep.ep.formats import LayerConfig
 from mxep.ep.layer import ForwardInput, Needs, layer_forward
-from mxep.ep.mlp import LayerConfig
-from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.reference import Reference

@@ -23,7 +23,7 @@ from mxep.ep import DISPATCHERS, MoE, __version__
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
 from mxep.ep.dispatchers.all_to_all import _room
 from mxep.ep.dispatchers.base import Routing, TokenDispatcher
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
 from ranks import Context, distributed
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mxep.comms import Capacity
 from mxep.ep import Experts, FrozenExperts, LoRAExperts, MoE, freeze_experts, run_experts
 from mxep.ep.dispatchers import LocalDispatcher
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
 from mxep.gemm import FrozenWeight, Recipe, freeze, quantize_weights_once
 from mxep.gemm.backends.reference import Reference
 from mxep.quant import SwiGLU, quantize

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from ep.problem import FixedRouting, Ranks, make_ranks, share
 from mxep.comms import Capacity, CapacityExceeded, PeerTimeout
 from mxep.ep import HierarchicalDispatcher, LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher
-from mxep.ep.dispatchers.base import Routing
-from mxep.ep.dispatchers.handles import Done, Handle
-from mxep.ep.dispatchers.nodes import silence
+from mxep.ep.dispatchers.base import Done, Handle, Routing
+from mxep.ep.dispatchers.groups import silence
 from mxep.gemm import Recipe
 from mxep.integration.verify import Results
 from ranks import Context, distributed

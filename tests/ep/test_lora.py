@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from mxep.comms import Capacity
 from mxep.ep import ExpertParallel, Experts, FrozenExperts, LoRAExperts, MoE, freeze_experts
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
 from mxep.gemm import FrozenWeight
 from mxep.quant import SwiGLU
 from ranks import distributed
@@ -279,7 +279,7 @@ def test_peers_are_told_what_its_backward_raised(ctx) -> None:
     x = tokens(seed=ctx.rank).requires_grad_()
     out = moe(x)
     if ctx.rank == 1:
-        failing = mock.patch("mxep.ep.mlp.lora_backward", side_effect=MemoryError("no room for rows"))
+        failing = mock.patch("mxep.ep.layer.lora_backward", side_effect=MemoryError("no room for rows"))
         with failing, pytest.raises(MemoryError):
             out.sum().backward()
     else:

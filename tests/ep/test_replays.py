@@ -8,18 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.ep import MoE, mlp, shared_expert, wire
+from mxep.ep import MoE, shared_expert
 from mxep.ep.dispatchers import AllToAllDispatcher, LocalDispatcher, SymmetricDispatcher, TokenDispatcher
 from mxep.ep.dispatchers.all_to_all import _plan_rows
+from mxep.ep.dtensors import local_tensor
+from mxep.ep.formats import pack, quantize_colwise, quantize_rowwise
+from mxep.ep.layer import mlp_backward, mlp_forward
 from mxep.ep.shared_expert import SharedExpert
-from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.runtime.replay import no_replays
 from ranks import distributed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 T, DIM, HIDDEN_DIM, EXPERTS, TOP_K = 200, 128, 64, 8, 2
-STEPS = (wire.pack, mlp.quantize_rowwise, mlp.mlp_forward, mlp.quantize_colwise, mlp.mlp_backward)
+STEPS = (pack, quantize_rowwise, mlp_forward, quantize_colwise, mlp_backward)
 
 
 def make_layer(recipe: str, dispatcher: str | TokenDispatcher) -> MoE:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ep.problem import FixedRouting
 from mxep.comms import DROPPED, Capacity
 from mxep.ep import ExpertParallel, MoE, SymmetricDispatcher
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
 from mxep.integration.metrics import snr
 from ranks import Context, distributed
 

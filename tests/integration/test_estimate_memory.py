@@ -18,8 +18,8 @@ from mxep.comms.layout import Layout as Buffer
 from mxep.ep import HierarchicalDispatcher, run_experts
 from mxep.ep.autograd import fake_saved
 from mxep.ep.dispatchers.local import LocalDispatcher
+from mxep.ep.formats import LayerConfig
 from mxep.ep.layer import Needs
-from mxep.ep.mlp import LayerConfig
 from mxep.gemm import Recipe
 from mxep.gemm.backends.hopper import Hopper
 from mxep.quant import SwiGLU

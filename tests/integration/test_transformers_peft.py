@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from integration.test_transformers_parallel import of_mean_loss, of_one_process
 from integration.tiny_models import step, tiny, token_ids, worst
 from mxep.ep import parameter_groups
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
 from mxep.gemm import convert, convert_mode
 from mxep.integration.metrics import snr
 from mxep.integration.transformers import expert_parallel

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mxep.ep import Experts
-from mxep.ep.shares import local_tensor
+from mxep.ep.dtensors import local_tensor
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from mxep.comms import Capacity
 from mxep.ep import Dispatch, Experts, MoE, Router, SharedExpert, TokenDispatcher
-from mxep.ep.auto import rows_per_expert
+from mxep.ep.moe import rows_per_expert
 from mxep.gemm import Linear, Recipe
 from mxep.gemm.auto import AUTO, recipe_of_experts
 

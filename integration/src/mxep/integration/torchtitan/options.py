@@ -18,7 +18,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from mxep.comms import Capacity
 from mxep.ep import Dispatch, TokenDispatcher, make_dispatcher, run_experts
-from mxep.ep.auto import pick_recipe
+from mxep.ep.moe import pick_recipe
 from mxep.gemm import Recipe, quantize_weights_once_a_step
 from mxep.gemm.auto import recipe_of
 from mxep.gemm.backends import BACKENDS

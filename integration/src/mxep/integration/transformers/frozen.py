@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from mxep.ep.dtensors import check_not_fsdp, local_tensor, mesh_of
 from mxep.ep.frozen import frozen_weight, register_frozen
 from mxep.ep.lora import LoRAWeights
-from mxep.ep.shares import check_not_fsdp, local_tensor, mesh_of
 from mxep.gemm import FrozenWeight, freeze
 from mxep.gemm.frozen import FORMATS, FrozenFormat
 from mxep.quant import BLOCK

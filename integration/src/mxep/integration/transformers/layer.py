@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from mxep.comms import PeersDisagree
 from mxep.ep import Routing, TokenDispatcher, combine, dispatch, run_experts
-from mxep.ep.auto import pick_recipe, recipe_of_call
-from mxep.ep.bias import scaled_gradient
+from mxep.ep.dtensors import local_weight
+from mxep.ep.functional import scaled_gradient
 from mxep.ep.lora import LoRAWeights
-from mxep.ep.shares import local_weight
+from mxep.ep.moe import pick_recipe, recipe_of_call
 from mxep.gemm import FrozenWeight, Recipe, grouped_mm
 from mxep.quant import SwiGLU
 
@@ -50,7 +50,7 @@ class Layer:
 
     Attributes:
         made_for: the implementation.
-        recipe: of it; "auto" until it is picked, by max_tokens or the first call that trains (`mxep.ep.auto`).
+        recipe: of it; "auto" until it is picked, by max_tokens or the first call that trains (`mxep.ep.moe`).
         activation: of mxep.ep's layer, where that is what the module computes; else None.
         cleans: whether it has parameters of its own between products, whose gradients sum over rows: those that hold
             nothing are zeroed for these.

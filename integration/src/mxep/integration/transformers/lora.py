@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from mxep.ep.dtensors import local_experts, mesh_of
 from mxep.ep.lora import RANK_MULTIPLE, LoRAWeights
-from mxep.ep.shares import local_experts, mesh_of
 from mxep.gemm import FrozenWeight
 from mxep.gemm.frozen import FrozenFormat
 

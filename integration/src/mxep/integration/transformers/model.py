@@ -40,8 +40,8 @@ from transformers.utils.logging import disable_progress_bar
 from transformers.utils.output_capturing import OutputRecorder
 
 from mxep.ep import load_balancing_loss
-from mxep.ep.recomputation import recomputing
-from mxep.ep.shares import init_normal_
+from mxep.ep.dtensors import init_normal_
+from mxep.ep.router import recomputing
 from mxep.gemm import Recipe
 
 from ..config import ConfigError

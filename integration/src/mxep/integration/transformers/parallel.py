@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from mxep.ep import TokenDispatcher, make_dispatcher
-from mxep.ep.shares import group_of
+from mxep.ep.dtensors import group_of
 
 from .implementation import Implementation
 from .layer import KEY, WEIGHTS, check_experts, check_features, is_experts

@@ -37,8 +37,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from mxep.ep.dtensors import group_of, local_experts
 from mxep.ep.frozen import register_frozen
-from mxep.ep.shares import group_of, local_experts
 from mxep.gemm import FrozenWeight, freeze
 from mxep.gemm.frozen import FORMATS, FrozenFormat
 from mxep.quant import BlockFP8, MXTensor, rescale_blocks, to_mxfp8

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mxep.ep.recomputation import recomputing
+from mxep.ep.router import recomputing
 
 from .layer import is_experts
 from .optimize import eagerly

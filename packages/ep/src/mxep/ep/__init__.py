@@ -4,7 +4,6 @@
 """
 
 from .autograd import accumulate_in_place
-from .clip import clip_grad_norm_
 from .dispatchers import (
     DISPATCHERS,
     AllToAllDispatcher,
@@ -17,16 +16,15 @@ from .dispatchers import (
     TokenDispatcher,
     make_dispatcher,
 )
+from .dispatchers.base import installed_version
 from .experts import Experts, run_experts
 from .frozen import FrozenExperts, freeze_experts
 from .functional import combine, dispatch, expert_mlp, swiglu
 from .lora import LoRAExperts
-from .losses import load_balancing_loss, router_z_loss
 from .moe import MoE
-from .parallel import ExpertParallel, data_parallel, parameter_groups
-from .router import Router
+from .parallel import ExpertParallel, clip_grad_norm_, data_parallel, parameter_groups
+from .router import Router, load_balancing_loss, router_z_loss
 from .shared_expert import SharedExpert
-from .version import installed_version
 
 __version__ = installed_version()
 

@@ -45,9 +45,10 @@ from mxep.runtime.bundle import build, take_apart, tensors_in
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import count_flops, offer_flops
 
-from .checks import check_weights
+from .checks import check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
-from .functional import checked_tokens
+from .dtensors import Share, local_tensor, local_weight
+from .formats import LayerConfig, keeps_rows
 from .layer import (
     PLAN,
     BackwardInput,
@@ -55,13 +56,14 @@ from .layer import (
     ForwardInput,
     ForwardOutput,
     Needs,
+    Saved,
+    WgradInput,
+    bias_gradient,
     layer_backward,
     layer_forward,
+    wgrad,
 )
 from .lora import LoRAGradients, LoRAWeights
-from .mlp import LayerConfig, Saved, WgradInput, bias_gradient, wgrad
-from .shares import Share, local_tensor, local_weight
-from .wire import keeps_rows
 
 MainGrads = tuple[Tensor | None, Tensor | None]
 """fp32 (e, 2F, D) and (e, D, F), or None: weight gradients are added there and not returned."""

@@ -1,20 +1,50 @@
-"""Checks of the layer's weights before any exchange, eager and compiled alike.
+"""Checks of the layer's arguments before any exchange, eager and compiled alike.
 
-e local experts, D model dim, F hidden dim.
+T tokens, K experts per token, e local experts, D model dim, F hidden dim.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mxep.comms import narrow_ids
 from mxep.gemm.checks import check_weight
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.several import Weight
 
 from .dispatchers.base import TokenDispatcher
+from .dtensors import local_tensor
+from .formats import LayerConfig
 from .lora import LoRAWeights
-from .mlp import LayerConfig
-from .shares import local_tensor
+
+FLOATS = torch.bfloat16, torch.float32
+"""Dtypes that tokens and parameters of a layer may have."""
+
+
+def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+    """Check shapes and dtypes, and return the ids as a separate copy: int32, except for eager CPU tensors."""
+    if x.dim() != 2 or expert_ids.dim() != 2 or weights.shape != expert_ids.shape or len(x) != len(expert_ids):
+        raise ValueError(
+            "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), "
+            f"got {tuple(x.shape)}, {tuple(expert_ids.shape)}, {tuple(weights.shape)}"
+        )
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x: got {x.dtype}, want one of {FLOATS} (torch.autocast wants dtype=torch.bfloat16)")
+    if weights.dtype != torch.float32 or expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype} "
+                         "(of FSDP2's MixedPrecisionPolicy: cast_forward_inputs=False)")  # fmt: skip
+    widest = dispatcher.row_dtype
+    if widest is not None and x.dtype.itemsize > widest.itemsize:
+        raise ValueError(
+            f"the dispatcher has room for rows of {widest}, got {x.dtype}: cast x, or make the layer "
+            f"(or its dispatcher) with dtype={x.dtype}"
+        )
+    if expert_ids.is_cpu and not torch.compiler.is_compiling():
+        return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher's errors name ids as given
+    ids = narrow_ids(expert_ids)
+    # A separate copy, which backward reads.
+    return ids.clone(memory_format=torch.contiguous_format) if ids is expert_ids else ids
 
 
 def check_weights(

@@ -30,14 +30,13 @@ from .autograd import (
     parameter_needs,
     unsupported_reason,
 )
-from .bias import add_down_bias
-from .checks import check_frozen, check_lora, check_weights
+from .checks import check_frozen, check_lora, check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher
-from .functional import Weighted, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
+from .dtensors import empty_share, init_normal_, local_tensor, local_weight
+from .formats import PLAIN, LayerConfig
+from .functional import Weighted, add_down_bias, combine, combine_and_kept, dispatch, expert_mlp
 from .layer import ForwardInput, layer_forward
 from .lora import LoRAWeights
-from .mlp import PLAIN, LayerConfig
-from .shares import empty_share, init_normal_, local_tensor, local_weight
 
 
 class Experts(nn.Module):

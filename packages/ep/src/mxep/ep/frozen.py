@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from mxep.gemm.frozen import FrozenFormat, FrozenWeight, freeze
 
 from .dispatchers.base import Routing
+from .dtensors import check_not_fsdp, local_tensor, mesh_of
 from .experts import Experts, run_experts
-from .shares import check_not_fsdp, local_tensor, mesh_of
 
 
 class FrozenExperts(nn.Module):

@@ -13,22 +13,26 @@
 
 The routing weight multiplies inside SwiGLU (the down-projection is linear). So combine is a plain sum, and its backward
 sends one unscaled copy. With a quantizing recipe rows, h and both gradients are MXTensors: nothing is quantized twice.
+The bias of the down-projection is added after combine (`add_down_bias`), as its rows were already weighted.
 
 Under torch.compile they break the graph, except `expert_mlp` and `swiglu` with a recipe that quantizes nothing.
 
-T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max rows that fit, e local experts.
+T tokens of this rank, K experts per token, E experts in all, D model dim, F hidden dim, R_max rows that fit, e local
+experts.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import wait_tensor
 
-from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.anomaly import for_anomaly_mode
 from mxep.gemm.backends import Backend
@@ -36,13 +40,10 @@ from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs, joined, taken_apart
 from mxep.quant import SwiGLU
 
-from .bias import scaled_gradient
+from .checks import checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher
-from .mlp import PLAIN, saved_gate_up, swiglu_backward, swiglu_forward
-from .wire import Wire, pack
+from .formats import PLAIN, Wire, pack, saved_gate_up, swiglu_backward, swiglu_forward
 
-FLOATS = torch.bfloat16, torch.float32
-"""Dtypes that tokens and parameters of a layer may have."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -80,31 +81,6 @@ def dispatch(
     ids = checked_tokens(x, expert_ids, weights, dispatcher)
     rows, row_weight, routing = _Dispatch.apply(x, weights, ids, dispatcher, recipe)  # type: ignore[no-untyped-call]
     return rows, row_weight, routing
-
-
-def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-    """Check shapes and dtypes, and return the ids as a separate copy: int32, except for eager CPU tensors."""
-    if x.dim() != 2 or expert_ids.dim() != 2 or weights.shape != expert_ids.shape or len(x) != len(expert_ids):
-        raise ValueError(
-            "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), "
-            f"got {tuple(x.shape)}, {tuple(expert_ids.shape)}, {tuple(weights.shape)}"
-        )
-    if x.dtype not in FLOATS:
-        raise ValueError(f"x: got {x.dtype}, want one of {FLOATS} (torch.autocast wants dtype=torch.bfloat16)")
-    if weights.dtype != torch.float32 or expert_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype} "
-                         "(of FSDP2's MixedPrecisionPolicy: cast_forward_inputs=False)")  # fmt: skip
-    widest = dispatcher.row_dtype
-    if widest is not None and x.dtype.itemsize > widest.itemsize:
-        raise ValueError(
-            f"the dispatcher has room for rows of {widest}, got {x.dtype}: cast x, or make the layer "
-            f"(or its dispatcher) with dtype={x.dtype}"
-        )
-    if expert_ids.is_cpu and not torch.compiler.is_compiling():
-        return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher's errors name ids as given
-    ids = narrow_ids(expert_ids)
-    # A separate copy, which backward reads.
-    return ids.clone(memory_format=torch.contiguous_format) if ids is expert_ids else ids
 
 
 @_between_graphs
@@ -268,3 +244,99 @@ class _SwiGLU(torch.autograd.Function):
             d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
         d_weight = None if row_weight is None else for_anomaly_mode(d_row_weight, offs)
         return for_anomaly_mode(d_gate_up, offs), d_weight, *[None] * 4
+
+
+def add_down_bias(
+    out: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    bias: Tensor,
+    *,
+    scale: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """out (T, D) plus the weighted sum of the biases (e, D) of each token's experts. scale: of the bias's gradient.
+
+    out (T, D) = sum over k of weights[t, k] * (down_proj[id] h + down_bias[id])
+
+    The routing weight multiplies before the down-projection, so the bias is added to a token's sum: S @ bias, with
+    S (T, E) the weights by expert. That is a product a hundredth of the layer's size, and its gradients take d_out as
+    it is, unquantized. A token without experts has no part in them, as its d_out may be NaN. 0 times NaN is NaN, so
+    what is not finite stays out of the products: only the token's whole row, or the expert's, is NaN then. Ranks that
+    share experts gather the bias, (E, D), and reduce its gradient by torch's own collectives.
+
+    expert_ids: (T, K); ids outside 0 .. E-1 add nothing. weights: (T, K) fp32. group: the ranks that share the experts,
+    e of E each; None if this process has all.
+    """
+    whole = scaled_gradient(bias, scale).float()
+    if group is not None:
+        whole = _Gathered.apply(whole, group)  # type: ignore[no-untyped-call]
+    num_experts = whole.shape[0]
+    here = (expert_ids >= 0) & (expert_ids < num_experts)
+    by_expert = weights.new_zeros(len(weights), num_experts)
+    ids = expert_ids.clamp(0, num_experts - 1).long()
+    by_expert = by_expert.scatter_add(1, ids, torch.where(here, weights, 0.0))
+    operands = out, by_expert.to(out.dtype), whole.to(out.dtype), ids, here
+    return _AddBias.apply(*operands)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def scaled_gradient(x: Tensor, scale: float) -> Tensor:
+    """x, with its gradient multiplied by scale."""
+    if scale == 1.0:
+        return x
+    scaled: Tensor = _ScaledGradient.apply(x, scale)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+class _AddBias(torch.autograd.Function):
+    """out (T, D) + by_expert (T, E) @ bias (E, D). ids: (T, K) experts. routed: (T, K), True for routed pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, by_expert: Tensor, bias: Tensor, ids: Tensor, routed: Tensor) -> Tensor:
+        ctx.save_for_backward(by_expert, bias, ids, routed)
+        bad = ~bias.isfinite().all(1)
+        tokens = (bad[ids] & routed).any(1, keepdim=True)
+        operands = by_expert.masked_fill(tokens, math.nan), bias.masked_fill(bad[:, None], 0.0)
+        with torch.autocast(out.device.type, enabled=False):  # autocast would round out, too
+            return torch.addmm(out, *operands)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        by_expert, bias, ids, routed = ctx.saved_tensors
+        _, needs_weights, needs_bias, *_ = ctx.needs_input_grad
+        bad = ~d_out.isfinite().all(1, keepdim=True)
+        d_by_expert = d_bias = None
+        with torch.autocast(d_out.device.type, enabled=False):
+            if needs_weights:  # only elements of routed pairs are read
+                d_by_expert = d_out @ bias.t()
+            if needs_bias:
+                spoilt = ids.new_zeros(len(bias)).scatter_add(0, ids.flatten(), (bad & routed).flatten().long())
+                d_bias = by_expert.t() @ d_out.masked_fill(bad, 0.0)
+                d_bias = d_bias.masked_fill(spoilt[:, None] > 0, math.nan)
+        return d_out, d_by_expert, d_bias, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """(e, D) of each rank -> (E, D), by ops that a graph takes. torch's wrappers of them change names by version."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+        return wait_tensor(gathered)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        to = "sum", ctx.group.size(), ctx.group.group_name
+        return wait_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(grad.contiguous(), *to)), None

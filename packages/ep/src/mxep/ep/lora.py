@@ -6,7 +6,7 @@
 W is quantized (`FrozenExperts`) or plain (`Experts`, with its weights frozen here). A and B are multiplied in x's
 dtype by kernels that read quantized rows as they are (`mxep.gemm.lora`). No B A of an expert is ever made.
 
-They are part of the layer's passes (`mlp.py`), so they are replayed with it.
+They are part of the layer's passes (`layer.py`), so they are replayed with it.
 
 R_max rows, D model dim, F hidden dim, e local experts.
 """
@@ -21,7 +21,7 @@ from mxep.gemm.backends.reference import parts_of
 from mxep.gemm.lora import lora_expand, lora_shrink, lora_wgrad
 from mxep.runtime.bundle import Bundle
 
-from .shares import check_not_fsdp, empty_share, init_normal_, local_tensor, mesh_of
+from .dtensors import check_not_fsdp, empty_share, init_normal_, local_tensor, mesh_of
 
 RANK_MULTIPLE = 8
 """Rows of A and B are multiples of 16 bytes."""

@@ -3,15 +3,18 @@
     ExpertParallel      an entry of a `parallelize_module` plan: shards an MoE layer that was built whole, also on meta
     parameter_groups    parameter groups for optimizers, if some parameters are DTensors
     data_parallel       DistributedDataParallel over a model with experts
+    clip_grad_norm_     one norm over plain parameters and DTensors, each number counted once
 
 Expert weights (E, ...) are DTensors sharded on their first dimension. So torch.distributed.checkpoint saves them at one
 degree and loads them at another. The router and the shared expert stay as they are.
 """
 
+from collections.abc import Iterable
 from typing import Any, Unpack
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -20,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mxep.gemm.auto import AUTO
 
 from .dispatchers import Dispatch, DispatchFields, make_dispatcher
+from .dtensors import group_of, local_tensor, mesh_of
 from .moe import MoE
-from .shares import group_of, mesh_of
 
 
 class ExpertParallel(ParallelStyle):
@@ -105,3 +108,105 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
             )
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(experts))
     return DistributedDataParallel(model, **options)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float | str = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients so that their norm over all parameters, of all ranks, is at most ``max_norm``.
+
+    Call it on every rank with the same parameters in the same order, after gradients are averaged over data-parallel
+    ranks. Parameters may be plain (their gradients the same on every rank) or DTensors of any mix of meshes: experts
+    over ep, or over dp and ep, the rest over all ranks. If a parameter has ``main_grad``, that is its gradient.
+
+    Returns the norm before clipping, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. It takes one all-reduce
+    of a number per mesh dimension that shards parameters, and no host sync. ``error_if_nonfinite`` syncs and raises
+    RuntimeError.
+    Raises ValueError for a negative or NaN max_norm, a NaN norm_type, a gradient that is a partial sum, and a parameter
+    with both kinds of gradients. As in torch, the factor is ``max_norm / (norm + 1e-6)``, and norm_type may be any
+    number or its text, such as "inf". The norm of order 0 is the number of parameters with a nonzero gradient.
+    """
+    norm_type = float(norm_type)
+    if norm_type != norm_type or not max_norm >= 0:  # these would reverse gradients, or make them NaN
+        raise ValueError(f"clip_grad_norm_: expected a max_norm of at least 0 and a norm, got {max_norm}, {norm_type}")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not parameters:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor | None]] = {}
+    for parameter in parameters:
+        main_grad, grad = getattr(parameter, "main_grad", None), parameter.grad
+        if main_grad is not None and grad is not None and main_grad is not grad:
+            raise ValueError(
+                "a parameter has main_grad and grad: clip before one is copied to the other, and give none a main_grad "
+                "whose gradients autograd accumulates"
+            )
+        grad = grad if main_grad is None else main_grad
+        # Also without a gradient here: other ranks wait in the same all-reduces.
+        share = shares.setdefault(_sharded_over(grad if isinstance(grad, DTensor) else parameter), [])
+        share.append(None if grad is None else local_tensor(grad))
+    grads = [grad for share in shares.values() for grad in share if grad is not None]
+    total = _total_norm(shares, norm_type, parameters[0].device)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}: nothing was clipped")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for of_a_kind in _by_kind(grads):
+        first = of_a_kind[0]
+        exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # in their dtype it is one launch
+        torch._foreach_mul_(of_a_kind, factor.to(first.device, exact))
+    return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
+
+
+def _total_norm(
+    shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor | None]], norm_type: float, device: torch.device
+) -> Tensor:
+    """Total norm, 0-d fp64. shares: this rank's part of each parameter's gradient, by the groups that share it out."""
+    # Norms of parts give the whole norm: by maximum, minimum, nonzero flags, or a sum of powers.
+    of_none, power, reduction = 0.0, 1.0, dist.ReduceOp.MAX
+    if norm_type == -float("inf"):
+        of_none, reduction = float("inf"), dist.ReduceOp.MIN
+    elif norm_type not in (0.0, float("inf")):
+        of_none, power, reduction = float("inf") if norm_type < 0 else 0.0, norm_type, dist.ReduceOp.SUM
+    totals: list[Tensor] = []
+    for groups, share in shares.items():
+        none = torch.full((), of_none, device=device, dtype=torch.float64)
+        if norm_type == 0:
+            own = torch.stack([none if grad is None else grad.any().to(none) for grad in share])
+        else:
+            norms = [norms.to(none) for norms in _norms([grad for grad in share if grad is not None], norm_type)]
+            own = (torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else none) ** power
+        for group in groups:
+            dist.all_reduce(own, reduction, group=group)
+        totals.append(own.sum() if norm_type == 0 else own ** (1 / power))
+    total: Tensor = torch.stack(totals)
+    return total.sum() if norm_type == 0 else torch.linalg.vector_norm(total, norm_type)
+
+
+def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Groups of ranks over which `x` is sharded."""
+    if not isinstance(x, DTensor):
+        return ()
+    if any(placement.is_partial() for placement in x.placements):
+        raise ValueError(f"a gradient is a partial sum, {x.placements}: redistribute it before clipping")
+    mesh = x.device_mesh
+    return tuple(mesh.get_group(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
+
+
+def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Norms of nonempty gradients, in fp32 at least: one tensor per device and dtype."""
+    norms: list[Tensor] = []
+    for of_a_kind in _by_kind([grad for grad in grads if grad.numel()]):
+        wide = None if of_a_kind[0].dtype == torch.float64 else torch.float32
+        norms.append(torch.stack(torch._foreach_norm(of_a_kind, norm_type, dtype=wide)))
+    return norms
+
+
+def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())

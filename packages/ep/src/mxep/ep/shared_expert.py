@@ -32,22 +32,20 @@ from mxep.quant import SwiGLU
 from mxep.runtime.bundle import Bundle, Operands, build, take_apart
 from mxep.runtime.replay import replayed
 
-from .functional import swiglu
-from .mlp import (
+from .dtensors import init_normal_
+from .formats import (
     PLAIN,
     ColwiseWeights,
     LayerConfig,
     RowwiseWeights,
-    Saved,
     quantize_colwise,
     quantize_rowwise,
-    saved_columns,
     saved_gate_up,
-    saved_weights,
     swiglu_backward,
     swiglu_forward,
 )
-from .shares import init_normal_
+from .functional import swiglu
+from .layer import Saved, saved_columns, saved_weights
 
 
 class SharedExpert(nn.Module):

@@ -1,13 +1,24 @@
-"""Token dispatchers by name. They bring tokens to experts, and results back."""
+"""Token dispatchers: they bring tokens to experts, and results back. `make_dispatcher` makes one of a `Dispatch`.
 
-from typing import Any, Unpack
+MoE(64, 32, 8, 2, dispatch=Dispatch("hierarchical", capacity=1.25, max_tokens=4096))
+MoE(64, 32, 8, 2, dispatcher="hierarchical", capacity=1.25, max_tokens=4096)            the same
+
+A Dispatch is checked where it is declared, before anything is made.
+"""
+
+import dataclasses
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 import torch.distributed as dist
 
+from mxep.comms import Capacity
+
 from .all_to_all import AllToAllDispatcher
 from .base import Routing, TokenDispatcher, find_dispatcher, unused_twin
-from .dispatch import DISPATCHERS, NODES, Dispatch, DispatchFields
 from .hierarchical import HierarchicalDispatcher
 from .local import LocalDispatcher
 from .symmetric import NvshmemDispatcher, SymmetricDispatcher
@@ -26,6 +37,119 @@ __all__ = [
     "find_dispatcher",
     "make_dispatcher",
 ]
+
+DISPATCHERS = "local", "all_to_all", "symmetric", "hierarchical", "nvshmem"
+"""Names of the dispatchers."""
+NODES = "ranks_per_node", "nodes_per_token"
+_LACKS = {"local": NODES, "all_to_all": ("timeout", *NODES), "symmetric": NODES, "hierarchical": (), "nvshmem": NODES}
+"""Options that a dispatcher does not have. local never waits, so any timeout holds there."""
+_LEAST = {"max_tokens": 1, "ranks_per_node": 1, "nodes_per_token": 1}
+
+
+class DispatchFields(TypedDict, total=False):
+    """The fields of :class:`Dispatch`, for functions that take them by keyword."""
+
+    dispatcher: str | TokenDispatcher
+    capacity: Capacity | float | None
+    max_tokens: int | None
+    timeout: float | None
+    ranks_per_node: int | None
+    nodes_per_token: int | None
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """How tokens reach experts and return: a dispatcher and its limits.
+
+    Attributes:
+        dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers. A shared one has limits of its
+            own, so none may be given here. A group of one rank has the local one by any name.
+        capacity: bound on the rows of a rank's experts; a number c is ``Capacity.factor(c)``. None:
+            ``Capacity.worst_case()``. all_to_all's buffers have each step's size: it needs none and drops no row.
+        max_tokens: most tokens a rank brings to one call, alike on all ranks. None: the most that any rank brings to
+            the first batch. A larger batch raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see
+            SymmetricDispatcher.
+        timeout: most seconds to wait for a peer, for all layers of the group; None: the process group's. all_to_all
+            always has its process group's.
+        ranks_per_node, nodes_per_token: for hierarchical only: see :class:`HierarchicalDispatcher`.
+
+    Raises ValueError for a value out of range or NaN, for a limit that the dispatcher does not have, and for a limit
+    together with a dispatcher to share.
+    """
+
+    dispatcher: str | TokenDispatcher = "symmetric"
+    capacity: Capacity | float | None = None
+    max_tokens: int | None = None
+    timeout: float | None = None
+    ranks_per_node: int | None = None
+    nodes_per_token: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dispatcher, TokenDispatcher) and self.dispatcher not in DISPATCHERS:
+            names = ", ".join(DISPATCHERS)
+            raise ValueError(f"dispatcher: expected one of {names}, or a TokenDispatcher, got {self.dispatcher!r}")
+        if not isinstance(self.capacity, Capacity | None):
+            if not _is_number(self.capacity):
+                raise ValueError(f"capacity: expected a Capacity, or a factor such as 1.25, got {self.capacity!r}")
+            object.__setattr__(self, "capacity", Capacity.factor(float(self.capacity)))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value, numbers.Integral) and value >= least):
+                raise ValueError(f"{name}: expected a whole number, at least {least}, got {value!r}")
+        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
+            raise ValueError(f"timeout: expected seconds, more than 0, got {self.timeout!r}")
+        given = {name: value for name, value in self.limits.items() if value is not None}
+        if isinstance(self.dispatcher, TokenDispatcher):
+            if given:
+                raise ValueError(
+                    f"a dispatcher to share has its own limits: expected none beside it, got {_said(given)}"
+                )
+            return
+        lacks = {name: value for name, value in given.items() if name in _LACKS[self.dispatcher]}
+        if lacks:
+            having = ", ".join(name for name in DISPATCHERS if not lacks.keys() & set(_LACKS[name]))
+            raise ValueError(
+                f"dispatcher {self.dispatcher!r} has no {', '.join(lacks)}: got {_said(lacks)}, expected none; "
+                f"{having} would take it"
+            )
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """All fields except the dispatcher, by name; capacity is a Capacity or None."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "dispatcher"}
+
+    @staticmethod
+    def of(dispatch: "Dispatch | None", fields: DispatchFields) -> "Dispatch":
+        """The Dispatch given to a function with ``dispatch=None, **fields: Unpack[DispatchFields]``: one or the other.
+
+        Raises ValueError for both, and TypeError for a keyword that is no field.
+        """
+        names = {field.name for field in dataclasses.fields(Dispatch)}
+        unknown = [name for name in fields if name not in names]
+        if unknown:
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+        if dispatch is None:
+            return Dispatch(**fields)
+        if not isinstance(dispatch, Dispatch):
+            raise ValueError(f"dispatch: expected a Dispatch, got {dispatch!r}: the keyword for that is dispatcher")
+        if given := [name for name, value in fields.items() if value is not None]:
+            raise ValueError(f"dispatch: expected it or its fields, got both: set {', '.join(given)} in it")
+        return dispatch
+
+    def times(self, rows_per_token: int) -> "Dispatch":
+        """For layers that send each token several times: max_tokens of the dispatcher counts rows."""
+        if self.max_tokens is None:
+            return self
+        return dataclasses.replace(self, max_tokens=self.max_tokens * rows_per_token)
+
+
+def _said(limits: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in limits.items())
+
+
+def _is_number(value: object, kind: type = numbers.Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and not math.isnan(cast(float, value))
+
 
 KINDS: dict[str, Any] = dict(
     zip(

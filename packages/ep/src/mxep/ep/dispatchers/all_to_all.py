@@ -4,11 +4,20 @@
     redispatch  the same rows' other bytes, same order                                        all-to-all
     combine     the same rows, the other way, then the sum                                    all-to-all
 
-Each rank's rows begin with a header row that names the exchange (`headers.py`). To the plan it is a pair without an
-expert. A dispatch takes one exchange of sizes and its device-to-host copy; the ways back take none. Received rows lie
-in (source rank, token, list) order and are the slots of a plan with one source. So experts see the same rows in the
-same order as with the other dispatchers. Receive buffers are rounded up (`_room`), so that shapes repeat and steps
-between exchanges are replayed.
+A dispatch takes one exchange of sizes and its device-to-host copy; the ways back take none. Received rows lie in
+(source rank, token, list) order and are the slots of a plan with one source. So experts see the same rows in the same
+order as with the other dispatchers. Receive buffers are rounded up (`_room`), so that shapes repeat and steps between
+exchanges are replayed.
+
+Each rank's rows begin with a header row, to the plan a pair without an expert. Ranks compare headers with their own:
+
+    header   number of the dispatch * 4 + step (1 dispatch, 2 redispatch, 3 combine), int32; other bytes are 0. A new
+             dispatch has no number yet: it sends its layer's (`TokenDispatcher.begin`)
+
+Without headers nobody would notice a rank that leaves out an exchange, or makes it in another order: in the
+hierarchical dispatcher blocks have one size whatever they hold. The number comes from the plan on the device, so graphs
+may hold all this. CPUs raise at once. A GPU's host reads the findings without a sync, at the next exchange or
+`check()`.
 """
 
 import dataclasses
@@ -20,12 +29,87 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, gather_rows, join_rows, narrow_ids, plan_all_to_all, sum_slots
+from mxep.comms import (
+    Capacity,
+    PeersDisagree,
+    compare_headers,
+    describe_dispatch,
+    gather_rows,
+    join_rows,
+    mark_headers,
+    narrow_ids,
+    plan_all_to_all,
+    sum_slots,
+)
 from mxep.runtime.replay import replayed
 
-from .base import Payload, Routing, TokenDispatcher
-from .handles import Done, Handle
-from .headers import STEPS, Headers
+from .base import Done, Handle, Payload, Routing, TokenDispatcher
+from .groups import made_to_stay
+
+STEPS = "", "dispatch", "redispatch", "combine"
+
+
+class Headers:
+    """Headers of a dispatcher. ranks: ranks of the group, by block."""
+
+    def __init__(self, rank: int, ranks: list[int]) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._found: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        """By device: (1 + W,) int32, 1 after a mismatch, then the headers of the first one; and a copy for the host."""
+        self._new: dict[tuple[torch.device, int], Tensor] = {}
+
+    def new(self, number: int, device: torch.device) -> Tensor:
+        """(1,) int32 that a dispatch sends for a number."""
+        if (device, number) not in self._new:
+            made = made_to_stay(device, lambda: torch.full((1,), number, dtype=torch.int32, device=device))
+            self._new[device, number] = made
+        return self._new[device, number]
+
+    def mark(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
+        """Write headers into rows (R, n) uint8. sizes: (W, any) int64, rows of blocks first. number: (1,) int32."""
+        _mark(rows, sizes, number, step=STEPS.index(step))
+
+    def compare(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
+        """Compare received headers with this rank's. Raises PeersDisagree, on CUDA in a later :meth:`check`."""
+        device = rows.device
+        if device not in self._found:
+            self._found[device] = made_to_stay(device, lambda: self._make(device))
+        found, seen = self._found[device]
+        _compare(rows, sizes, number, found, step=STEPS.index(step))
+        if device.type == "cuda":
+            seen.copy_(found, non_blocking=True)
+        else:
+            self.check()
+
+    def check(self) -> None:
+        """Raise known mismatches. Waits for nothing."""
+        for _, seen in self._found.values():
+            differ, *words = seen.tolist() if int(seen.numpy()[0]) else [0]
+            if differ:
+                found = (f"rank {rank} at {_said(word)}" for rank, word in zip(self.ranks, words))
+                raise PeersDisagree(f"rank {self.rank} met peers in other exchanges: {', '.join(found)}")
+
+    def _make(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        found = torch.zeros(1 + len(self.ranks), dtype=torch.int32, device=device)
+        return found, torch.zeros_like(found, device="cpu", pin_memory=True) if device.type == "cuda" else found
+
+
+def _said(word: int) -> str:
+    number, step = word >> 2, word & 3
+    return f"{STEPS[step]} of {describe_dispatch(number)}" if STEPS[step] else "none of this layer's"
+
+
+@replayed
+def _mark(rows: Tensor, sizes: Tensor, number: Tensor, *, step: int) -> Tensor:
+    mark_headers(rows, sizes, number, step)
+    return rows
+
+
+@replayed
+def _compare(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, *, step: int) -> Tensor:
+    """found: (1 + W,), which is updated once."""
+    compare_headers(rows, sizes, number, found, step)
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ S slots that the local plan indexes (tokens themselves, received rows, or symmet
 
 import dataclasses
 import functools
+import importlib.metadata
 import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,11 +45,47 @@ from mxep.runtime.lengths import room_for
 from mxep.runtime.record import fixed
 from mxep.runtime.replay import Replayed, replayed
 
-from ..shares import checked_group
-from ..version import installed_version
-from .handles import Handle
-from .memory import made_to_stay
-from .shared import exchanges_of
+from ..dtensors import checked_group
+from .groups import exchanges_of, made_to_stay
+
+
+def installed_version() -> str:
+    """Version of mxep-ep."""
+    try:
+        return importlib.metadata.version("mxep-ep")
+    except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
+        return "0+unknown"
+
+
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class Handle(Protocol[_T_co]):
+    """An exchange in flight."""
+
+    def wait(self) -> _T_co:
+        """Return its result, for the current stream. The host does not wait. Call it once."""
+
+
+class Done(NamedTuple, Generic[_T]):
+    """A handle of an exchange that is over."""
+
+    result: _T
+
+    def wait(self) -> _T:
+        return self.result
+
+
+class Later(Generic[_T]):
+    """A handle that runs the last steps of its exchange in ``wait``, then frees their tensors. Call it once."""
+
+    def __init__(self, finish: Callable[[], _T]) -> None:
+        self._steps = [finish]
+
+    def wait(self) -> _T:
+        return self._steps.pop()()
+
 
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""

@@ -9,7 +9,7 @@
 
 N nodes of L ranks, W = N L. Rank r is rank l = r % L of node n = r // L, and node m owns experts from m E / N on. T
 tokens of this rank, T_max of any, K experts per token, E in all. The capacity gives C slots for the tokens of each
-node. An equal split sends all of them, used or not, after a header row that names the exchange (`headers.py`):
+node. An equal split sends all of them, used or not, after a header row that names the exchange (`all_to_all.py`):
 B = C + 1. Slot m B + 1 + i holds the i-th token that needs node m:
 
     N = 2, C = 2, E = 4    token 0 [0, 3]    token 1 [2, -1]    token 2 [3, 2]
@@ -50,11 +50,9 @@ from mxep.comms import (
 )
 from mxep.runtime.replay import replayed
 
-from .base import Payload, Routing, TokenDispatcher, check_reserved
-from .handles import Done, Handle, Later
-from .headers import STEPS, Headers
-from .memory import made_to_stay
-from .nodes import nodes_of, silence
+from .all_to_all import STEPS, Headers
+from .base import Done, Handle, Later, Payload, Routing, TokenDispatcher, check_reserved
+from .groups import made_to_stay, nodes_of, silence
 from .symmetric import SymmetricDispatcher, most_tokens
 
 

@@ -17,8 +17,7 @@ from mxep.runtime.lengths import Length
 from mxep.runtime.record import fill
 from mxep.runtime.replay import replayed
 
-from .base import Payload, Routing, TokenDispatcher, check_reserved
-from .handles import Done, Handle
+from .base import Done, Handle, Payload, Routing, TokenDispatcher, check_reserved
 
 _counting = threading.Lock()
 """Lock for plans on a CPU, which add to the counts of all layers that share a dispatcher."""

@@ -1,7 +1,7 @@
 """SymmetricDispatcher: symmetric-memory stores, one barrier per exchange, no host sync, no collective.
 
 A token travels once per destination rank, and each receiver makes its own plan. A dispatch of new sizes makes a
-workspace; only then do ranks use collectives. All workspaces of a group lie in one pair of buffers (`shared.py`).
+workspace; only then do ranks use collectives. All workspaces of a group lie in one pair of buffers (`groups.py`).
 """
 
 import dataclasses
@@ -22,10 +22,8 @@ from mxep.comms import (
     narrow_ids,
 )
 
-from .base import Payload, Routing, TokenDispatcher, check_reserved
-from .handles import Handle, Later
-from .memory import made_to_stay
-from .shared import close_transport, has_failed, open_transport
+from .base import Handle, Later, Payload, Routing, TokenDispatcher, check_reserved
+from .groups import close_transport, has_failed, made_to_stay, open_transport
 
 OVERLAP_SMS = 32
 """SMs for a dispatch that overlaps with other work: it gets 0.92 of the links' bandwidth."""

@@ -1,0 +1,251 @@
+"""What the dispatchers of a process group share: counters, transports with their memory, and nodes.
+
+Transports stay open from one layer to the next and close with their last user. The ranks of a group form nodes: rank r
+is rank r % L of node r // L. Groups of both directions are made once:
+
+    W = 6 ranks, L = 2 of each node    within   (0 1) (2 3) (4 5)     the ranks of a node
+                                       across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
+"""
+
+import contextlib
+import datetime
+import platform
+import threading
+import time
+import weakref
+from collections.abc import Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mxep.comms import (
+    NvshmemTransport,
+    OneThread,
+    SharedMemoryTransport,
+    SymmetricMemoryTransport,
+    Transport,
+    timeout_of,
+)
+from mxep.gemm.quantize_once import in_graph_tree
+from mxep.runtime.record import set_up
+
+Key = tuple[str | None, torch.device, type[Transport]]
+_open: dict[Key, Transport] = {}
+_alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class Exchanges:
+    """State that all dispatchers of a group share.
+
+    Attributes:
+        thread: guard that admits one thread to exchanges. dispatches: dispatches by collectives. collectives: all
+            collectives. layers: layers with a number. failures: passes on this rank that raised after they had sent
+            something. All ranks reset it when a layer is made or room is reserved.
+    """
+
+    thread: OneThread = field(default_factory=OneThread)
+    dispatches: int = 0
+    collectives: int = 0
+    layers: int = 0
+    failures: int = 0
+
+
+_of_groups: dict[str, tuple[dist.ProcessGroup, Exchanges]] = {}
+"""Shared state by the group's name."""
+
+
+def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
+    """State that the dispatchers of a group share, including those without a transport."""
+    for stale in [name for name, (each, _) in _of_groups.items() if not lives(each)]:
+        del _of_groups[stale]
+    name = str(group.group_name)
+    if name not in _of_groups or _of_groups[name][0] is not group:  # names are reused
+        _of_groups[name] = group, Exchanges()
+    return _of_groups[name][1]
+
+
+def open_transport(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: float | None, kind: type[Transport] | None = None
+) -> Transport:
+    """The group's transport on this device, with one more user; a new one if a peer has failed the old one.
+
+    kind: NvshmemTransport, or None for NVLink (CUDA) or shared memory (CPU).
+
+    Raises ValueError if the transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
+    """
+    for stale in [key for key, each in _open.items() if not lives(each.group)]:
+        _open.pop(stale).close()
+    transports = _alone if group is None or group.size() == 1 else _open
+    if kind is NvshmemTransport and device.type != "cuda":
+        raise ValueError(f"dispatcher nvshmem: got tensors on {device}, wanted CUDA; on CPU use symmetric")
+    kind = kind or (SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport)
+    key = None if group is None else str(group.group_name), device, kind
+    found = transports.get(key)
+    # Names of groups are reused.
+    if found is None or found.group is not group or has_failed(found):
+        make: Any = kind
+        found = transports[key] = make(group, timeout=timeout)
+    elif timeout is not None and timeout != found.timeout:
+        others = f"{found.timeout:g} s as other layers of the group have, whose buffers it shares"
+        raise ValueError(f"timeout: got {timeout:g} s, wanted {others}")
+    found.arena.users += 1
+    return found
+
+
+def close_transport(transport: Transport) -> None:
+    """Remove one user. The last one closes it."""
+    transport.arena.users -= 1
+    if transport.arena.users:
+        return
+    transport.close()
+    transports: MutableMapping[Key, Transport]
+    for transports in (_open, _alone):
+        for key in [key for key, each in transports.items() if each is transport]:
+            del transports[key]
+
+
+def lives(group: dist.ProcessGroup | None) -> bool:
+    """True if the group was not destroyed."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def has_failed(transport: Transport) -> bool:
+    """True if this rank knows that the transport is unusable."""
+    try:
+        transport.check()
+    except RuntimeError:
+        return True
+    return transport.arena.refused is not None
+
+
+_T = TypeVar("_T")
+
+
+def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
+    """Return make(). Its tensors on the device outlive the current call.
+
+    No record shows it. While torch.compile's mode="reduce-overhead" warms up or records, a thread's allocations belong
+    to graphs, which raise if anything but outputs stays there. So another thread makes them then.
+    """
+
+    def aside() -> _T:
+        with torch.cuda.device(device):
+            made = make()
+            torch.cuda.current_stream().synchronize()  # nobody waits for this thread's stream
+        return made
+
+    with torch.inference_mode(False), set_up():
+        if not in_graph_tree(device):
+            return make()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(aside).result()
+
+
+GRACE = 1.0
+"""Seconds that ranks have to report themselves after one of their exchanges has failed."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Place of this rank among nodes.
+
+    Attributes:
+        ranks: L, ranks per node. count: N. node: this rank's node.
+        within: group of this node's ranks; None for a process alone.
+        across: group of the ranks of this index; None with one node.
+    """
+
+    ranks: int = 1
+    count: int = 1
+    node: int = 0
+    within: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
+
+
+_known: dict[tuple[str, int | None], tuple[dist.ProcessGroup, Nodes]] = {}
+"""Nodes by the group's name and the given ranks per node."""
+
+
+def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
+    """The group's nodes, with this many ranks each; None: as on the hosts. Collective at the first call of a kind.
+
+    timeout: most seconds of a collective between nodes; None: the group's. Only the first call's counts.
+
+    Raises ValueError on all ranks if they do not fit or ask for different numbers.
+    """
+    if group is None:
+        return Nodes()
+    for stale in [key for key, (each, _) in _known.items() if not lives(each)]:
+        del _known[stale]
+    key = str(group.group_name), ranks
+    if key not in _known or _known[key][0] is not group:
+        _known[key] = group, _make(group, ranks, timeout)
+    return _known[key][1]
+
+
+def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) -> Nodes:
+    world_size, rank = group.size(), group.rank()
+    timeout = timeout_of(group, group._device_types[0]) if timeout is None else timeout
+    found: list[tuple[str, int | None]] = [("", None)] * world_size
+    dist.all_gather_object(found, (platform.node(), ranks), group=group)
+    hosts, given = [host for host, _ in found], {each for _, each in found}
+    if len(given) > 1:
+        raise ValueError(f"ranks_per_node: got {sorted(map(str, given))}, wanted the same on all ranks")
+    if ranks is None:
+        ranks = hosts.count(hosts[0])
+        alike = all(hosts[i : i + ranks] == [hosts[i]] * ranks for i in range(0, world_size, ranks))
+        if not alike or len(set(hosts)) * ranks != world_size:
+            counts = ", ".join(f"{host} x {hosts.count(host)}" for host in dict.fromkeys(hosts))
+            raise ValueError(f"ranks_per_node: got {counts}, wanted as many ranks on each host, side by side")
+    if ranks < 1 or world_size % ranks:
+        raise ValueError(f"ranks_per_node: got {ranks}, wanted a divisor of the {world_size} ranks of the group")
+    node, index, count = rank // ranks, rank % ranks, world_size // ranks
+    members = dist.get_process_group_ranks(group)
+    within = group if count == 1 else _group(members[node * ranks : (node + 1) * ranks], timeout)
+    across = None if count == 1 else group if ranks == 1 else _group(members[index::ranks], timeout)
+    return Nodes(ranks, count, node, within, across)
+
+
+def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
+    """Make a group of these ranks, without the others. torch sorts the ranks."""
+    if ranks != sorted(ranks):
+        raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    world: Any = dist.group.WORLD
+    # With a bound device torch would split the default communicator, and NCCL would wait for all of the job's ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
+    return made
+
+
+def silence(group: dist.ProcessGroup) -> str:
+    """Name the ranks that are silent after an exchange of the group failed. All other ranks ask, too."""
+    ranks, present = dist.get_process_group_ranks(group), set[int]()
+
+    def listen() -> None:
+        store = dist.distributed_c10d._world.pg_map[group][1]
+        with contextlib.suppress(RuntimeError):  # rank 0 may have the store, and end first
+            store.set(f"mxep/{dist.get_rank()}", "")
+            for _ in range(10):
+                present.update(rank for rank in ranks if store.check([f"mxep/{rank}"]))
+                time.sleep(GRACE / 10)
+            store.delete_key(f"mxep/{dist.get_rank()}")  # another failure asks anew
+
+    thread = threading.Thread(target=listen, daemon=True)  # daemon: a store on a silent node blocks it forever
+    thread.start()
+    thread.join(2 * GRACE)
+    if not present:
+        return "nor does the job's store answer, on the node of rank 0"
+    silent = ", ".join(str(rank) for rank in ranks if rank not in present)
+    return (
+        f"nothing was heard of rank {silent} in {GRACE:g} s, gone or late"
+        if silent
+        else "all ranks are there, one came too late"
+    )

@@ -1,0 +1,197 @@
+"""What the recipe does to each tensor of the layer: rows on the wire, weights, and the operands of SwiGLU.
+
+    x (T, D), d_out    -> payload    bf16: one part (T, 2 D). MX: (T, D) qdata and (T, D / block) scales
+    slots (S, .)       -> rows       comms transports the parts without interpreting them; `Wire.rows` reads them
+    weights (e, N, K)  -> rowwise for forward, colwise for dgrad
+    gate_up (R_max, 2F) -> h (R_max, F), and what is kept of it for backward
+
+R_max rows, D model dim, F hidden dim, e local experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxep import quant
+from mxep.comms import gather_rows
+from mxep.gemm import Recipe
+from mxep.gemm.backends import Backend
+from mxep.gemm.frozen import FrozenWeight
+from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.several import Weight
+from mxep.quant import MXFormat, MXTensor, SwiGLU
+from mxep.runtime.bundle import Bundle
+from mxep.runtime.replay import replayed
+
+from .dispatchers.base import Payload
+
+
+@replayed
+def pack(x: Tensor, *, recipe: Recipe, fmt: MXFormat, room: int | None = None) -> Payload:
+    """x (T, D) as bytes to send, quantized to `fmt` if the recipe quantizes: (T, 2 D) of bf16; or (T, D) qdata and
+    (T, D / block) scales. With a room, so many rows, of which the first T count."""
+    rows = recipe.quantize_rows(x, fmt, room)
+    return (_bytes(rows.qdata), _bytes(rows.scale)) if isinstance(rows, MXTensor) else (_bytes(rows),)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    # An empty tensor counts as contiguous whatever its strides, and an expanded one cannot be viewed as bytes.
+    x = x.contiguous() if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Wire(Bundle):
+    """How to read a payload.
+
+    Attributes:
+        dtype: the rows' (outer) dtype. qdata: dtype of the qdata, or None where rows travel unquantized. block_size:
+            elements per scale; unused without qdata.
+    """
+
+    dtype: torch.dtype
+    qdata: torch.dtype | None = None
+    block_size: int = 0
+
+    @staticmethod
+    def of(x: Tensor, recipe: Recipe, fmt: MXFormat) -> "Wire":
+        """The format of x (T, D) after `pack`."""
+        if recipe.scaling == "none":
+            return Wire(x.dtype)
+        return Wire(x.dtype, fmt.dtype, recipe.block_size or x.shape[1])
+
+    def rows(self, slots: Payload, row_slot: Tensor, offs: Tensor, *, copy: bool) -> Tensor:
+        """Slots (S, .) -> the plan's expert-major rows (R_max, D) with zero padding.
+
+        row_slot, offs: the plan's. Quantized rows are not copied; a row index says where each lies. copy: they are kept
+        beyond the next exchange, so slots are copied, or rows where `keeps_rows`. Plain rows are always gathered.
+        """
+        if self.qdata is None:
+            (gathered,) = gather_rows(slots, row_slot, offs)
+            return gathered.view(self.dtype)
+        index: Tensor | None = row_slot
+        if keeps_rows(len(row_slot), len(slots[0]), copied=copy):
+            slots, index = gather_rows(slots, row_slot, offs), None
+        elif copy:
+            slots = gather_rows(slots, None)
+        qdata, scale = slots
+        return MXTensor.from_qdata_and_scales(
+            qdata.view(self.qdata),
+            scale.view(torch.float8_e8m0fnu),
+            self.dtype,
+            block_size=self.block_size,
+            row_index=index,
+        )
+
+
+def keeps_rows(max_rows: int, num_slots: int, *, copied: bool) -> bool:
+    """Whether backward gets quantized rows instead of slots under an index: if they must be `copied`, as the slots are
+    the dispatcher's, and there are no more rows than slots (top-1)."""
+    return copied and max_rows <= num_slots
+
+
+PLAIN = SwiGLU()
+AnyWeight = Weight | FrozenWeight
+
+
+@dataclass(frozen=True)
+class LayerConfig(Bundle):
+    """How a layer computes. backend: one that can run where its tensors are. activation: of gate and up."""
+
+    recipe: Recipe
+    backend: Backend
+    activation: SwiGLU  # without a default, which Dynamo of torch 2.11 cannot read
+
+
+# ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class RowwiseWeights(Bundle):
+    """Both weights as forward multiplies them, and the amax (e, .) of their columns or None."""
+
+    gate_up: Any
+    down: Any
+    gate_up_amax: Tensor | None
+    down_amax: Tensor | None
+
+
+@dataclass(frozen=True)
+class ColwiseWeights(Bundle):
+    """Both weights as dgrad multiplies them."""
+
+    gate_up: Any
+    down: Any
+
+
+@replayed
+def quantize_rowwise(
+    gate_up_proj: AnyWeight, down_proj: AnyWeight, *, config: LayerConfig, dgrad: bool
+) -> RowwiseWeights:
+    """The weights for forward. dgrad: `quantize_colwise` will follow."""
+    gate_up, gate_up_saved = rowwise_and_saved(gate_up_proj, config.recipe, config.backend, dgrad=dgrad)
+    down, down_saved = rowwise_and_saved(down_proj, config.recipe, config.backend, dgrad=dgrad)
+    return RowwiseWeights(gate_up, down, gate_up_saved.amax, down_saved.amax)
+
+
+@replayed
+def quantize_colwise(gate_up_proj: SavedWeight, down_proj: SavedWeight, *, config: LayerConfig) -> ColwiseWeights:
+    """The weights for dgrad. 2-D blocks serve as they are."""
+    down = down_proj.colwise(config.recipe, config.backend)
+    return ColwiseWeights(gate_up_proj.colwise(config.recipe, config.backend), down)
+
+
+# ── SwiGLU in the recipe's formats ────────────────────────────────────────────────────────────────────────────────
+
+
+def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
+    """gate_up (R_max, 2F) as it is kept for backward: as it is, or with one scale a row. Rows past the valid ones may
+    hold anything. Each row is quantized by itself."""
+    if recipe.saved_gate_up == "unquantized":
+        return gate_up
+    return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)
+
+
+def swiglu_forward(
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    recipe: Recipe,
+    activation: SwiGLU = PLAIN,
+    *,
+    folded: bool = False,
+) -> Tensor:
+    """h (R_max, F), times row_weight, as the recipe quantizes it. folded: MX rows with one scale each, for a backend
+    that `wants_rowwise`."""
+    if recipe.scaling == "none":
+        return quant.swiglu(gate_up, row_weight, offs=offs, activation=activation)
+    options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
+    folded = folded and recipe.scaling == "mx"
+    return quant.swiglu_quantize(gate_up, row_weight, offs=offs, folded=folded, activation=activation, **options)
+
+
+def swiglu_backward(
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    recipe: Recipe,
+    activation: SwiGLU = PLAIN,
+    *,
+    folded: bool = False,
+    overwrite: bool = False,
+    with_h: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(d_gate_up (R_max, 2F) as the recipe quantizes gradients, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
+
+    gate_up: of `saved_gate_up`. overwrite: d_h is not needed any more. with_h: h is what :func:`swiglu_forward` returns
+    of this gate_up, bit for bit, else None. It is not kept since forward: this kernel reads gate_up anyway.
+    """
+    if recipe.scaling == "none":
+        return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, with_h=with_h, activation=activation)
+    options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block_size": recipe.block_size}
+    options |= {"activation": activation, "folded": folded and recipe.scaling == "mx"}
+    options |= {"h_fmt": recipe.fmt if with_h else None}
+    return quant.swiglu_backward_quantize(d_h, gate_up, row_weight, offs=offs, overwrite=overwrite, **options)
