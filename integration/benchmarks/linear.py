@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxep.gemm import Backend, Recipe, linear, linear_together, quantize_input
-from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
-from mxep.gemm.top_k import top_k_backward_op, top_k_op
+from mxep.gemm.router_ops import dgrad_op, linear_op, top_k_backward_op, top_k_op, wgrad_op
 from mxep.integration.report import Row
 
 from . import gemm

@@ -12,7 +12,7 @@ POSITIONAL = "list[Any]", "list[Tensor | None]", "tuple[Any, ...]"
 BORDERS = {
     "runtime": "the recorder takes objects of tensors apart",
     "ep/autograd.py": "torch.library's ops, and autograd's",
-    "gemm/compiled.py": "torch.library's ops",
+    "gemm/product.py": "torch.library's ops",
 }
 """Packages and files where lists are another's form."""
 NAMES = {"__torch_function__", "__torch_dispatch__", "__reduce_ex__", "forward", "backward"}

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from mxep.ep import ExpertParallel, MoE
 from mxep.ep.moe import _log, rows_per_expert
 from mxep.gemm import Recipe
-from mxep.gemm.auto import FIXED, LEAST
+from mxep.gemm.recipe import FIXED, LEAST
 from ranks import Context, distributed
 
 D, F, E, K = 64, 96, 4, 2

@@ -756,8 +756,8 @@ def test_peers_of_a_rank_that_raised_say_why_at_their_time_out(ctx: Context, nam
 
 RAISING = {
     "composed": {  # in the order in which a pass goes through them
-        "forward": ("ep.functional.pack.function", "gemm.functional.steps.run_forward", "ep.functional.swiglu_forward"),
-        "backward": ("ep.functional.pack.function", "gemm.functional.steps.backward", "ep.functional.swiglu_backward"),
+        "forward": ("ep.functional.pack.function", "gemm.product.run_forward", "ep.functional.swiglu_forward"),
+        "backward": ("ep.functional.pack.function", "gemm.product.backward", "ep.functional.swiglu_backward"),
     },
     "compiled": {"forward": ("ep.autograd.layer_forward",), "backward": ("ep.autograd.layer_backward",)},
 }

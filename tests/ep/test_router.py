@@ -41,7 +41,7 @@ def test_bf16_tokens_go_through_gemms_op_and_route_alike(compiled: bool, monkeyp
     r, x = router(score="sigmoid"), torch.randn(5, 16).bfloat16().requires_grad_()
     want = r(x)
     wanted = torch.autograd.grad(want[1].square().sum(), (x, r.weight))
-    monkeypatch.setattr(sys.modules["mxep.gemm.fp32_linear"], "_DEVICE", "cpu")
+    monkeypatch.setattr(sys.modules["mxep.gemm.router_ops"], "_DEVICE", "cpu")
     torch._dynamo.reset()
     got = (torch.compile(r, fullgraph=True, backend="aot_eager") if compiled else r)(x)
     assert "FP32Linear" in nodes_behind(got[1]) or compiled

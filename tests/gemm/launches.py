@@ -7,7 +7,7 @@ M rows, N out features, K in features, G groups.
 
 import torch
 
-from mxep.gemm.kernels import dot_scaled, fp32_linear, lora, top_k
+from mxep.gemm.kernels import dot_scaled, lora, router_ops
 
 M, N, K, G = 65536, 4096, 7168, 32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -67,14 +67,14 @@ def wgrad(dy_dtype: torch.dtype = E4M3, *, add: bool = False, halves: bool = Fal
 def fp32(T: int, D: int, E: int, dtype: torch.dtype = torch.float32) -> None:
     """A router's three products."""
     x, w, dy = torch.empty(T, D, dtype=torch.bfloat16), torch.empty(E, D, dtype=dtype), torch.empty(T, E)
-    fp32_linear.fp32_linear(x, w)
-    fp32_linear.fp32_dgrad(dy, w, x.dtype)
-    fp32_linear.fp32_wgrad(dy, x, dtype)
+    router_ops.fp32_linear(x, w)
+    router_ops.fp32_dgrad(dy, w, x.dtype)
+    router_ops.fp32_wgrad(dy, x, dtype)
 
 
 def choose(T: int, E: int, k: int, softmax: bool, steered: bool) -> None:
-    ids, weights, chosen = top_k.top_k(torch.empty(T, E), torch.empty(T, E) if steered else None, k, softmax)
-    top_k.top_k_backward(weights, weights, ids, chosen, E, softmax)
+    ids, weights, chosen = router_ops.top_k(torch.empty(T, E), torch.empty(T, E) if steered else None, k, softmax)
+    router_ops.top_k_backward(weights, weights, ids, chosen, E, softmax)
 
 
 def low_rank(*x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, transposed: bool = False) -> None:

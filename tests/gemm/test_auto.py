@@ -12,7 +12,7 @@ from torch import nn
 
 from gemm.test_linear import draw
 from mxep.gemm import Linear, Recipe, auto_recipe, convert, converted, linear, linear_together
-from mxep.gemm.auto import FIXED, LEAST, least_rows, recipe_of_experts
+from mxep.gemm.recipe import FIXED, LEAST, least_rows, recipe_of_experts
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 BF16, MXFP8 = Recipe.bf16(), Recipe.mxfp8()

@@ -12,9 +12,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 from gemm.problem import problem
 from gemm.test_hopper import needs_hopper
-from mxep.gemm import Recipe, grouped_mm, linear, linear_together, quantize_weights_once, steps
+from mxep.gemm import Recipe, grouped_mm, linear, linear_together, product, quantize_weights_once
 from mxep.gemm.backends import BACKENDS
-from mxep.gemm.compiled import backward_op, forward_op
+from mxep.gemm.product import backward_op, forward_op
 
 RECIPES = ("fp8", "mxfp8", "mxfp8_e5m2", "mxfp8_32x32")
 MX = Recipe.mxfp8()
@@ -164,14 +164,14 @@ def test_on_hopper_replays_in_a_compiled_graph_have_the_bits_of_eager_calls(reci
         q, k = linear_together(x, [wq, wk], recipe=how, backend="hopper")
         return linear(q + k.repeat(1, 2), wo, recipe=how, backend="hopper")
 
-    compiled, before = torch.compile(block, fullgraph=True), steps.forward.replays
+    compiled, before = torch.compile(block, fullgraph=True), product.forward.replays
     for seed in range(5):
         generator = torch.Generator("cuda").manual_seed(seed)
         sizes = (1000, 256), (512, 256), (256, 256), (128, 512)
         given = [torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator) for size in sizes]
         wanted, found = (step(each, *given, wanted=(True,) * 4) for each in (block, compiled))
         assert all(torch.equal(x, y) for x, y in zip(wanted, found))
-    assert steps.forward.replays - before >= 12, "2 products in 5 calls of each, but the first of a kind or two"
+    assert product.forward.replays - before >= 12, "2 products in 5 calls of each, but the first of a kind or two"
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_e5m2_wgrad_bf16", "auto"])

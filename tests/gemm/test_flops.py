@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from gemm.problem import quantized_weight
 from mxep.ep import MoE
 from mxep.gemm import BACKENDS, Recipe, convert, fp32_linear, grouped_mm, join_linears, linear, linear_together
-from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
+from mxep.gemm.router_ops import dgrad_op, linear_op, wgrad_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = torch.bfloat16

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mxep.gemm import fp32_linear
-from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
-from mxep.gemm.kernels import fp32_linear as kernels
+from mxep.gemm.kernels import router_ops as kernels
+from mxep.gemm.router_ops import dgrad_op, linear_op, wgrad_op
 from mxep.runtime.launch import cdiv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -139,7 +139,7 @@ def check_parts(monkeypatch: pytest.MonkeyPatch, function: Any, *arguments: Any,
 
 def by_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the CPU's tensors go through the ops, as CUDA's do."""
-    monkeypatch.setattr(sys.modules["mxep.gemm.fp32_linear"], "_DEVICE", DEVICE)
+    monkeypatch.setattr(sys.modules["mxep.gemm.router_ops"], "_DEVICE", DEVICE)
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
@@ -168,7 +168,7 @@ def test_gradients(
 def test_only_gradients_that_are_asked_for_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     by_ops(monkeypatch)
     x, w, dy = (y.to(DEVICE) for y in draw(5, 32, 8))
-    leaves, module = (x.requires_grad_(), w.requires_grad_()), sys.modules["mxep.gemm.fp32_linear"]
+    leaves, module = (x.requires_grad_(), w.requires_grad_()), sys.modules["mxep.gemm.router_ops"]
     out = fp32_linear(x * 1, w * 1)  # of a leaf that autograd.grad is asked about torch does not tell
     wanted = torch.autograd.grad(out, leaves, dy, retain_graph=True)
     for i, other in enumerate(("wgrad_op", "dgrad_op")):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.gemm import grouped_mm, steps
+from mxep.gemm import grouped_mm, product
 from records_on_cpu import assert_replays_are_alike, replays_on_the_cpu
 
 M, N, K, GROUPS = 64, 32, 64, 2
@@ -24,7 +24,7 @@ def test_replayed_products_have_the_bits_of_the_others(recipe: str, held: bool) 
     torch.manual_seed(0)
     w = torch.randn(GROUPS, N, K).bfloat16().requires_grad_()
     offs = torch.tensor([32, 64], dtype=torch.int32)
-    before = steps.forward.replays, steps.backward.replays
+    before = product.forward.replays, product.backward.replays
 
     def step(a: Tensor) -> list[Tensor]:
         a = a.clone().requires_grad_()
@@ -32,5 +32,5 @@ def test_replayed_products_have_the_bits_of_the_others(recipe: str, held: bool) 
         return [out.detach(), *torch.autograd.grad(out, (a, w), torch.ones_like(out))]
 
     assert_replays_are_alike(step, [torch.randn(M, K).bfloat16() for _ in range(5)], held=held)
-    assert steps.forward.replays >= before[0] + 3  # or 4, of a kind that was seen before
-    assert steps.backward.replays >= before[1] + 3
+    assert product.forward.replays >= before[0] + 3  # or 4, of a kind that was seen before
+    assert product.backward.replays >= before[1] + 3

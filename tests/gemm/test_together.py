@@ -13,7 +13,7 @@ from gemm.test_grouped_mm import Counting
 from gemm.test_hopper import BACKEND as HOPPER
 from gemm.test_hopper import needs_hopper
 from gemm.test_linear import draw
-from mxep.gemm import Recipe, linear, linear_together, quantize_input, quantize_weights_once, several
+from mxep.gemm import Recipe, linear, linear_together, quantize_input, quantize_once, quantize_weights_once
 from mxep.gemm.backends import BACKENDS as ALL
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import rowwise_and_saved
@@ -126,7 +126,7 @@ def test_no_bf16_copy_of_weights_is_made(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_parts_of_one_scale_a_row_are_not_joined_at_all(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, given = Case(), []
     for name in ("joined", "_join"):
-        monkeypatch.setattr(several, name, None)  # not to be called
+        monkeypatch.setattr(quantize_once, name, None)  # not to be called
     for name in ("quantize_per_row", "quantize_per_column"):
         op = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *args, op=op: given.append(args[:3]) or op(*args))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mxep.gemm import top_k
-from mxep.gemm.kernels import top_k as kernels
-from mxep.gemm.top_k import scores_of, top_k_backward_op, top_k_op
+from mxep.gemm.kernels import router_ops as kernels
+from mxep.gemm.router_ops import scores_of, top_k_backward_op, top_k_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCORES = ["softmax", "sigmoid"]
@@ -161,7 +161,7 @@ def test_gradients(score: str, steered: bool, compiled: bool, monkeypatch: pytes
     logits, d_weights = (x.to(DEVICE) for x in draw(37, 12, 3))
     choice = draw(37, 12, 3, seed=1)[0] if steered else None
     want = top_k(logits.cpu().requires_grad_(), 3, score, choice=choice)
-    monkeypatch.setattr(sys.modules["mxep.gemm.top_k"], "_DEVICE", DEVICE)
+    monkeypatch.setattr(sys.modules["mxep.gemm.router_ops"], "_DEVICE", DEVICE)
     torch._dynamo.reset()
     function = torch.compile(top_k, fullgraph=True, backend="aot_eager") if compiled else top_k
     leaf = logits.clone().requires_grad_()
@@ -177,7 +177,7 @@ def test_gradients(score: str, steered: bool, compiled: bool, monkeypatch: pytes
 
 
 def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["mxep.gemm.top_k"], "_DEVICE", DEVICE)
+    monkeypatch.setattr(sys.modules["mxep.gemm.router_ops"], "_DEVICE", DEVICE)
     logits, d_weights = (x.to(DEVICE).requires_grad_() for x in draw(5, 8, 2))
     (d_logits,) = torch.autograd.grad(top_k(logits * 1, 2)[1], logits, d_weights, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

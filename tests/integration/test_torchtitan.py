@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("titan_on_cpu", reason="wants torchtitan", exc_type=ImportError)
 pytest.importorskip("torchtitan.config.override", reason="wants torchtitan 0.3", exc_type=ImportError)
 
-from mxep.gemm.auto import LEAST
+from mxep.gemm.recipe import LEAST
 from mxep.integration.metrics import snr
 from ranks import Context, distributed
 

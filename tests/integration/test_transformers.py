@@ -23,7 +23,7 @@ import mxep.integration.transformers as mxep_transformers
 from integration.tiny_models import CONFIGS, force_routing, step, tiny, token_ids, worst
 from mxep.ep import LocalDispatcher
 from mxep.gemm import Recipe, quantize_once
-from mxep.gemm.auto import LEAST
+from mxep.gemm.recipe import LEAST
 from mxep.integration.metrics import snr
 from mxep.integration.transformers import Implementation, check, load_report, register, route_llama4, versions
 from mxep.integration.transformers.layer import Layer, layers

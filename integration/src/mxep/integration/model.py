@@ -22,7 +22,7 @@ from mxep.comms import Capacity
 from mxep.ep import Dispatch, Experts, MoE, Router, SharedExpert, TokenDispatcher
 from mxep.ep.moe import rows_per_expert
 from mxep.gemm import Linear, Recipe
-from mxep.gemm.auto import AUTO, recipe_of_experts
+from mxep.gemm.recipe import AUTO, recipe_of_experts
 
 from .schema import VOCABULARY, Config, ModelConfig
 

@@ -17,8 +17,8 @@ from torchtitan.protocols.model_converter import register_model_converter
 
 from mxep.ep import TokenDispatcher
 from mxep.gemm import Recipe, convert, join_linears
-from mxep.gemm.auto import recipe_of
-from mxep.gemm.convert_linear import is_linear, reason_to_leave
+from mxep.gemm.convert import is_linear, reason_to_leave
+from mxep.gemm.recipe import recipe_of
 
 from .options import LoadMetrics, Options
 

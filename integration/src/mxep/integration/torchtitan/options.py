@@ -20,8 +20,8 @@ from mxep.comms import Capacity
 from mxep.ep import Dispatch, TokenDispatcher, make_dispatcher, run_experts
 from mxep.ep.moe import pick_recipe
 from mxep.gemm import Recipe, quantize_weights_once_a_step
-from mxep.gemm.auto import recipe_of
 from mxep.gemm.backends import BACKENDS
+from mxep.gemm.recipe import recipe_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from mxep.ep import TokenDispatcher
 from mxep.gemm import Recipe
-from mxep.gemm.auto import recipe_of
-from mxep.gemm.linear import module_forward
+from mxep.gemm.functional import module_forward
+from mxep.gemm.recipe import recipe_of
 
 from . import options
 from .options import Options, check_backend

@@ -16,7 +16,7 @@ command.
 from importlib.util import find_spec
 
 from mxep.gemm import Recipe
-from mxep.gemm.auto import AUTO
+from mxep.gemm.recipe import AUTO
 
 from .callback import MxepCallback
 from .checks import check, load_report

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mxep.ep.router import recomputing
 from mxep.gemm import Recipe, convert, converted, join_linears
-from mxep.gemm.auto import recipe_name, recipe_of
+from mxep.gemm.recipe import recipe_name, recipe_of
 
 from .implementation import Implementation, prepare
 from .layer import check_experts, is_experts

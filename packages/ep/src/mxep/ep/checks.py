@@ -11,7 +11,7 @@ from torch import Tensor
 from mxep.comms import narrow_ids
 from mxep.gemm.checks import check_weight
 from mxep.gemm.frozen import FrozenWeight
-from mxep.gemm.several import Weight
+from mxep.gemm.quantize_once import Weight
 
 from .dispatchers.base import TokenDispatcher
 from .dtensors import local_tensor

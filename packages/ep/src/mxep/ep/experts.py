@@ -15,7 +15,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs
-from mxep.gemm.several import Weight, joined, weight_parts
+from mxep.gemm.quantize_once import Weight, joined, weight_parts
 from mxep.quant import SwiGLU
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import check_no_tangent

@@ -19,8 +19,7 @@ from mxep.comms import gather_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight
-from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
-from mxep.gemm.several import Weight
+from mxep.gemm.quantize_once import SavedWeight, Weight, rowwise_and_saved
 from mxep.quant import MXFormat, MXTensor, SwiGLU
 from mxep.runtime.bundle import Bundle
 from mxep.runtime.replay import replayed

@@ -34,8 +34,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import wait_tensor
 
 from mxep.gemm import Recipe, grouped_mm
-from mxep.gemm.anomaly import for_anomaly_mode
 from mxep.gemm.backends import Backend
+from mxep.gemm.backward import for_anomaly_mode
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs, joined, taken_apart
 from mxep.quant import SwiGLU

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.gemm import Recipe
-from mxep.gemm.auto import AUTO, recipe_name, recipe_of, recipe_of_experts
 from mxep.gemm.functional import between_graphs
+from mxep.gemm.recipe import AUTO, recipe_name, recipe_of, recipe_of_experts
 from mxep.quant import SwiGLU
 
 from .checks import FLOATS

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from mxep.gemm.auto import AUTO
+from mxep.gemm.recipe import AUTO
 
 from .dispatchers import Dispatch, DispatchFields, make_dispatcher
 from .dtensors import group_of, local_tensor, mesh_of

@@ -33,7 +33,7 @@ from torch.distributed._functional_collectives import wait_tensor
 from torch.nn import functional as F
 
 from mxep.gemm import fp32_linear, top_k
-from mxep.gemm.top_k import scores_of
+from mxep.gemm.router_ops import scores_of
 
 from .dtensors import checked_group, init_normal_
 

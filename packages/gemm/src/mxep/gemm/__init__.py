@@ -12,25 +12,20 @@ to a model of nn.Linear modules and experts that call torch's grouped mm. `diagn
 import importlib.metadata
 
 import mxep.gemm.flops  # noqa: F401  torch's counter learns of the ops
-from mxep.gemm.auto import auto_recipe
 from mxep.gemm.backends import BACKENDS, Backend
-from mxep.gemm.convert import convert, converted, revert
-from mxep.gemm.convert_join import join_linears
+from mxep.gemm.convert import convert, converted, join_linears, revert
 from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
-from mxep.gemm.fp32_linear import fp32_linear
 from mxep.gemm.frozen import FrozenWeight, freeze
-from mxep.gemm.functional import grouped_mm
-from mxep.gemm.linear import Linear, linear, quantize_input
+from mxep.gemm.functional import Linear, grouped_mm, linear, linear_together, quantize_input
 from mxep.gemm.quantize_once import (
     QuantizedOnce,
     quantize_after_step,
     quantize_weights_once,
     quantize_weights_once_a_step,
 )
-from mxep.gemm.recipe import GROUP_ALIGNMENT, Recipe
-from mxep.gemm.together import linear_together
-from mxep.gemm.top_k import top_k
+from mxep.gemm.recipe import GROUP_ALIGNMENT, Recipe, auto_recipe
+from mxep.gemm.router_ops import fp32_linear, top_k
 
 try:
     __version__ = importlib.metadata.version("mxep-gemm")

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from mxep.gemm.auto import auto_recipe, recipe_name
 from mxep.gemm.backends import Backend
 from mxep.gemm.functional import grouped_mm
-from mxep.gemm.recipe import Recipe
+from mxep.gemm.recipe import Recipe, auto_recipe, recipe_name
 from mxep.quant import pad_groups, unpad_groups
 
 GROUPED_MM: Final[Callable[..., Any]] = torch._grouped_mm

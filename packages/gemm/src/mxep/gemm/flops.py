@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import mxep.gemm.backends
-import mxep.gemm.compiled
-import mxep.gemm.fp32_linear  # noqa: F401  these define the ops
+import mxep.gemm.product
+import mxep.gemm.router_ops  # noqa: F401  these define the ops
 from mxep.runtime.op import count_flops, offer_flops
 
 ops = torch.ops.mxep

@@ -1,4 +1,4 @@
-"""grouped_mm: one differentiable GEMM per group of rows, with operands quantized by a recipe.
+"""grouped_mm, linear and linear_together: differentiable GEMMs with operands quantized by a recipe.
 
     forward                                   backward
     a (M, K)  bf16, or MXTensor as it comes   dy (M, N)  bf16, or MXTensor as it comes
@@ -10,25 +10,37 @@ Forward saves the weight itself, not its qdata along N. Backward makes these, un
 Of `a`, backward keeps qdata and scales, half the bytes of bf16. Only wgrad "bf16" keeps a plain `a`.
 An MXTensor is kept by reference: the lender of a receive slot must copy borrowed bytes.
 
+linear is one group of all rows, (..., K) as (M, K). Kernels take M as the only group's end, and M may be any number. A
+contraction over tokens in blocks of 32 sees the last block filled up with zero rows by a row index.
+
+linear_together computes several linears of one input as one GEMM: q, k and v, or gate and up.
+
+    forward   x --quantize once--> x [wq; wk; wv]^T --> views of one result: q, k, v
+    dgrad     [dq, dk, dv] --quantize once--> one GEMM that sums over the out features of all
+    wgrad     the same qdata of both --> one GEMM, whose rows are dwq, dwk, dwv
+
+Weights stay separate parameters. With scales of 32 elements, results and weight gradients have the bits of separate
+GEMMs. With one scale per row ("fp8", and every recipe on "hopper") a row of [dq, dk, dv] has the scale of its largest
+part, so smaller parts lose the bits that folding loses. The gradient of x is rounded once. Separate GEMMs would round
+each part and then sum.
+
 M rows (capacity), N out features, K in features, G groups.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-import mxep.gemm.compiled as compiled
-import mxep.gemm.steps as steps
-from mxep.gemm.anomaly import for_anomaly_mode
+import mxep.gemm.product as product
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.checks import check_operands, check_tensors
+from mxep.gemm.backward import SavedOperands, for_anomaly_mode, graph_is_retained, is_wanted
+from mxep.gemm.checks import check_linear, check_operands, check_plain, check_tensors
 from mxep.gemm.frozen import FrozenWeight
-from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
-from mxep.gemm.recipe import Recipe
+from mxep.gemm.recipe import Recipe, recipe_for, recipe_name, recipe_of
 from mxep.quant import MXParts, MXTensor
 from mxep.runtime.bundle import as_parts
 
@@ -110,9 +122,9 @@ def multiply(
     """
     given: Any = watched, main_grad, *more[len(more) // 2 :]
     plain = torch.compiler.is_compiling() and all(x is None for x in given)
-    if plain and compiled.is_known_by_name(a, recipe, backend):
+    if plain and product.is_known_by_name(a, recipe, backend):
         ws: Any = w, *more[: len(more) // 2]
-        return compiled.product(a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale)
+        return product.product(a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale)
     if offs is None:
         w, main_grad, *more = (x if x is None else x.unsqueeze(0) for x in (w, main_grad, *more))  # type: ignore[assignment, union-attr]
     how = recipe, backend, out_dtype, main_grad, wgrad_scale, watched
@@ -136,7 +148,7 @@ class _GroupedMM(torch.autograd.Function):
         ws: Any = (w, *more[: len(more) // 2])
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
         how = recipe, backend, out_dtype, needs
-        out, a_saved, (first, *others), amax = steps.run_forward(a, ws, bias, offs, *how)
+        out, a_saved, (first, *others), amax = product.run_forward(a, ws, bias, offs, *how)
         a_parts, ctx.a_rest = taken_apart(a_saved)
         ctx.frozen = first if isinstance(first, FrozenWeight) else None
         w_parts, ctx.w_rest = taken_apart(first if needs[0] and ctx.frozen is None else None)
@@ -180,20 +192,20 @@ class _GroupedMM(torch.autograd.Function):
             amax, *others = parts[6:]
             a, ws = _joined(parts[:3], ctx.a_rest), [ctx.frozen or _joined(parts[3:6], ctx.w_rest), *others]
         if need_a:
-            w, amax = steps.colwise_if_held(ws, amax, recipe, backend)
+            w, amax = product.colwise_if_held(ws, amax, recipe, backend)
         main_grads = tuple(main_grad if need else None for main_grad, need in zip(ctx.main_grads, needs))
         da = dw = qdata = None
         if need_a or need_w:
             how: dict[str, Any] = {"recipe": recipe, "backend": backend, "wanted": (need_a, need_w), "widths": widths}
             how |= {"dtypes": tuple(dtypes), "scale": ctx.wgrad_scale, "quantized": quantized and recipe.wgrad == "mx"}
-            given = steps.BackwardInput(a if need_w else None, offs, w, amax, gradients, main_grads)
-            da, dw, qdata = steps.backward(given, **how)
+            given = product.BackwardInput(a if need_w else None, offs, w, amax, gradients, main_grads)
+            da, dw, qdata = product.backward(given, **how)
         if not graph_is_retained():
             ctx.saved_operands = None
         elif need_a and any(ctx.needs_input_grad[i] for i in _places(len(widths))) and not need_w:
             left = (qdata, *[None] * (len(widths) - 1)) if recipe.wgrad == "mx" else as_parts(dys)
             ctx.saved_operands = SavedOperands.of((offs, left, a), *dys)
-        dbias = steps.joined_sums(dys, offs).to(bias_dtype) if need_bias else None
+        dbias = product.joined_sums(dys, offs).to(bias_dtype) if need_bias else None
         da = for_anomaly_mode(da, offs)
         if len(widths) == 1:
             return da, dw, dbias, *[None] * 7
@@ -230,3 +242,214 @@ def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
     if rest is None or qdata is None or scale is None:
         return qdata
     return MXParts(qdata, scale, row_index, *rest)
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | str,
+    backend: str | Backend = "auto",
+    out_dtype: torch.dtype | None = None,
+    main_grad: Tensor | None = None,
+    wgrad_scale: float = 1.0,
+) -> Tensor:
+    """(..., N): x @ w.T + bias. Differentiable in x, w and bias, once.
+
+    x: (..., K) bf16 or fp32, or an MXTensor with the recipe's blocks along K or from `quantize_input`, which several
+        GEMMs may share. Any number of leading axes, and of rows. Recipe "bf16" also takes fp64, on "reference".
+    w: (N, K) bf16 or fp32, quantized as for `grouped_mm`. bias: (N,) or None. Gradients have their dtypes.
+    out_dtype: bf16 or fp32, default x.dtype, or within torch.autocast its dtype. The gradient of x has x.dtype.
+    recipe: a Recipe, its name, or "auto": `auto_recipe` of this GEMM's rows, K and N, with a plain x.
+    backend, main_grad (N, K) fp32, wgrad_scale, gradients as MXTensors, and torch.compile: as for `grouped_mm`.
+
+    If w is a DTensor (tensor parallelism), x must be one, see `mxep.gemm.tensor_parallel`.
+    Raises ValueError for wrong shapes, dtypes or devices, and for K or N that is no multiple of recipe.group_alignment.
+    Raises RuntimeError if the backend cannot run here.
+    """
+    check_tensors(x=x, w=w)
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype}
+    options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
+    if torch.is_autocast_enabled(x.device.type):
+        options["out_dtype"] = out_dtype or torch.get_autocast_dtype(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            return linear(x, w, bias, **options)
+    if hasattr(w, "device_mesh"):
+        from mxep.gemm.tensor_parallel import sharded_linear  # only DTensors need torch.distributed
+
+        return sharded_linear(linear, x, w, bias, **options)
+    check_plain(x=x)
+    recipe = options["recipe"] = recipe_for(recipe, x, w.shape[0] if w.dim() else 1)
+    if torch.compiler.is_compiling() and isinstance(x, MXTensor) and x.requires_grad:
+        return between_graphs(linear, x, w, bias, **options)
+    out_dtype = out_dtype or x.dtype
+    chosen = select(backend, x.device)
+    rowwise = chosen.wants_rowwise
+    check_linear(x, w, bias, recipe=recipe, out_dtype=out_dtype, main_grad=main_grad, rowwise=rowwise)
+    plain = recipe.scaling == "none" and not isinstance(x, MXTensor) and x.dtype == w.dtype == out_dtype
+    asks_nothing = main_grad is None and wgrad_scale == 1
+    if plain and asks_nothing and x.dtype == torch.bfloat16 and chosen.bf16_is_torchs:
+        return nn.functional.linear(x, w, bias)  # the same GEMMs, for a third of the host time
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    bias = None if bias is None else bias.unsqueeze(0)
+    out: Tensor = multiply(rows, w, bias, None, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
+
+
+def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto") -> Tensor:
+    """Quantize x (..., K) bf16 or fp32 as `linear` would with this recipe and backend, to share it between several.
+
+    Returns x itself with recipe "bf16". The gradient passes unchanged. On "hopper" each row has one scale.
+    """
+    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    return select(backend, x.device).quantize_rows(x, recipe.fmt, recipe)
+
+
+class MarkOfTransformers:
+    """`_is_hooked`, which transformers' tensor parallelism sets on each module that it shards, past
+    `register_parameter`. Setting it raises ValueError for a linear with shards that do not fit. It is a descriptor,
+    because FSDP2 shards differently if there is a `__setattr__`.
+
+    how: gives a module's weight name and recipe; None if it is not a converted linear.
+    """
+
+    def __init__(self, how: Callable[[Any], tuple[str, Recipe | str] | None]) -> None:
+        self.how = how
+
+    def __get__(self, module: nn.Module | None, _: type | None = None) -> bool:
+        if module is None or "_is_hooked" not in module.__dict__:
+            raise AttributeError  # torch writes the message
+        return bool(module.__dict__["_is_hooked"])
+
+    def __set__(self, module: nn.Module, value: bool) -> None:
+        module.__dict__["_is_hooked"] = value
+        weight: Any = module._parameters.get("weight")
+        if hasattr(weight, "device_mesh") and (how := self.how(module)) is not None:
+            from mxep.gemm.tensor_parallel import check_shards
+
+            check_shards(how[0], weight, how[1])
+
+
+class Linear(nn.Linear):
+    """nn.Linear by a recipe: the same parameters, names and initialization, computed by `linear`.
+
+    recipe: a Recipe, its name, or "auto", which decides at each call by its shape.
+    The weight is quantized at each call, or once within `quantize_weights_once`. If the weight has an attribute
+    `main_grad`, its gradient is added there and not to `.grad`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | str = "mxfp8",
+        backend: str | Backend = "auto",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.recipe = recipe_of(recipe)
+        self.backend = backend
+
+    @classmethod
+    def from_linear(cls, module: nn.Linear, recipe: Recipe | str = "mxfp8", *, backend: str | Backend = "auto") -> Self:
+        """Make one that holds the parameters of `module`: the same objects, not copies. Hooks are not moved."""
+        sizes = module.in_features, module.out_features, module.bias is not None
+        made = cls(*sizes, device="meta", recipe=recipe, backend=backend)
+        made.weight, made.bias = module.weight, module.bias
+        return made.train(module.training)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register as any module. Raises ValueError for a newly sharded weight, if its shards do not fit the recipe."""
+        if name == "weight" and "recipe" in self.__dict__:
+            check_parallelized(name, self, name, param, self.recipe)
+        super().register_parameter(name, param)
+
+    _is_hooked = MarkOfTransformers(lambda self: ("weight", self.recipe))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return module_forward(self, input, self.recipe, self.backend)
+
+    def extra_repr(self) -> str:
+        backend = "" if self.backend == "auto" else f", backend={getattr(self.backend, 'name', self.backend)}"
+        return f"{super().extra_repr()}, recipe={recipe_name(self.recipe)}{backend}"
+
+
+def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, recipe: Recipe | str) -> None:
+    """Raise ValueError if shards do not fit the recipe and replace a plain parameter, as `parallelize_module` does. A
+    parameter that was a DTensor before may be FSDP2's, which is whole in a GEMM."""
+    if hasattr(parameter, "device_mesh") and not hasattr(module._parameters.get(name), "device_mesh"):
+        from mxep.gemm.tensor_parallel import check_shards
+
+        check_shards(fqn, parameter, recipe)
+
+
+def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe | str, backend: str | Backend) -> Tensor:
+    """Compute an nn.Linear by a recipe."""
+    main_grad = getattr(module.weight, "main_grad", None)
+    return linear(x, module.weight, module.bias, recipe=recipe, backend=backend, main_grad=main_grad)
+
+
+def linear_together(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    recipe: Recipe | str,
+    backend: str | Backend = "auto",
+    out_dtype: torch.dtype | None = None,
+    main_grads: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, ...]:
+    """(..., N) for each of weights: x @ w.T + bias. Differentiable in x, weights and biases, once.
+
+    x: (..., K), as for `linear`. weights: (N, K) each, of one dtype, N any multiple of recipe.group_alignment.
+    biases: (N,) or None for each. main_grads: (N, K) fp32 or None for each, as for `linear`, added after the product.
+    recipe: also "auto", by the sum of all N. out_dtype, backend, autocast, torch.compile: as for `linear`.
+
+    Returns views of one result, which must not be written to in place. With recipe "bf16" there are separate GEMMs.
+    Raises ValueError as `linear` does, and for weights of several dtypes, DTensors, or another number of biases or
+    main_grads than of weights. Raises RuntimeError if the backend cannot run here.
+    """
+    check_plain(x=x)
+    check_tensors(x=x, **{f"weights[{i}]": w for i, w in enumerate(weights)})
+    biases, main_grads = (given or [None] * len(weights) for given in (biases, main_grads))
+    if not weights or {len(biases), len(main_grads)} != {len(weights)}:
+        got = f"{len(weights)} weights, {len(biases)} biases, {len(main_grads)} main_grads"
+        raise ValueError(f"linear_together: got {got}, want one weight at least, and as many of all")
+    if len({w.dtype for w in weights}) > 1 or any(hasattr(w, "device_mesh") for w in weights):
+        got = ", ".join(f"{type(w).__name__} {w.dtype}" for w in weights)
+        raise ValueError(f"linear_together: got {got}, want plain weights of one dtype: call linear for each")
+    recipe = recipe_for(recipe, x, sum(w.shape[0] for w in weights if w.dim()))
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype}
+    if recipe.scaling == "none":
+        each = zip(weights, biases, main_grads)
+        return tuple(linear(x, w, bias, main_grad=main_grad, **options) for w, bias, main_grad in each)
+    if torch.is_autocast_enabled(x.device.type):
+        options["out_dtype"] = out_dtype or torch.get_autocast_dtype(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            return linear_together(x, weights, biases, main_grads=main_grads, **options)
+    if torch.compiler.is_compiling() and isinstance(x, MXTensor) and x.requires_grad:
+        return between_graphs(linear_together, x, weights, biases, main_grads=main_grads, **options)
+    out_dtype = out_dtype or x.dtype
+    chosen = select(backend, x.device)
+    for w, bias, main_grad in zip(weights, biases, main_grads):
+        how: dict[str, Any] = {"out_dtype": out_dtype, "main_grad": main_grad, "rowwise": chosen.wants_rowwise}
+        check_linear(x, w, bias, recipe=recipe, **how)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    (first, *more), (held, *more_held) = weights, main_grads
+    bias = _joined_bias(weights, biases)
+    outs = multiply(rows, first, bias, None, recipe, chosen, out_dtype, held, 1.0, *more, *more_held)
+    outs = outs if more else (outs,)
+    return outs if x.dim() == 2 else tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
+
+
+def _joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """(1, N of all), zeros for missing biases; None if all are missing."""
+    given = [bias for bias in biases if bias is not None]
+    if not given:
+        return None
+    return torch.cat([given[0].new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)]).unsqueeze(0)

@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from mxep.gemm.auto import AUTO, recipe_for
-from mxep.gemm.recipe import Recipe
+from mxep.gemm.recipe import AUTO, Recipe, recipe_for
 from mxep.quant import MXTensor
 
 

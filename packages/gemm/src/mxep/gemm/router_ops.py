@@ -1,11 +1,21 @@
-"""top_k: chooses a token's experts and their weights from its logits, in a router after `fp32_linear`.
+"""The two products of a router, in fp32 accuracy: `fp32_linear` and `top_k`.
+
+fp32_linear: x w^T with fp32 accuracy on bf16 tensor cores, as logits decide a token's experts.
+
+    forward  out (T, E) fp32 = x w^T      one kernel each, on sums of bf16 terms (`kernels.router_ops`); a kernel with
+    backward dx (T, D) bf16  = dy w       few tiles splits them into parts and adds these up
+             dw (E, D)       = dy^T x
+
+Backward keeps only x and w. torch's fp32 GEMM runs outside the tensor cores, on an fp32 copy of x.
+
+top_k: chooses a token's experts and their weights from its logits.
 
     logits (T, E) -> scores (softmax or sigmoid) -> the K best -> their scores, divided by their sum
                      or choice -----------------^
 
 CUDA takes one kernel forward and one backward. Backward keeps ids, weights and chosen logits (T, K), not all logits.
 
-T tokens, E experts, K experts per token.
+T tokens, D in features, E out features or experts, K experts per token.
 """
 
 from typing import Any
@@ -13,12 +23,84 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 from torch.nn import functional as F
 
+from mxep.gemm.backward import is_wanted
 from mxep.runtime.op import op
 
 _DEVICE = "cuda"
-"""Device type of the ops. Other devices use torch's functions."""
+"""Device type of the ops. Other devices use torch's GEMMs."""
+
+
+def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
+    """(T, E) fp32: x.float() @ w.float().T, with or without autocast. Gradients have the dtypes of x and w.
+
+    x: (T, D) floating point. w: (E, D) floating point.
+    Tensor cores are used on CUDA for plain tensors, x bf16 and w fp32 or bf16. It is then differentiable once and has
+    no torch.func support. The errors of out and of an fp32 dw are below the bound of an fp32 GEMM. A bf16 dx or dw is
+    the rounded sum of two terms per operand. Before that rounding dx is off by at most 3 * 2^-16 of the sum of
+    |dy| |w|, dw by at most 2^-16 of the sum of |dy| |x|. Inf, and values that round to Inf in bf16, give NaN.
+    All other inputs use torch's own GEMM. Raises ValueError for shapes that do not fit.
+    """
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (T, D) and w (E, D)")
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return fp32_linear(x, w)
+    fits = x.dtype == torch.bfloat16 and w.dtype in (torch.float32, torch.bfloat16) and x.device == w.device
+    if fits and x.device.type == _DEVICE and type(x) in (Tensor, Parameter) and type(w) in (Tensor, Parameter):
+        out: Tensor = _FP32Linear.apply(x, w)  # type: ignore[no-untyped-call]
+        return out
+    return x.float() @ w.float().t()
+
+
+class _FP32Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        dx, dw = ctx.needs_input_grad
+        ctx.save_for_backward(x if dw else None, w if dx else None)
+        ctx.dtypes = x.dtype, w.dtype
+        out: Tensor = linear_op(x, w)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        dx = None if w is None or not is_wanted(ctx, 0) else dgrad_op(dy, w, ctx.dtypes[0])
+        dw = None if x is None or not is_wanted(ctx, 1) else wgrad_op(dy, x, ctx.dtypes[1])
+        return dx, dw
+
+
+@op(
+    "mxep::fp32_linear",
+    fake=lambda x, w: x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32),
+    launcher="mxep.gemm.kernels.router_ops:fp32_linear",
+)
+def linear_op(x: Tensor, w: Tensor) -> Tensor:
+    """x (T, D) bf16, w (E, D) fp32 or bf16 -> (T, E) fp32."""
+    return x.float() @ w.float().t()
+
+
+@op(
+    "mxep::fp32_dgrad",
+    fake=lambda dy, w, dtype: w.new_empty((dy.shape[0], w.shape[1]), dtype=dtype),
+    launcher="mxep.gemm.kernels.router_ops:fp32_dgrad",
+)
+def dgrad_op(dy: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy (T, E) fp32, w (E, D) fp32 or bf16 -> (T, D) `dtype`."""
+    return (dy @ w.float()).to(dtype)
+
+
+@op(
+    "mxep::fp32_wgrad",
+    fake=lambda dy, x, dtype: x.new_empty((dy.shape[1], x.shape[1]), dtype=dtype),
+    launcher="mxep.gemm.kernels.router_ops:fp32_wgrad",
+)
+def wgrad_op(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy (T, E) fp32, x (T, D) bf16 -> (E, D) `dtype`."""
+    return (dy.t() @ x.float()).to(dtype)
 
 
 def top_k(logits: Tensor, k: int, score: str = "softmax", *, choice: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -87,7 +169,7 @@ def _empty_top_k(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape), logits.new_empty(shape)
 
 
-@op("mxep::top_k", fake=_empty_top_k, launcher="mxep.gemm.kernels.top_k:top_k")
+@op("mxep::top_k", fake=_empty_top_k, launcher="mxep.gemm.kernels.router_ops:top_k")
 def top_k_op(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tuple[Tensor, Tensor, Tensor]:
     """logits, choice (T, E) fp32 -> ids (T, K) int32, weights (T, K), chosen logits (T, K)."""
     return _plain(logits, choice, k, "softmax" if softmax else "sigmoid")
@@ -96,7 +178,7 @@ def top_k_op(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tu
 @op(
     "mxep::top_k_backward",
     fake=lambda d_weights, weights, ids, chosen, experts, softmax: weights.new_empty((weights.shape[0], experts)),
-    launcher="mxep.gemm.kernels.top_k:top_k_backward",
+    launcher="mxep.gemm.kernels.router_ops:top_k_backward",
 )
 def top_k_backward_op(
     d_weights: Tensor, weights: Tensor, ids: Tensor, chosen: Tensor, experts: int, softmax: bool

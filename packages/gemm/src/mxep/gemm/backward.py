@@ -6,6 +6,9 @@
 Pipeline schedules that split backward (zero bubble) do so. `ctx.needs_input_grad` does not help: it tells which inputs
 required a gradient in forward. A weight gradient that is added to main_grad must be computed only if it is wanted, or
 it is added twice.
+
+Under `torch.autograd.set_detect_anomaly(True)` torch checks everything that a backward returns for NaN. Rows past the
+groups are unspecified, memory that nobody reads: they are zeros then.
 """
 
 from dataclasses import dataclass
@@ -13,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mxep.quant import MXTensor
 
 
 def is_wanted(ctx: Any, i: int) -> bool:
@@ -54,3 +59,18 @@ class SavedOperands:
     def fits(self, *dys: Tensor) -> bool:
         """True if these are the same tensors, unchanged."""
         return all(dy is old and dy._version == was for dy, old, was in zip(dys, self.dys, self.versions))
+
+
+def for_anomaly_mode(grad: Any, offs: Tensor | None) -> Any:
+    """Return the gradient (R, ...) or None as it is; while torch checks for NaN, a copy with zeros from offs[-1] on."""
+    if grad is None or offs is None or torch.compiler.is_compiling():
+        return grad
+    if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
+        return grad
+    past = torch.arange(grad.shape[0], device=offs.device, dtype=torch.int32) >= offs[-1]
+    if not isinstance(grad, MXTensor):
+        return grad.masked_fill(past.view(-1, *[1] * (grad.dim() - 1)), 0)
+    if grad.row_index is not None:
+        return grad.with_parts(grad.qdata, grad.scale, grad.row_index.masked_fill(past, -1))
+    qdata, scale = (x.view(torch.uint8).masked_fill(past[:, None], 0).view(x.dtype) for x in (grad.qdata, grad.scale))
+    return grad.with_parts(qdata, scale)
