@@ -62,7 +62,14 @@ class SharedMemoryTransport(Transport):
                 f"SharedMemoryTransport: got {got}, wanted Linux on x86_64 (its barrier needs its order)"
             )
         super().__init__(group, torch.device("cpu"), timeout)
-        self._check_one_machine()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machines = gather_objects((boot, os.stat("/proc/self/ns/pid").st_ino, os.getuid()), self.group)
+        for rank, machine in enumerate(machines):
+            if machine != machines[0]:
+                raise RuntimeError(
+                    "SharedMemoryTransport: wanted all ranks on one machine, in one container, of one user; "
+                    f"got rank {rank} elsewhere than rank 0"
+                )
         self._counter = 0
         pads = [pad.view(torch.int64).view(3, -1).numpy() for pad in self.allocate(3 * self.world_size * 8).peers]
         self._signals = [pad[0] for pad in pads]
@@ -132,16 +139,6 @@ class SharedMemoryTransport(Transport):
             time.sleep(nap)
             nap = min(1.5 * nap, LONGEST_NAP)
         return True
-
-    def _check_one_machine(self) -> None:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machines = gather_objects((boot, os.stat("/proc/self/ns/pid").st_ino, os.getuid()), self.group)
-        for rank, machine in enumerate(machines):
-            if machine != machines[0]:
-                raise RuntimeError(
-                    "SharedMemoryTransport: wanted all ranks on one machine, in one container, of one user; "
-                    f"got rank {rank} elsewhere than rank 0"
-                )
 
 
 class PlainExchange:

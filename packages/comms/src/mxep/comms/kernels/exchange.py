@@ -7,7 +7,6 @@ are busy. The parts of a row lie side by side. Each part moves in words of WORD_
 offset.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -200,18 +199,14 @@ class KernelExchange:
         self.arena.exchanges += 1
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
-        tokens, top_k = expert_ids.shape
-        programs = max(1, min(cdiv(self.layout.room_for(tokens) * top_k, TABLE_PAIRS), self.max_sms))
+        (tokens, top_k), layout = expert_ids.shape, self.layout
+        programs = max(1, min(cdiv(layout.room_for(tokens) * top_k, TABLE_PAIRS), self.max_sms))
         launch(dispatch_tables_kernel, (programs,),
-            expert_ids, weights, buffer.pointers, self.state, number, Length(tokens), self.layout.max_tokens, self.rank,
-            self.experts_per_rank, *self._tables,
+            expert_ids, weights, buffer.pointers, self.state, number, Length(tokens), layout.max_tokens, self.rank,
+            self.experts_per_rank, layout.op_id("dispatch_tables", top_k), layout.ids_start, layout.values_start,
+            layout.num_tokens_start, layout.counters_start,
             **self._ranks, K=top_k, BLOCK=TABLE_PAIRS, **self._clock, num_warps=8,
         )  # fmt: skip
-
-    @functools.cached_property
-    def _tables(self) -> tuple[int, ...]:
-        layout, op_id = self.layout, self.layout.op_id("dispatch_tables", self.layout.top_k)
-        return op_id, layout.ids_start, layout.values_start, layout.num_tokens_start, layout.counters_start
 
     def dispatch(
         self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor,
