@@ -114,10 +114,11 @@ class Record(NamedTuple):
 
 class _Here(threading.local):
     recorder: "Recorder | None" = None
+    calls = False
 
 
 here = _Here()
-"""State of this thread. recorder: the open one."""
+"""State of this thread. recorder: the open one. calls: it is inside the first call of a kind (`replay.py`)."""
 
 
 def refuse(why: str) -> None:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from .bundle import Form, Operands, as_parts, as_whole, build, count, take, take_apart
 from .graph import Player
-from .record import Record, Recorder
+from .record import Record, Recorder, here
 
 MOST_RECORDS = 256
 """Most kinds of calls kept per function."""
@@ -109,7 +109,7 @@ class Replayed:
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         """The results of this call: recorded, played, or the function's. Operands among `args` are emptied."""
-        if torch.compiler.is_compiling() or _here.calls:
+        if torch.compiler.is_compiling() or here.calls:
             return self.direct(*args, **static)
         moving = self.moving(**static)
         given = _taken_apart(args, static, moving)
@@ -152,11 +152,11 @@ class Replayed:
     def _call(self, key: Hashable, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """The results of a kind's first call. Functions inside it are not counted as kinds of their own."""
         self._keep(key, _Kind())
-        _here.calls = True
+        here.calls = True
         try:
             return self.direct(*args, **static)
         finally:
-            _here.calls = False
+            here.calls = False
 
     def _record(
         self, key: Hashable, given: "_Given", args: Any, static: Any, moving: tuple[int, ...], last: Any
@@ -226,14 +226,6 @@ def no_replays() -> Iterator[None]:
 
 _paused = 0
 _pausing = threading.Lock()
-
-
-class _Here(threading.local):
-    calls = False
-
-
-_here = _Here()
-"""State of this thread. calls: it is inside a kind's first call, so functions inside are just called."""
 
 
 class _Given(NamedTuple):
