@@ -54,7 +54,8 @@ interpreted = pytest.mark.skipif(ON_CUDA, reason="here the kernels themselves ru
 @distributed(*((1, 2, 3, 4) if ON_CUDA else (1, 3)), kind=KINDS)
 def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context, kind: str):
     cases = {"own": CASES, "kernels": ("random", "duplicates"), "puts": ("duplicates", "no tokens on rank 0")}
-    check_cases(ctx, make_workspace(ctx, CLASSES[kind]), cases[kind])
+    few = cases[kind] if kind == "own" else cases[kind][: ctx.world_size]  # what is interpreted takes its time
+    check_cases(ctx, make_workspace(ctx, CLASSES[kind]), few)
 
 
 def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> None:

@@ -108,7 +108,7 @@ def draw_tables(data, world: int, e: int, top_k: int, max_tokens: int) -> list[S
     return everyone
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_room_there_is_experts_and_sources_are_capped_as_loops_say(data):
     world, e, top_k = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
