@@ -190,7 +190,7 @@ def test_saving_keeps_the_index_the_block_and_requires_grad() -> None:
 def test_loading_checks_the_bytes_like_any_caller() -> None:
     mx = quantize(gaussian(8, 64))
     bad = mx.with_parts(mx.qdata, mx.scale[:4])
-    with pytest.raises(ValueError, match=r"scales: got shape \(4, 2\), want \(8, 2\)"):
+    with pytest.raises(ValueError, match=r"scales: got .* of shape \(4, 2\) on .*, want .* of shape \(8, 2\)"):
         saved_and_loaded(bad)
 
 

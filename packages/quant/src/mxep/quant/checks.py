@@ -125,28 +125,18 @@ def check_parts(
         check_block_e2m1(block_size, axis)
     if orig_dtype not in VALUE_DTYPES:
         raise ValueError(f"orig_dtype: got {orig_dtype}, want one of {VALUE_DTYPES}")
-    if scale.dtype != SCALE_DTYPE:
-        raise ValueError(
-            f"scales: got dtype {scale.dtype}, want {SCALE_DTYPE}: from_qdata_and_scales takes its bytes, too"
-        )
     *rest, n, k = shape
     wanted = *rest, n if axis == -1 else n // block_size, k if axis == -2 else k // block_size
-    if scale.shape != wanted:
+    if (scale.dtype, scale.shape, scale.device) != (SCALE_DTYPE, wanted, qdata.device):
+        got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
         raise ValueError(
-            f"scales: got shape {tuple(scale.shape)}, want {wanted} "
+            f"scales: got {got}, want {SCALE_DTYPE} of shape {wanted} on {qdata.device} "
             f"for qdata {tuple(shape)} in blocks of {block_size} along axis {axis}"
         )
-    if scale.device != qdata.device:
-        raise ValueError(f"scales: got device {scale.device}, want {qdata.device}, where qdata is")
     if row_index is None:
         return
-    if row_index.dtype != torch.int32 or row_index.ndim != 1:
-        raise ValueError(
-            f"row_index: got {row_index.dtype} of shape {tuple(row_index.shape)}, want torch.int32 of one axis"
-        )
-    if row_index.device != qdata.device:
-        raise ValueError(f"row_index: got device {row_index.device}, want {qdata.device}, where qdata is")
+    if row_index.dtype != torch.int32 or row_index.ndim != 1 or row_index.device != qdata.device:
+        got = f"{row_index.dtype} of shape {tuple(row_index.shape)} on {row_index.device}"
+        raise ValueError(f"row_index: got {got}, want torch.int32 of one axis on {qdata.device}")
     if qdata.ndim != 2 or axis != -1:
-        raise ValueError(
-            f"row_index: got qdata of shape {tuple(qdata.shape)} blocked along {axis}, want (S, K) blocked along -1"
-        )
+        raise ValueError(f"row_index: got qdata {tuple(qdata.shape)} blocked along {axis}, want (S, K) along -1")

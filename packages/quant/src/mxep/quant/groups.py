@@ -107,7 +107,7 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroup
     offs, row_index = _pad_index(group_sizes, x.shape[0], alignment)
     if isinstance(x, MXTensor):
         return PaddedGroups(_reindex(x, row_index), offs, row_index)
-    rows: Tensor = _PadRows.apply(x, row_index)  # type: ignore[no-untyped-call]
+    rows: Tensor = _MoveRows.apply(x, row_index, None)  # type: ignore[no-untyped-call]
     return PaddedGroups(rows, offs, row_index)
 
 
@@ -127,7 +127,7 @@ def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
         )
     if num_rows < 0:
         raise ValueError(f"num_rows: got {num_rows}, want at least 0")
-    result: Tensor = _UnpadRows.apply(y, row_index, num_rows)  # type: ignore[no-untyped-call]
+    result: Tensor = _MoveRows.apply(y, row_index, num_rows)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -172,31 +172,21 @@ def _unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     return pick_rows(y, inverse[:num_rows])
 
 
-class _PadRows(torch.autograd.Function):
+class _MoveRows(torch.autograd.Function):
+    """num_rows None: `_pad_rows`. Otherwise `_unpad_rows`, its inverse."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row_index: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, row_index: Tensor, num_rows: int | None) -> Tensor:
         ctx.save_for_backward(row_index)
-        ctx.num_rows = x.shape[0]
-        rows: Tensor = _pad_rows(x, row_index)
+        ctx.num_rows = x.shape[0] if num_rows is None else None
+        rows: Tensor = _pad_rows(x, row_index) if num_rows is None else _unpad_rows(x, row_index, num_rows)
         return rows
 
     @staticmethod
-    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (row_index,) = ctx.saved_tensors
-        return _unpad_rows(d_rows, row_index, ctx.num_rows), None
-
-
-class _UnpadRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(row_index)
-        result: Tensor = _unpad_rows(y, row_index, num_rows)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor, None, None]:
-        (row_index,) = ctx.saved_tensors
-        return _pad_rows(d_result, row_index), None, None
+        unpad = ctx.num_rows is not None
+        return _unpad_rows(grads[0], row_index, ctx.num_rows) if unpad else _pad_rows(grads[0], row_index), None, None
 
 
 def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:

@@ -1,16 +1,12 @@
 """The quantization ops in plain torch: reference and CPU kernel of each. No autograd here.
 
-    quantize_rows     x (..., N, K) -> qdata (..., N, K), scale (..., N, K/block_size)      blocks along rows
-    quantize_into_room     the same, into the first rows of a larger result
-    quantize_joined_rows   one scale per row, of two or three x side by side
-    quantize_columns  x (..., N, K) -> qdata (..., K, N), scale (..., N/block_size, K)      along columns, transposed
-    quantize_per_row     one scale per row, and the amax of each column for
-    quantize_per_column  one scale per column
-    quantize_2d       x (..., N, K) -> qdata (..., N, K), scale (..., N/block_size, K/block_size)    square blocks
-    dequantize        qdata, scale -> values, of the rows an index picks if there is one
-    materialize       qdata, scale, index -> qdata, scale of the picked rows, contiguous
-    expand_scale      scale of 2-D blocks -> scale of rows
-    (requantize       in `mxep.quant.quantize`, swizzle, fold and swiglu each in the file of their name)
+    quantize_rows, _columns, _2d    blocks along rows; along columns, transposed; square blocks
+    quantize_into_room              rows, into the first rows of a larger result
+    quantize_joined_rows            one scale per row, of two or three x side by side
+    quantize_per_row, _per_column   one scale per row, and the amax of each column; one per column from that amax
+    dequantize                      qdata, scale -> values, of the rows an index picks if there is one
+    materialize                     qdata, scale, index -> qdata, scale of the picked rows, contiguous
+    expand_scale                    scale of 2-D blocks -> scale of rows
 
 Elements: q = cast_saturating(x * 2**(127 - scale)). The product is in fp32 (exact, or far below the smallest q), and
 the cast rounds to nearest even. -0 keeps its sign. A block with NaN or Inf has scale 255 and every element 0x7f.
@@ -27,16 +23,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant.formats import NAN_SCALE, SCALE_DTYPE, ScaleMode, format_of, power_of_two, reciprocal, scale_of_amax
-from mxep.quant.shapes import (
-    empty_2d,
-    empty_columns,
-    empty_picked,
-    empty_rows,
-    joined_shape,
-    num_rows,
-    stacked,
-    stacked_shape,
-)
+from mxep.quant.shapes import empty_2d, empty_columns, empty_picked, empty_rows, joined, joined_shape, picked_shape
 from mxep.runtime.op import op
 
 NAN_ELEMENT = 0x7F
@@ -45,10 +32,8 @@ NAN_ELEMENT = 0x7F
 def encode(
     blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `blocks` (fp32), with one scale over the axes `dims`: qdata like `blocks`, scale bytes (..., 1, ...).
-
-    amax: of the blocks, if it is known.
-    """
+    """Quantize `blocks` (fp32), with one scale over the axes `dims` and an amax, if it is known: qdata like `blocks`,
+    scale bytes (..., 1, ...)."""
     amax = blocks.abs().amax(dims, keepdim=True) if amax is None else amax
     fmt = format_of(dtype)
     scale = scale_of_amax(amax, fmt, ScaleMode(mode))
@@ -85,15 +70,15 @@ def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, bloc
 
 @op(
     "mxep::quantize_joined_rows",
-    fake=lambda x, y, z, dtype, mode: empty_rows(x, dtype, 0, joined_shape(x, y, z)),
+    fake=lambda x, y, z, dtype, mode: empty_rows(x, dtype, 0, joined_shape(-1, x, y, z)),
     launcher="mxep.quant.kernels.quantize:quantize_joined_rows",
 )
 def quantize_joined_rows(
     x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
     """quantize_rows of whole rows of x (N, Kx), y (N, Ky) and z (N, Kz) side by side."""
-    joined = torch.cat([part for part in (x, y, z) if part is not None], 1)
-    qdata, scale = quantize_rows.reference(joined, dtype, mode, joined.shape[1])
+    x = joined(-1, x, y, z)
+    qdata, scale = quantize_rows.reference(x, dtype, mode, x.shape[1])
     return qdata, scale
 
 
@@ -112,7 +97,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 @op(
     "mxep::quantize_per_row",
     fake=lambda x, y, z, dtype, mode: (
-        *empty_rows(x, dtype, x.shape[-1], stacked_shape(x, y, z)),
+        *empty_rows(x, dtype, x.shape[-1], joined_shape(-2, x, y, z)),
         x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=torch.float32),
     ),
     launcher="mxep.quant.kernels.quantize:quantize_per_row",
@@ -120,24 +105,22 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., N, K), or two or three `stacked` -> quantize_rows in blocks of K, and the amax of each column, (..., K)
-    fp32."""
-    x = stacked(x, y, z)
+    """x (..., N, K), or several below each other -> quantize_rows in blocks of K, and columns' amax (..., K) fp32."""
+    x = joined(-2, x, y, z)
     bits = x.float().abs().view(torch.int32)  # the largest of several NaNs is then the same on all devices
     return *quantize_rows.reference(x, dtype, mode, x.shape[-1]), bits.amax(-2).view(torch.float32)
 
 
 @op(
     "mxep::quantize_per_column",
-    fake=lambda x, y, z, amax, dtype, mode: empty_columns(x, dtype, (shape := stacked_shape(x, y, z))[-2], shape),
+    fake=lambda x, y, z, amax, dtype, mode: empty_columns(x, dtype, (shape := joined_shape(-2, x, y, z))[-2], shape),
     launcher="mxep.quant.kernels.quantize:quantize_per_column",
 )
 def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """x (..., N, K), or two or three `stacked`, and the columns' amax (..., K) fp32 -> quantize_columns in blocks of
-    N."""
-    qdata, scale = encode(stacked(x, y, z).float(), (-2,), dtype, mode, amax.unsqueeze(-2))
+    """x (..., N, K), or several below each other, and the columns' amax (..., K) -> quantize_columns in blocks of N."""
+    qdata, scale = encode(joined(-2, x, y, z).float(), (-2,), dtype, mode, amax.unsqueeze(-2))
     return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 
 
@@ -201,9 +184,7 @@ def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index
 
 @op(
     "mxep::dequantize",
-    fake=lambda qdata, scale, block_rows, block_columns, row_index, dtype: qdata.new_empty(
-        (*qdata.shape[:-2], num_rows(qdata, row_index), qdata.shape[-1]), dtype=dtype
-    ),
+    fake=lambda qdata, scale, rows, columns, index, dtype: qdata.new_empty(picked_shape(qdata, index), dtype=dtype),
     launcher="mxep.quant.kernels.requantize:dequantize",
 )
 def dequantize(

@@ -30,8 +30,7 @@ def padded_rows(rows: int, num_groups: int, alignment: int) -> int:
 def swizzled_shape(rows: int, cols: int, offs: Tensor | None) -> tuple[int, int]:
     """Shape of the swizzled scales of a matrix of (rows, cols) scales, or of its groups."""
     num_groups = 0 if offs is None else offs.shape[0]
-    height = rows + num_groups * (SWIZZLE_ROWS - 1)
-    return round_up(height, SWIZZLE_ROWS), round_up(cols, SWIZZLE_COLS)
+    return padded_rows(rows, num_groups, SWIZZLE_ROWS), round_up(cols, SWIZZLE_COLS)
 
 
 def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
@@ -44,22 +43,18 @@ def picked_shape(stored: Tensor, row_index: Tensor | None) -> tuple[int, ...]:
     return *stored.shape[:-2], num_rows(stored, row_index), stored.shape[-1]
 
 
-def joined_shape(*parts: Tensor | None) -> tuple[int, int]:
-    """(N, K of all) for parts (N, K of each) side by side. None counts for nothing."""
-    first, *others = (part.shape for part in parts if part is not None)
-    return first[0], first[1] + sum(shape[1] for shape in others)
-
-
-def stacked(*parts: Tensor | None) -> Tensor:
-    """Parts (..., N of each, K) below each other. None counts for nothing."""
+def joined(dim: int, *parts: Tensor | None) -> Tensor:
+    """Parts (..., N, K) below each other (dim -2) or side by side (dim -1). None counts for nothing."""
     given = [part for part in parts if part is not None]
-    return given[0] if len(given) == 1 else torch.cat(given, -2)
+    return given[0] if len(given) == 1 else torch.cat(given, dim)
 
 
-def stacked_shape(*parts: Tensor | None) -> tuple[int, ...]:
-    """Shape of the result of `stacked`."""
+def joined_shape(dim: int, *parts: Tensor | None) -> tuple[int, ...]:
+    """Shape of the result of `joined`."""
     first, *others = (part.shape for part in parts if part is not None)
-    return *first[:-2], first[-2] + sum(shape[-2] for shape in others), first[-1]
+    shape = [*first]
+    shape[dim] += sum(other[dim] for other in others)
+    return tuple(shape)
 
 
 def empty_rows(
@@ -77,8 +72,7 @@ def empty_rows(
 def empty_columns(
     x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """qdata (..., K, N) and scale (..., N/block_size, K) of x (..., N, K), or of a tensor of this shape, quantized
-    along columns."""
+    """qdata (..., K, N) and scale (..., N/block_size, K) of x (..., N, K), or this shape, quantized along columns."""
     *rest, n, k = shape or x.shape
     return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block_size, k), dtype=SCALE_DTYPE)
 
@@ -86,8 +80,8 @@ def empty_columns(
 def empty_2d(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor]:
     """qdata (..., N, K) and scale (..., N/block_size, K/block_size) of x (..., N, K) quantized in square blocks."""
     *rest, n, k = x.shape
-    scale_shape = *rest, n // block_size, k // block_size
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(scale_shape, dtype=SCALE_DTYPE)
+    scale = x.new_empty((*rest, n // block_size, k // block_size), dtype=SCALE_DTYPE)
+    return x.new_empty(x.shape, dtype=dtype), scale
 
 
 def empty_swiglu(
@@ -104,11 +98,9 @@ def empty_swiglu_backward(
     """Scale of d_gate_up (R, 2F), d_row_weight (R,), and `empty_swiglu`, which is empty without h_dtype."""
     rows, width = gate_up.shape
     scale = _scale_of_rows(gate_up, width, mode, block_size, folded)
-    h, h_scale = (
-        (gate_up.new_empty(0), gate_up.new_empty(0, dtype=torch.uint8))
-        if h_dtype is None
-        else empty_swiglu(gate_up, h_dtype, mode, min(block_size, width // 2), folded)
-    )
+    h, h_scale = gate_up.new_empty(0), gate_up.new_empty(0, dtype=torch.uint8)
+    if h_dtype is not None:
+        h, h_scale = empty_swiglu(gate_up, h_dtype, mode, min(block_size, width // 2), folded)
     return scale, gate_up.new_empty(rows, dtype=torch.float32), h, h_scale
 
 

@@ -340,17 +340,8 @@ def shift_transpose_kernel(
     store_transposed(values, out_ptr + column0.to(tl.int64) * R + row0, R, R - row0, columns_left)
 
 
-def fold_for_wgrad(
-    x: Tensor,
-    x_scale: Tensor,
-    x_index: Tensor | None,
-    y: Tensor,
-    y_scale: Tensor,
-    y_index: Tensor | None,
-    offs: Tensor,
-    alignment: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mxep::fold_for_wgrad."""
+def fold_for_wgrad(x, x_scale, x_index, y, y_scale, y_index, offs, alignment):
+    """mxep::fold_for_wgrad, whose reference has the types."""
     capacity, num_groups, device = num_rows(x, x_index), offs.shape[0], x.device
     width = padded_rows(capacity, num_groups, alignment)
     x_t, y_t = x.new_empty((x.shape[1], width)), y.new_empty((y.shape[1], width))

@@ -199,16 +199,7 @@ def pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tenso
     return offs, index
 
 
-def _pick(
-    x: Tensor | None,
-    scale: Tensor | None,
-    row_index: Tensor | None,
-    offs: Tensor | None,
-    out: Tensor | None,
-    out_scale: Tensor | None,
-    *,
-    swizzle: bool = False,
-) -> None:
+def _pick(x, scale, row_index, offs, out, out_scale, *, swizzle: bool = False) -> None:
     """Copy rows of x (S, K) and scale, picked by row_index, to out and out_scale; in groups if there are offs."""
     if x is not None:
         x = x if x.stride(-1) == 1 else x.contiguous()

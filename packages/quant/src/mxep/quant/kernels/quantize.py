@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax
-from mxep.quant.shapes import empty_2d, empty_columns, empty_rows, joined_shape, stacked, stacked_shape
+from mxep.quant.shapes import empty_2d, empty_columns, empty_rows, joined, joined_shape
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 from mxep.runtime.lengths import Length
 
@@ -385,9 +385,9 @@ def quantize_joined_rows(
     widths = [part.shape[1] for part in parts] + [0] * (3 - len(parts))
     padded = sum(map(next_power_of_2, filter(None, widths)))
     if padded > LONGEST or 0 in widths[: len(parts)]:
-        joined = torch.cat(parts, 1)
-        return quantize_rows(joined, dtype, mode, joined.shape[1])
-    qdata, scale = empty_rows(x, dtype, 0, joined_shape(*parts))
+        x = joined(-1, *parts)
+        return quantize_rows(x, dtype, mode, x.shape[1])
+    qdata, scale = empty_rows(x, dtype, 0, joined_shape(-1, *parts))
     if x.shape[0]:
         launch(quantize_joined_rows_kernel, (x.shape[0],),
             parts[0], parts[1], parts[-1], qdata, as_bytes(scale), KX=widths[0], KY=widths[1], KZ=widths[2], MODE=mode,
@@ -448,11 +448,11 @@ def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mxep::quantize_per_row. Rows longer than registers hold are joined and read once more."""
-    *rest, n, k = shape = stacked_shape(x, y, z)
+    *rest, n, k = shape = joined_shape(-2, x, y, z)
     amax = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
     bits = amax.view(torch.int32)
     if k > LONGEST or not x.numel():
-        x = stacked(x, y, z).contiguous()
+        x = joined(-2, x, y, z).contiguous()
         column_amax(x, bits, n)
         return *quantize_rows(x, dtype, mode, k), amax
     qdata, scale = empty_rows(x, dtype, k, shape)
@@ -490,7 +490,7 @@ def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
     """mxep::quantize_per_column."""
-    *_, n, k = shape = stacked_shape(x, y, z)
+    *_, n, k = shape = joined_shape(-2, x, y, z)
     qdata, scale = empty_columns(x, dtype, n, shape)
     if qdata.numel():
         bits = amax.contiguous().view(-1, k).view(torch.int32)

@@ -71,17 +71,8 @@ def requantize_kernel(
     quantize_tile_columns(tile, out_ptr, out_scale_ptr, R, K, rows_left, columns_left, MODE, BLOCK_SIZE)
 
 
-def requantize(
-    qdata: Tensor,
-    scale: Tensor,
-    block_rows: int,
-    block_columns: int,
-    row_index: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    mode: str,
-) -> tuple[Tensor, Tensor]:
-    """mxep::requantize."""
+def requantize(qdata, scale, block_rows, block_columns, row_index, offs, dtype, mode):
+    """mxep::requantize, whose reference has the types."""
     out, out_scale = empty_columns(qdata, dtype, 32, picked_shape(qdata, row_index))
     if not out.numel():
         return out, out_scale
@@ -142,27 +133,15 @@ def dequantize_kernel(
         tl.store(out_ptr + first + column, values.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-def dequantize(
-    qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """mxep::dequantize."""
-    return _dequantize(qdata, scale, row_index, dtype, block_rows, block_columns, 1)
-
-
 def dequantize_e2m1(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """mxep::dequantize_e2m1."""
-    return _dequantize(as_bytes(qdata), scale, row_index, dtype, 1, qdata.shape[-1] // scale.shape[-1], 2)
+    block = qdata.shape[-1] // scale.shape[-1]
+    values: Tensor = dequantize(as_bytes(qdata), scale, 1, block, row_index, dtype, per_byte=2)
+    return values
 
 
-def _dequantize(
-    qdata: Tensor,
-    scale: Tensor,
-    row_index: Tensor | None,
-    dtype: torch.dtype,
-    block_rows: int,
-    block_columns: int,
-    per_byte: int,
-) -> Tensor:
+def dequantize(qdata, scale, block_rows, block_columns, row_index, dtype, *, per_byte=1):
+    """mxep::dequantize, whose reference has the types. per_byte: columns."""
     rows, k = num_rows(qdata, row_index), qdata.shape[-1]
     out = torch.empty((*qdata.shape[:-2], rows, per_byte * k), dtype=dtype, device=qdata.device)
     if out.numel():

@@ -18,12 +18,8 @@ backward. Folded it takes 36 and 53 to 55. Hence the sigmoid has no division, an
 late.
 """
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mxep.quant import activation
 from mxep.quant.activation import SwiGLU
@@ -334,58 +330,29 @@ def swiglu_kernel(
             _finish(h_ptr + row64 * F, h_scale_ptr, row, h_saved, h_scales, 1, F, MODE, BLOCK, FOLDED)
 
 
-def swiglu(
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    mode: str | None,
-    block_size: int,
-    folded: bool,
-    activation: Sequence[float] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu. `_launch` lists the blocks it takes."""
+def swiglu(gate_up, row_weight, offs, dtype, mode, block_size, folded, activation=None):
+    """mxep::swiglu, whose reference has the types. `_launch` lists the blocks it takes."""
     h, scale = empty_swiglu(gate_up, dtype, mode, block_size, folded)
     _launch(gate_up, None, row_weight, offs, h, scale, None, mode, block_size, folded, activation)
     return h, scale
 
 
 def swiglu_backward(
-    d_h: Tensor,
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    out: Tensor,
-    mode: str | None,
-    block_size: int,
-    folded: bool,
-    h_dtype: torch.dtype | None,
-    activation: Sequence[float] | None = None,
-    gate_up_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mxep::swiglu_backward. `_launch` lists the blocks it takes.
+    d_h, gate_up, row_weight, offs, out, mode, block_size, folded, h_dtype, activation=None, gate_up_scale=None
+):
+    """mxep::swiglu_backward, whose reference has the types. `_launch` lists the blocks it takes.
 
     out may be d_h's memory if a row has one scale: the row's maximum comes after its loads and before its stores.
     """
     results = scale, d_row_weight, h, h_scale = empty_swiglu_backward(gate_up, mode, block_size, folded, h_dtype)
     backward = d_h, out, scale, d_row_weight
-    of_h = None if h_dtype is None else h
-    _launch(gate_up, gate_up_scale, row_weight, offs, of_h, h_scale, backward, mode, block_size, folded, activation)
+    h = None if h_dtype is None else h
+    _launch(gate_up, gate_up_scale, row_weight, offs, h, h_scale, backward, mode, block_size, folded, activation)
     return results
 
 
 def _launch(
-    gate_up: Tensor,
-    gate_up_scale: Tensor | None,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    h: Tensor | None,
-    h_scale: Tensor,
-    backward: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-    mode: str | None,
-    block_size: int,
-    folded: bool,
-    activation: Sequence[float] | None,
+    gate_up, gate_up_scale, row_weight, offs, h, h_scale, backward, mode, block_size, folded, activation
 ) -> None:
     """Write h, if there is one, and the last three of backward = (d_h, out, scale, d_row_weight). Scales need a mode.
 
