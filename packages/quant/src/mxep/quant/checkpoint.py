@@ -231,16 +231,15 @@ def _weights(checkpoint: QuantizedCheckpoint) -> Iterator[StoredWeight]:
 
 def _scale_of(name: str, headers: dict[str, Header]) -> str | None:
     """The name of the scale of tensor `name`, if it is quantized."""
-    if headers[name].dtype in ("U8", "I8", E4M3):
-        stem = name.removesuffix("blocks") if name.endswith(("_blocks", ".blocks")) else None
-        if stem is not None:
-            names = [f"{stem}scales"]
-        elif name.endswith(".weight_packed"):
-            names = [f"{name.removesuffix('_packed')}_scale"]
-        else:
-            names = [f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale"]
-        return next((each for each in names if each in headers and each != name), None)
-    return None
+    if headers[name].dtype not in ("U8", "I8", E4M3):
+        return None
+    if name.endswith(("_blocks", ".blocks")):
+        names = [f"{name.removesuffix('blocks')}scales"]
+    elif name.endswith(".weight_packed"):
+        names = [f"{name.removesuffix('_packed')}_scale"]
+    else:
+        names = [f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale"]
+    return next((each for each in names if each in headers and each != name), None)
 
 
 def _quantized(checkpoint: QuantizedCheckpoint, name: str, scale_name: str) -> StoredWeight:

@@ -120,10 +120,8 @@ def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
 
 
 def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTensor, FoldStats]:
-    """`fold`, and its cost: changed and flushed elements, spread of each row. In plain torch on any device.
-
-    Rows from offs[-1] on are not counted, and their spread is unspecified. Raises ValueError as `fold`.
-    """
+    """`fold`, and its cost, in plain torch on any device. Rows from offs[-1] on are not counted, and their spread is
+    unspecified. Raises ValueError as `fold`."""
     qdata, scale, row_index = _parts_by_row(mx, offs)
     if qdata.dtype == E2M1.dtype:
         qdata, scale = widen(qdata, scale)
@@ -184,11 +182,8 @@ def shift_qdata(qdata: Tensor, shift: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Valid rows cut into blocks, and the values that a row decides.
-
-    qdata (..., block, element) fp8. scale int32 and counts bool, both (..., block, 1); counts: the block counts for the
-    largest scale. max_scale int32 and nan bool, both (..., 1, 1).
-    """
+    """Valid rows cut into blocks. qdata (..., block, element) fp8, scale int32 and counts bool (..., block, 1);
+    max_scale int32 and nan bool (..., 1, 1). counts: the block counts for max_scale."""
 
     qdata: Tensor
     scale: Tensor
@@ -203,7 +198,6 @@ class _Blocks:
 
 
 def _blocks(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None) -> _Blocks:
-    """The blocks of the valid rows."""
     valid = valid_rows(offs, num_rows(qdata, row_index))
     qdata, scale = pick_mx(qdata, scale, row_index, valid)
     num_blocks = scale.shape[-1]
@@ -399,10 +393,8 @@ def _fold_for_wgrad(
     to_x = d // 2
     sizes = offs.diff(prepend=offs.new_zeros(1))
     out_offs = ((sizes + alignment - 1) // alignment * alignment).cumsum(0, dtype=torch.int32)
-    column = (
-        torch.arange(valid, device=x.device, dtype=torch.int64)
-        + torch.nn.functional.pad(out_offs - offs, (1, 0))[group]
-    )
+    moved = torch.nn.functional.pad(out_offs - offs, (1, 0))[group]
+    column = torch.arange(valid, device=x.device, dtype=torch.int64) + moved
     columns = padded_rows(capacity, len(offs), alignment)
     x_t = _shift_and_transpose(x, x_scale, x_max, to_x, column, columns)
     y_t = _shift_and_transpose(y, y_scale, y_max, d - to_x, column, columns)

@@ -20,7 +20,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from mxep.quant.ops import values_of
 from mxep.quant.quantize import to_mxfp8
 from mxep.quant.tensor import MXTensor
 
-COLUMNS = ("kind", "format", "weights", "shape", "changed, SNR")
 E2M1_ROOM = 14
 """Binades that every E2M1 code can be shifted down and stay an E4M3 number."""
 
@@ -142,21 +141,15 @@ def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | No
         one_scale = weight.format == "fp8_tensor"
         return Direction(rows, rows, size), Direction(columns, columns, size) if one_scale else None
     forward, dgrad = Direction(), Direction()
-    for part in _matrices(weight):
+    for expert in [slice(e, e + 1) for e in range(weight.shape[0])] if len(weight.shape) == 3 else [None]:
+        part = weight.read(expert)
         if isinstance(part, BlockFP8):
             if k % BLOCK or weight.block_size[1] % BLOCK or part.scale_exponents() is None:  # type: ignore[index]
                 return None, None
             part = to_mxfp8(part)
-        for total, found in zip((forward, dgrad), count(part)):
+        for total, found in zip((forward, dgrad), count(part)):  # type: ignore[arg-type]
             total.add(found)
     return forward, dgrad
-
-
-def _matrices(weight: StoredWeight) -> Iterator[MXTensor | BlockFP8]:
-    """The weight, or one expert of a stack after another."""
-    parts = [slice(e, e + 1) for e in range(weight.shape[0])] if len(weight.shape) == 3 else [None]
-    for part in parts:
-        yield weight.read(part)  # type: ignore[misc]
 
 
 def report(checkpoint: QuantizedCheckpoint, *, only: str = "*") -> list[Kind]:
@@ -184,7 +177,8 @@ def _sum(a: Direction | None, b: Direction | None) -> Direction | None:
 
 def text_of(kinds: Sequence[Kind]) -> str:
     """The report as a table."""
-    lines = [(*COLUMNS[:4], "forward: exact rows", COLUMNS[4], "dgrad: exact columns", COLUMNS[4])]
+    changed = "changed, SNR"
+    lines = [("kind", "format", "weights", "shape", "forward: exact rows", changed, "dgrad: exact columns", changed)]
     for kind in kinds:
         shape = " x ".join(map(str, kind.shape))
         unfolded = "scales dy" if kind.format == "fp8_row" else "not folded"

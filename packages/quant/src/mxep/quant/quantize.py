@@ -111,11 +111,8 @@ def quantize_joined(
     parts = [part.detach() for part in parts]
     if len(parts) not in (2, 3) or len({part.dtype for part in parts}) > 1:
         return quantize(torch.cat(parts, 1), fmt=fmt, mode=mode, block_size=None)
-    x, y, z = (*parts, None)[:3]
-    assert x is not None
-    assert y is not None
-    qdata, scale = ops.quantize_joined_rows(x, y, z, check_format(fmt), check_mode(mode))
-    return MXTensor(qdata, scale, None, -1, qdata.shape[1], x.dtype, trusted=True)
+    qdata, scale = ops.quantize_joined_rows(*(*parts, None)[:3], check_format(fmt), check_mode(mode))
+    return MXTensor(qdata, scale, None, -1, qdata.shape[1], parts[0].dtype, trusted=True)
 
 
 def quantize_with_amax(
@@ -148,7 +145,7 @@ def quantize_columns_with_amax(
 ) -> MXTensor:
     """`quantize(x, axis=-2, block_size=None)` with one read less. x, amax: as in `quantize_with_amax`."""
     parts, transposed = _parts("quantize_columns_with_amax", x)
-    first, wanted = parts[0], _but_rows(parts[0])
+    first, wanted = parts[0], (*parts[0].shape[:-2], parts[0].shape[-1])
     if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, first.device):
         got = f"{amax.dtype} {tuple(amax.shape)} on {amax.device}"
         raise ValueError(f"amax: got {got}, want torch.float32 {wanted} on {first.device}")
@@ -163,7 +160,7 @@ def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
     parts = [x] if isinstance(x, Tensor) else [*x]
     for part in parts:
         check_values(name, part)
-    if not parts or any(part.dim() < 2 or _but_rows(part) != _but_rows(parts[0]) for part in parts):
+    if not parts or any(part.dim() < 2 for part in parts) or len({(*p.shape[:-2], p.shape[-1]) for p in parts}) > 1:
         raise ValueError(f"{name}: got parts {[tuple(part.shape) for part in parts]}, want (..., N of each, K)")
     for part in parts:
         check_block(None, -2, part)
@@ -171,10 +168,6 @@ def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
     if len(parts) > 3 or len({part.dtype for part in parts}) > 1:
         parts = [torch.cat(parts, -2)]
     return [*(part.detach() for part in parts), None, None][:3], len(parts) == 1 and _as_stored(parts[0])[1]
-
-
-def _but_rows(x: Tensor) -> tuple[int, ...]:
-    return (*x.shape[:-2], x.shape[-1])
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:

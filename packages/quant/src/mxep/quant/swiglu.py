@@ -43,7 +43,7 @@ def swiglu(
     offs: Tensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> Tensor:
-    """silu(gate) * up * row_weight, (R, F) in gate_up's dtype; or another activation instead of silu(gate) * up.
+    """silu(gate) * up * row_weight, (R, F) in gate_up's dtype, or with another activation.
 
     gate_up: (R, 2F) bf16 | fp32 | fp16, gate first unless activation is interleaved. row_weight: (R,) fp32, or None
         for 1.
@@ -132,7 +132,12 @@ def swiglu_backward_quantize(
     _check(gate_up, row_weight, offs, d_h)
     values, gate_up_scale, outer = gate_up, None, gate_up.dtype
     if isinstance(gate_up, MXTensor):
-        values, gate_up_scale = _of_rows(gate_up)
+        if gate_up.axis != -1 or gate_up.block_size != gate_up.shape[1] or gate_up.row_index is not None:
+            raise ValueError(
+                f"gate_up: got {gate_up}, want one scale a row, as block_size=None gives, and no row index"
+            )
+        check_byte_elements("gate_up", gate_up)
+        values, gate_up_scale = gate_up.qdata, gate_up.scale.view(torch.uint8)
     if h_fmt is not None:
         check_block(block_size, -1, d_h)
     block_size = check_block(block_size, -1, gate_up)
@@ -150,14 +155,6 @@ def swiglu_backward_quantize(
         return d_gate_up, d_row_weight, None
     width = d_h.shape[1]
     return d_gate_up, d_row_weight, _mx(h, outer, width if folded else min(block_size, width))
-
-
-def _of_rows(gate_up: MXTensor) -> tuple[Tensor, Tensor]:
-    """qdata (R, 2F) and their scale bytes (R, 1)."""
-    if gate_up.axis != -1 or gate_up.block_size != gate_up.shape[1] or gate_up.row_index is not None:
-        raise ValueError(f"gate_up: got {gate_up}, want one scale a row and no row index, as block_size=None gives it")
-    check_byte_elements("gate_up", gate_up)
-    return gate_up.qdata, gate_up.scale.view(torch.uint8)
 
 
 def _mx(parts: Sequence[Tensor], dtype: torch.dtype, block_size: int) -> MXTensor:
