@@ -74,9 +74,10 @@ def describe(row: dict[str, Any]) -> str:
     """
     if row.get("skipped"):
         return f"skipped {row['skipped']}"
-    rate = f"{row['tflops']:.3g} TFLOP/s" if row.get("mfu") is None else f"MFU {row['mfu']:.1%}"
+    rate = "" if row["tflops"] is None else f" {row['tflops']:.3g} TFLOP/s"
+    rate = rate if row.get("mfu") is None else f" MFU {row['mfu']:.1%}"
     memory = "" if row.get("peak_gib") is None else f" {row['peak_gib']:.1f} GiB"
-    speed = f"{row['tokens_per_s'] / 1e3:.1f}k tokens/s {rate}{memory}"
+    speed = f"{row['tokens_per_s'] / 1e3:.1f}k tokens/s{rate}{memory}"
     return f"loss {row['loss']:.3f} {speed} load {row['expert_load']:.2f}x"
 
 
@@ -164,15 +165,15 @@ PEAKS = {
 """Dense bf16 TFLOP/s of vendors' data sheets, by part of the device's name: the first that is in it."""
 
 
-def sizes_of(model: Transformer | CausalLM, config: Config) -> SimpleNamespace:
+def sizes_of(model: Transformer | CausalLM, config: Config) -> Any:
     """Sizes of a model under the names of transformers, as `flops_per_token` reads them."""
     m = config.model
+    if m.transformers is not None:
+        decoder: Any = model.model
+        return decoder.config.get_text_config()
     named = {"hidden_size": m.dim, "num_hidden_layers": m.layers, "num_attention_heads": m.heads}
     named |= {"moe_intermediate_size": m.hidden_dim, "num_experts_per_tok": m.top_k}
-    if m.transformers is None:
-        return SimpleNamespace(**named, n_shared_experts=m.shared_experts, vocab_size=model.vocabulary)
-    decoder: Any = model.model
-    return SimpleNamespace(**vars(decoder.config.get_text_config()) | named)
+    return SimpleNamespace(**named, n_shared_experts=m.shared_experts, vocab_size=model.vocabulary)
 
 
 def peak_of(name: str) -> float | None:
@@ -190,7 +191,11 @@ class Speed:
         self.tokens = config.data.batch * config.data.length
         sizes = sizes_of(model, config)
         self.count = count_name(sizes, config.data.length)
-        self.tflop = self.tokens / config.ranks * sum(flops_per_token(sizes, config.data.length).values()) / 1e12
+        try:
+            flops: float | None = sum(flops_per_token(sizes, config.data.length).values())
+        except ValueError:  # nobody knows them of this model
+            flops = None
+        self.tflop = None if flops is None else self.tokens / config.ranks * flops / 1e12
         self.device = device
         self.peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if device.type == "cuda":
@@ -202,12 +207,12 @@ class Speed:
 
     def of(self, seconds: float, peak_bytes: int) -> dict[str, float | None]:
         """The metrics of a step. peak_bytes: the most of any rank."""
-        tflops = self.tflop / seconds
+        tflops = None if self.tflop is None else self.tflop / seconds
         return {
             "seconds": seconds,
             "tokens_per_s": self.tokens / seconds,
             "tflops": tflops,
-            "mfu": None if self.peak is None else tflops / self.peak,
+            "mfu": None if self.peak is None or tflops is None else tflops / self.peak,
             "peak_gib": peak_bytes / 2**30 if peak_bytes else None,
         }
 
