@@ -53,7 +53,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_config(text: Path) -> Callable[..., Config]:
     """make_config(*overrides, ranks=None) -> a tiny config."""
 

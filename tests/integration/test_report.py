@@ -80,7 +80,9 @@ def made_up(name: str, steps: int, *, layers: int = 3, above: float = 0.0) -> Ru
 
 
 def test_the_page_has_all_sections_the_numbers_of_metrics_jsonl_and_needs_no_network(mxep, text: Path, tmp_path: Path):
-    finished = mxep(*TINY, f"data.path={text}", "train.steps=21", "train.checkpoint_every=null", "seed=7")
+    finished = mxep(
+        *TINY, f"data.path={text}", "train.steps=21", "train.checkpoint_every=null", "seed=7", "parallel.ranks=1"
+    )
     assert finished.code == 0, finished.err
     run = tmp_path / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

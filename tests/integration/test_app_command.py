@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import itertools
+import json
 import os
 import re
 import resource
@@ -34,54 +35,76 @@ main()
 """
 
 
-def alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def alone(folder: Path, *arguments: str, code: str = WITHOUT_TORCH) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own that cannot import torch, in `folder`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["parallel.ranks=3"], "model.experts must be a multiple of 3 (parallel.ep), got 8: try parallel.ep=1 or "),
-        (["recipe.name=mxfp8_up"], "recipe: got 'mxfp8_up', want bf16, fp8, mxfp8"),
-        (["task=bench", "bench=layer"], "needs a CUDA device, and there is none here; bench.device=cpu tries"),
-        (["backend=hopper"], "backend=hopper: got ranks on CPUs, wanted CUDA devices of compute capability 9.0"),
-        (["dispatcher=nvshmem"], "dispatcher=nvshmem: got ranks on CPUs, wanted CUDA devices"),
-        (["parallel.device=cuda"], "parallel.device=cuda: got 0 CUDA devices here, wanted one for each of 2 ranks"),
-        (["optimizer.beta1=1"], "optimizer.beta1: got 1.0, wanted at least 0 and below 1"),
-        (["recipe.name=fp8_floor_ceil"], "recipe: got 'fp8_floor_ceil', want bf16, fp8, mxfp8"),
-        (["model=qwen3_30b_a3b", "model.layers=4800"], "billion parameters take"),
-        (["task=bench", "bench=quant", "bench.device=cpu"], "bench=quant measures CUDA devices alone"),
-        (
-            ["task=bench", "bench=layer", "bench.device=cpu", "bench.models=[x]"],
-            "bench.models: got 'x', wanted some",
-        ),
-        (["task=bench", "bench=comms", "bench.sections=[x]"], "bench.sections: got 'x', wanted some of headline; skew"),
-        (["task=bench", "bench=model", "bench.cases=[x]"], "bench.cases: got 'x', wanted some of baseline bf16; "),
-        (["task=bench", "bench=layer", "bench.backend=x"], "bench.backend: got 'x', wanted null"),
-        (
-            ["task=bench", "bench.shapes.rows=[[64]]"],
-            "bench.shapes.rows: got [64], wanted 2 sizes, multiples of",
-        ),
-        (["task=bench", "bench.picture=x.svg"], "bench.picture: got x.svg, wanted null: bench=quant draws none"),
-        (["data=text", "data.path=."], "data.path: no file in . ends in any of .c, "),
-        (["resume=."], "no checkpoint in .: wanted a run folder"),
-        (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0, wanted at least 1"),
-    ],
-)
-def test_a_mistake_is_told_before_torch_is_imported_and_leaves_no_folder(
-    tmp_path: Path, arguments: list[str], message: str
-):
+ALL_WITHOUT_TORCH = """
+import json, os, sys
+sys.modules["torch"] = None  # whoever imports it fails
+from mxep.integration.app import main
+for number, arguments in enumerate(json.loads(sys.argv[1])):
+    if (child := os.fork()) == 0:
+        os.mkdir(str(number))
+        os.dup2(os.open(f"said-{number}", os.O_CREAT | os.O_WRONLY), 2)
+        os.chdir(str(number))
+        sys.argv = ["mxep", *arguments]
+        main()
+        os._exit(0)
+    print(f"code {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}", flush=True)
+"""
+MISTAKES = [
+    (["parallel.ranks=3"], "model.experts must be a multiple of 3 (parallel.ep), got 8: try parallel.ep=1 or "),
+    (["recipe.name=mxfp8_up"], "recipe: got 'mxfp8_up', want bf16, fp8, mxfp8"),
+    (["task=bench", "bench=layer"], "needs a CUDA device, and there is none here; bench.device=cpu tries"),
+    (["backend=hopper"], "backend=hopper: got ranks on CPUs, wanted CUDA devices of compute capability 9.0"),
+    (["dispatcher=nvshmem"], "dispatcher=nvshmem: got ranks on CPUs, wanted CUDA devices"),
+    (["parallel.device=cuda"], "parallel.device=cuda: got 0 CUDA devices here, wanted one for each of 2 ranks"),
+    (["optimizer.beta1=1"], "optimizer.beta1: got 1.0, wanted at least 0 and below 1"),
+    (["recipe.name=fp8_floor_ceil"], "recipe: got 'fp8_floor_ceil', want bf16, fp8, mxfp8"),
+    (["model=qwen3_30b_a3b", "model.layers=4800"], "billion parameters take"),
+    (["task=bench", "bench=quant", "bench.device=cpu"], "bench=quant measures CUDA devices alone"),
+    (
+        ["task=bench", "bench=layer", "bench.device=cpu", "bench.models=[x]"],
+        "bench.models: got 'x', wanted some",
+    ),
+    (["task=bench", "bench=comms", "bench.sections=[x]"], "bench.sections: got 'x', wanted some of headline; skew"),
+    (["task=bench", "bench=model", "bench.cases=[x]"], "bench.cases: got 'x', wanted some of baseline bf16; "),
+    (["task=bench", "bench=layer", "bench.backend=x"], "bench.backend: got 'x', wanted null"),
+    (
+        ["task=bench", "bench.shapes.rows=[[64]]"],
+        "bench.shapes.rows: got [64], wanted 2 sizes, multiples of",
+    ),
+    (["task=bench", "bench.picture=x.svg"], "bench.picture: got x.svg, wanted null: bench=quant draws none"),
+    (["data=text", "data.path=."], "data.path: no file in . ends in any of .c, "),
+    (["resume=."], "no checkpoint in .: wanted a run folder"),
+    (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0, wanted at least 1"),
+]
+"""Arguments, and the message."""
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A folder with what each of MISTAKES says, and their exit codes: of forks of one process without torch."""
+    folder = tmp_path_factory.mktemp("mistakes")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    finished = alone(tmp_path, *arguments)
+    said = alone(folder, json.dumps([arguments for arguments, _ in MISTAKES]), code=ALL_WITHOUT_TORCH).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert finished.returncode == 1
-    assert message in finished.stderr
-    assert "Traceback" not in finished.stderr
-    assert not (tmp_path / "outputs").exists()
-    assert after.ru_utime - before.ru_utime < 2  # seconds of a core, whatever else runs here
+    assert after.ru_utime - before.ru_utime < 2 * len(MISTAKES)  # seconds of a core, whatever else runs here
+    return folder, [int(code) for code in re.findall(r"^code (\d+)$", said, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=[message for _, message in MISTAKES])
+def test_a_mistake_is_told_before_torch_is_imported_and_leaves_no_folder(mistakes: tuple[Path, list[int]], number: int):
+    folder, codes = mistakes
+    said = (folder / f"said-{number}").read_text()
+    assert codes[number] == 1
+    assert MISTAKES[number][1] in said
+    assert "Traceback" not in said
+    assert not (folder / str(number) / "outputs").exists()
 
 
 def test_help_names_every_group_and_choice(tmp_path: Path):
