@@ -22,8 +22,9 @@ from integration.conftest import TINY, Finished
 from integration.test_train import make_trainer, needs_gpu
 from mxep.integration import metrics
 from mxep.integration.config import ConfigError, to_json
+from mxep.integration.flops import count_name, flops_per_token
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.metrics import PEAKS, Speed, count_name, flops_per_token, peak_of, scalars
+from mxep.integration.metrics import PEAKS, Speed, peak_of, scalars
 from mxep.integration.schema import Config
 
 
