@@ -186,7 +186,8 @@ def break_steps(trainer: Trainer, steps: set[int], how: str) -> None:
 
 
 def weights_of(trainer: Trainer) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    """Biases of routers, too, which no optimizer moves."""
+    return [tensor.detach().clone() for tensor in trainer.model.state_dict().values()]
 
 
 def run_with_bad_steps(rank: Rank, config: Config, folder: Path, steps: set[int], how: str) -> str:
@@ -370,6 +371,7 @@ def test_survivors_of_a_training_run_name_the_rank_that_was_killed_within_the_ti
     with pytest.raises(RanksFailed) as failure:
         run_ranks(train_until_rank_1_dies, (config, tmp_path), world_size=ranks, timeout=200, device=device)
     assert sorted(failure.value.ranks) == list(range(ranks))
+    assert failure.value.first == "rank 1 was killed by SIGKILL before it returned"
     message = str(failure.value)
     assert "rank 1 was killed by SIGKILL before it returned" in message
     died = (tmp_path / "died").stat().st_mtime

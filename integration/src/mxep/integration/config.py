@@ -53,7 +53,7 @@ from .schema import (
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
 """Sections that `resume` takes from a checkpoint: names, numbers, and one path to read, `data.path`. All other settings
-come from the command line, above all where to write; so do those of NOT_RESTORED."""
+come from the command line, and so do those of NOT_RESTORED. No checkpoint says where to write."""
 
 NOT_RESTORED = ("model.pretrained", "train.wandb")
 """The checkpoint has the weights already, and a checkpoint of others must not start an upload."""

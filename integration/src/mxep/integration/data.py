@@ -155,7 +155,7 @@ def _tokens_of(file: str, version: tuple[int, ...]) -> int:
 
 
 def make_tokenizer(config: DataConfig, texts: Sequence[str]) -> str:
-    """The tokenizer that the section names; where it trains one, on ``texts``. ValueError if they are too few."""
+    """Read the section's tokenizer, or train one on ``texts``. ValueError if they have too few pairs of tokens."""
     if config.tokenizer is not None:
         return Path(config.tokenizer).read_text()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -187,9 +187,10 @@ def encode(tokenizer: str, texts: Sequence[str]) -> list[list[int]]:
 class Text:
     """A text cut in two.
 
-    name: where it comes from. train, valid: (N,), (M,), uint8 of bytes, int32 of tokens. digest: sha256 of all of its
-    bytes, to notice that a resumed run has another text. entropy: of single tokens, in nats a byte: the loss of a model
-    that knows their frequencies only. tokenizer: tokenizer.json as text; None of bytes. bytes_per_token: on average.
+    name: its source. train, valid: (N,), (M,), uint8 bytes or int32 tokens. bytes_per_token: on average.
+    digest: sha256 of all bytes. It tells a resumed run that the text is another.
+    entropy: of single tokens, in nats a byte. This is the loss of a model that knows only their frequencies.
+    tokenizer: tokenizer.json as text, or None for bytes.
     """
 
     name: str

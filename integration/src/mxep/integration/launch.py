@@ -227,10 +227,10 @@ def run_ranks(
 ) -> list[T]:
     """Call `fn(Rank, *args)` in `world_size` new processes and return their results, in rank order.
 
-    fn: a module-level function; ranks find it by its file and name, so its module need not be importable.
+    fn: a module-level function. Ranks find it by its file and name, so its module need not be importable.
     args, results: pickled by value (tensors too).
-    timeout: seconds for the whole job, start included; None is no limit.
-    device: "cpu" (gloo), "cuda" (rank r on device r, nccl + gloo), or "auto": "cuda" if there are enough of them.
+    timeout: seconds for the whole job, start included. None is no limit.
+    device: "cpu" (gloo) or "cuda" (rank r on device r, nccl + gloo). "auto" is "cuda" if there are enough devices.
     steps: `fn` looks at `Rank.stop`. If it does not, Ctrl-C and SIGTERM raise KeyboardInterrupt here.
 
     The default process group is up when `fn` starts and gone after it. Each rank has cores // world_size threads.
@@ -326,7 +326,7 @@ def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | Non
 
 
 def _failure(rank: int, process: ForkServerProcess, folder: Path) -> tuple[int, int, str, str]:
-    """When a rank raised, 0 if it died instead; its number; the failure in one line; with the traceback."""
+    """Return (when it raised, or 0 if it died, its number, the failure in one line, the same with the traceback)."""
     if (error := folder / f"error-{rank}").exists():
         when, line, story = pickle.loads(error.read_bytes())
         return when, rank, f"rank {rank} raised: {line}", f"rank {rank} raised:\n{story}"

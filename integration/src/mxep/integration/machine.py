@@ -26,7 +26,10 @@ def complaints(config: Config) -> Iterator[str]:
     task, bench = config.task.name, config.bench
     if task == "estimate":
         return
-    ranks, found = ranks_here(config), gpus()
+    found = gpus()
+    ranks = (
+        int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks)) if under_torchrun() else config.ranks
+    )  # of this machine
     key, asked = ("bench", bench.device) if task == "bench" else ("parallel", config.parallel.device)
     if task == "bench" and not load_benchmark("names").BENCH[bench.name].on_ranks:
         ranks = 1
@@ -44,11 +47,6 @@ def complaints(config: Config) -> Iterator[str]:
     if config.dispatcher.name == "nvshmem" and not used:
         yield "dispatcher=nvshmem: got ranks on CPUs, wanted CUDA devices: dispatcher=symmetric runs on CPUs"
     yield from _check_memory(config, ranks, used)
-
-
-def ranks_here(config: Config) -> int:
-    """Number of ranks on this machine: all of them, or torchrun's LOCAL_WORLD_SIZE."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks)) if under_torchrun() else config.ranks
 
 
 def _check_backend(key: str, backend: str | None, used: list[Gpu]) -> Iterator[str]:

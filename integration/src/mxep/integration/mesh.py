@@ -30,8 +30,8 @@ from mxep.ep.dtensors import local_tensor
 
 @dataclass(frozen=True)
 class Mesh:
-    """rank of ranks; `ep`: the group that shares experts with this rank; `dp`: the group that holds the same ones; both
-    are dimensions of `grid`."""
+    """rank of ranks. `ep`: the group that shares experts with this rank. `dp`: the group that holds the same experts.
+    Both are dimensions of `grid`."""
 
     rank: int
     ranks: int

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[Callable[[int, dict[str, Any]], None]]:
-    """Shows run ``name`` over ``steps`` steps on stderr; nothing unless ``shown``.
+    """Show the progress of run ``name`` over ``steps`` steps on stderr, if ``shown``.
 
     Yields advance(step, row): ``step`` steps are done, and ``row`` has the metrics of the last one.
     """
@@ -70,7 +70,7 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
 def describe(row: dict[str, Any]) -> str:
     """A step's metrics in a few words, in 80 columns with the steps; load is the busiest expert over the mean.
 
-    MFU where the GPU's peak is known, else TFLOP/s of a rank; the peak of memory where it is counted, on GPUs.
+    Speed is MFU if the GPU's peak is known, else TFLOP/s of a rank. GPUs have a peak of memory, too.
     """
     if row.get("skipped"):
         return f"skipped {row['skipped']}"
@@ -101,8 +101,8 @@ def log(
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields write(row) of run ``name``: a line of ``folder/metrics.jsonl``, and its numbers in ``folder/tensorboard``.
 
-    before: rows of a resumed run, which are written first. They replace what ``folder`` has of this run, which may
-    go on in its own folder. shown: on rank 0; others write nothing. With W&B the run is in the project WANDB_PROJECT or
+    before: rows of a resumed run. They are written first, and replace the rows of this run that ``folder`` has.
+    shown: True on rank 0, as others write nothing. With W&B the run is in the project WANDB_PROJECT or
     "mxep", in a group named after ``folder``.
     """
     if not shown:
@@ -222,7 +222,7 @@ CHUNK = 1 << 26  # elements compared at a time: weight gradients are large
 
 
 def snr(reference: Tensor, got: Tensor) -> float:
-    """10 log10(sum reference^2 / sum (reference - got)^2) in dB, within -LIMIT and LIMIT; -LIMIT where not finite.
+    """10 log10(sum reference^2 / sum (reference - got)^2) in dB, within -LIMIT and LIMIT. -LIMIT if it is not finite.
 
     ValueError for tensors of other shapes.
     """

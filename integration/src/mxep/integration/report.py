@@ -43,7 +43,7 @@ from .train import COUNTS, Outcome, Run
 TERMINAL = 120  # of a terminal that is asked for, if figures leave room for remarks
 REMARK = 16, 48  # fewest and most characters of a note or error in a table
 PACKAGES = "triton", "torchao", "transformers", "tokenizers"
-"""Packages whose versions results have, where installed, besides torch's."""
+"""Results name their versions, where they are installed, and torch's."""
 
 Row = dict[str, Any]
 
@@ -102,8 +102,8 @@ def _label(value: Any) -> str:
 
 @dataclass
 class Report:
-    """title: the subject. ceilings: rates to compare with, by name. seconds: how long all of it took. about: of
-    what it was made. remarks: sentences below the tables."""
+    """title: the subject. ceilings: rates to compare with, by name. seconds: the duration of all. about: its settings.
+    remarks: sentences below the tables."""
 
     title: str
     ceilings: dict[str, float]
@@ -177,7 +177,7 @@ def provenance(command: str, commit: str | None) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the repository this file lies in, "-dirty" behind it where files differ; None if there is none."""
+    """The repository's commit, with "-dirty" if files differ from it. None outside of a repository."""
     return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
 
 

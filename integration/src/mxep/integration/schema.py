@@ -126,9 +126,9 @@ class ModelConfig:
     token takes `top_k`, and `shared_experts` that all tokens take. `dim` is D, `hidden_dim` is F of one expert.
     balance_rate: how far a router's bias moves a step towards balance.
 
-    transformers: the config of a model of transformers with these sizes, its `model_type` and whatever else it has;
-    null: mxep's own decoder. pretrained: a folder with such a model, as `save_pretrained` writes it, to start from: its
-    config.json says the sizes, of which `layers` may be fewer."""
+    transformers: the config of a model of transformers with these sizes, with its `model_type`. null is mxep's own
+    decoder. pretrained: a folder of `save_pretrained` with such a model to start from. Its config.json says the sizes.
+    `layers` may be fewer."""
 
     dim: Count
     layers: Count

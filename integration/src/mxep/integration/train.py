@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 class Run:
     """One finished or stopped training run.
 
-    name: the recipe's. steps: done. stopped: by a signal, before the last step or during the loss on held-out text.
-    metrics: a dict for each step, as in metrics.jsonl. valid_loss: nats a byte on held-out text; None if stopped.
-    tflops_count: what the TFLOP/s of its metrics count.
+    name: the recipe's. steps: their number so far. metrics: a dict for each step, as in metrics.jsonl.
+    stopped: by a signal, before the last step or during the loss on held-out text.
+    valid_loss: nats a byte on held-out text, None if stopped. tflops_count: the kind of FLOPs in its metrics.
     """
 
     name: str

@@ -264,8 +264,8 @@ def verify(rank: Rank, config: Config) -> dict[str, list[Check]]:
 
 
 def make_problem(config: Config, rank: int, wide: float) -> Problem:
-    """Rank ``rank``'s tokens, fewer on higher ranks, over weights that all ranks share; values are bf16, Gaussian but
-    for a first block, of which `wide` says how much larger tokens, and smaller weights, are."""
+    """Rank ``rank``'s tokens, fewer on higher ranks, over weights that all ranks share. Values are Gaussian in bf16.
+    In a first block of features tokens are `wide` times as large, and weights as much smaller."""
     sizes = config.verify
     weights_of = torch.Generator().manual_seed(config.seed)
     w13 = (

@@ -29,11 +29,11 @@ class Options:
     """How routed experts run.
 
     Attributes:
-        recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`; "auto": MXFP8 where it pays, by
+        recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`. "auto" is MXFP8 if it pays for
             max_tokens, else bf16.
-        dispatcher, max_tokens, timeout, ranks_per_node, nodes_per_token: of :class:`mxep.ep.Dispatch`, between the
-            ranks of the ep mesh. Without EP nothing travels. max_tokens: local_batch_size * seq_len / context parallel
-            degree; torch.compile needs it with EP.
+        dispatcher, max_tokens, timeout, ranks_per_node, nodes_per_token: as of :class:`mxep.ep.Dispatch`, between the
+            ranks of the ep mesh. Without EP nothing travels. max_tokens is local_batch_size * seq_len / context
+            parallel degree. torch.compile needs it with EP.
         capacity: rows that fit on a rank, in balanced loads, or None for the worst case.
         overflow: what happens to rows over the capacity: "raise" before the optimizer steps, or "drop".
         dtype: of the activations: "bfloat16", or "float32" where training.mixed_precision_param is that.
