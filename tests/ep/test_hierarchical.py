@@ -113,7 +113,9 @@ def routings(world_size: int) -> dict[str, Ranks]:
     return {"plain": plain, "-1": none, "skewed": skewed, "top-1": top_1}
 
 
-def check_layers(ctx: Context, ranks_per_node: int, recipe: str) -> None:
+@distributed(2, 4, 6, slow=[6], device="cpu", recipe=["bf16", "mxfp8"])
+def test_a_layer_computes_what_the_definition_does(ctx: Context, recipe: str) -> None:
+    ranks_per_node = ctx.world_size // 2 if ctx.world_size < 6 else 2
     for ranks in routings(ctx.world_size).values():
         dispatcher = hierarchical(ctx, ranks_per_node, max_tokens=max(ranks.tokens))
         got = ranks.run(ctx, recipe=recipe, dispatcher=dispatcher)
@@ -121,26 +123,18 @@ def check_layers(ctx: Context, ranks_per_node: int, recipe: str) -> None:
         dispatcher.close()
 
 
-@distributed(2, device="cpu", ranks_per_node=[1, 2], recipe=["bf16", "fp8", "mxfp8"])
-def test_a_layer_on_two_ranks_computes_what_the_definition_does(ctx: Context, ranks_per_node: int, recipe: str) -> None:
-    check_layers(ctx, ranks_per_node, recipe)
-
-
-@distributed(4, 6, slow=[6], device="cpu", recipe=["bf16", "mxfp8"])
-def test_a_layer_on_nodes_of_two_ranks_computes_what_the_definition_does(ctx: Context, recipe: str) -> None:
-    check_layers(ctx, 2, recipe)
-
-
-@distributed(4, device="cpu")
-def test_one_rank_a_node_or_one_node_is_what_the_other_dispatchers_compute_and_others_round_once_more(ctx) -> None:
+@distributed(4, device="cpu", recipe=["bf16", "fp8"])
+def test_one_rank_a_node_or_one_node_is_what_the_other_dispatchers_compute_and_others_round_once_more(
+    ctx: Context, recipe: str
+) -> None:
     ranks = make_ranks([16, 40, 21, 33], experts=EXPERTS)
-    flat = ranks.run(ctx, recipe="bf16", dispatcher="symmetric")
-    one, four, two = (ranks.run(ctx, recipe="bf16", dispatcher=hierarchical(ctx, n)) for n in (1, 4, 2))
+    flat = ranks.run(ctx, recipe=recipe, dispatcher="symmetric")
+    one, four, two = (ranks.run(ctx, recipe=recipe, dispatcher=hierarchical(ctx, n)) for n in (1, 4, 2))
     assert_same_bits(one, flat)
     assert_same_bits(four, flat)
     assert not torch.equal(two.out, flat.out)
-    (dispatcher,) = (hierarchical(ctx, 2),)
-    assert_same_bits(two, ranks.run(ctx, recipe="bf16", dispatcher=dispatcher))
+    dispatcher = hierarchical(ctx, 2)
+    assert_same_bits(two, ranks.run(ctx, recipe=recipe, dispatcher=dispatcher))
     assert dispatcher.counts()["dropped"] == 0
 
 
@@ -275,7 +269,6 @@ def test_pairs_without_a_slot_are_as_good_as_not_routed(ctx: Context) -> None:
             ids[lost] = -1
     ranks.whole.expert_ids.copy_(kept)
     assert_same_bits(got, ranks.run(ctx, recipe="bf16", dispatcher=hierarchical(ctx, 2)))
-    send(dispatcher, ctx, [[-1, -1, -1]])
     assert dropped > 0
     dispatcher = hierarchical(ctx, 2, max_tokens=20, capacity=capacity, nodes_per_token=1)
     x = torch.zeros(ranks.tokens[ctx.rank], 16, dtype=torch.uint8)
@@ -373,17 +366,6 @@ def test_ranks_that_answer_and_a_store_that_does_not_are_told(ctx: Context) -> N
     gone = mock.Mock(set=mock.Mock(side_effect=dist.DistNetworkError))
     with mock.patch.dict(dist.distributed_c10d._world.pg_map, {ctx.group: ("gloo", gone)}):
         assert silence(ctx.group) == "nor does the job's store answer, on the node of rank 0"
-
-
-def test_without_processes_it_is_one_node_of_one_rank() -> None:
-    x = torch.randn(8, DIM, dtype=torch.bfloat16)
-    ids, weights = torch.randint(0, EXPERTS, (8, 2), dtype=torch.int32), torch.rand(8, 2)
-    torch.manual_seed(0)
-    one = MoE(DIM, 32, EXPERTS, 2, dispatcher="hierarchical")
-    torch.manual_seed(0)
-    assert torch.equal(
-        one(x, expert_ids=ids, weights=weights), MoE(DIM, 32, EXPERTS, 2)(x, expert_ids=ids, weights=weights)
-    )
 
 
 def test_slots_follow_from_the_capacity_and_the_nodes_that_a_token_may_reach() -> None:

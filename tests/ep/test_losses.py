@@ -177,7 +177,12 @@ def test_a_forward_that_fails_or_is_routed_from_outside_leaves_no_logits() -> No
     x = torch.randn(T, 64)
     moe = MoE(64, 32, E, K, router=Router(64, E, K, keep_logits=True), dispatcher="local", dtype=torch.float32)
     routing = {"expert_ids": torch.zeros(T, K, dtype=torch.int32), "weights": torch.ones(T, K)}
-    for call in (lambda: moe(x[:, :32]), lambda: moe(x, **routing), lambda: moe.router(x[:, :32])):
+    for call in (
+        lambda: moe(x[:, :32]),
+        lambda: moe(x, **routing),
+        lambda: moe.router(x[:, :32]),
+        lambda: moe.router(x, x),
+    ):
         moe(x)
         assert moe.router.last_logits is not None
         with contextlib.suppress(ValueError):

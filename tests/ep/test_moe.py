@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import os
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from mxep.integration.metrics import snr
 from mxep.integration.schema import CASES
 from mxep.integration.verify import BF16, MARGIN, Results, quantizers
 from ranks import Context, distributed
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def fields(results: Results) -> dict[str, torch.Tensor]:
@@ -63,7 +60,7 @@ def test_a_routing_from_outside_takes_the_place_of_the_routers(ctx) -> None:
         moe(x, expert_ids=expert_ids)
 
 
-@distributed(1, 2, 3, 4, slow=[4])
+@distributed(1, 2, 4, slow=[4])
 def test_every_case_equals_a_dense_layer(ctx) -> None:
     ranks = make_ranks([150, 200, 90, 220][: ctx.world_size])
     for recipe, dispatcher in (case.split("/") for case in CASES):
@@ -71,14 +68,14 @@ def test_every_case_equals_a_dense_layer(ctx) -> None:
             assert_as_good_as(ranks, ctx, recipe, ranks.run(ctx, recipe=recipe, dispatcher=dispatcher))
 
 
-@distributed(1, 2, 3, 4, recipe=["bf16", "fp8", "mxfp8"])
-def test_symmetric_and_all_to_all_agree_bit_for_bit_and_so_do_two_runs(ctx, recipe: str) -> None:
-    ranks = make_ranks([16, 40, 1, 33][: ctx.world_size], seed=1)
-    symmetric = ranks.run(ctx, recipe=recipe, dispatcher="symmetric")
-    assert_same_bits(symmetric, ranks.run(ctx, recipe=recipe, dispatcher="all_to_all"))
-    assert_same_bits(symmetric, ranks.run(ctx, recipe=recipe, dispatcher="symmetric"))
-    if ctx.world_size == 1:
-        assert_same_bits(symmetric, ranks.run(ctx, recipe=recipe, dispatcher="local"))
+@distributed(2, 3, recipe=["bf16", "fp8", "mxfp8"])
+def test_dispatchers_capacities_and_runs_agree_bit_for_bit(ctx, recipe: str) -> None:
+    ranks = make_ranks([16, 40, 1][: ctx.world_size], seed=1)
+    wanted = ranks.run(ctx, recipe=recipe, dispatcher="symmetric")
+    for dispatcher, capacity in (("symmetric", None), ("symmetric", Capacity.factor(4.0)), ("all_to_all", None)):
+        assert_same_bits(wanted, ranks.run(ctx, recipe=recipe, dispatcher=dispatcher, capacity=capacity))
+    if recipe == "mxfp8":
+        assert_same_bits(wanted, ranks.run(ctx, recipe=recipe, dispatcher="symmetric", capacity=Capacity.exact()))
 
 
 def extremes(world_size: int) -> dict:
@@ -89,7 +86,7 @@ def extremes(world_size: int) -> dict:
     unrouted = spread.clone()
     unrouted[::3] = -1
     unrouted[1::3, 1] = -1
-    ragged = [0, 96, 1, 7][-world_size:] if world_size == 1 else [0, 96, 1, 7][:world_size]
+    ragged = [7, 96, 0][:world_size]
     return {
         "all tokens to one rank": (tokens, (spread[:, :1] + torch.arange(3)) % (12 // world_size)),
         "all tokens to one expert": (tokens, torch.tensor([[5, -1, -1]]).repeat(n, 1)),
@@ -144,18 +141,17 @@ def test_layers_share_a_dispatcher_and_micro_batches_may_be_in_flight(ctx) -> No
     torch.testing.assert_close(alone.grad, x.grad)
 
 
-@distributed(1, 2, recipe=["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
+@distributed(2, recipe=["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
 def test_weights_with_a_main_grad_get_their_gradients_there(ctx, recipe: str) -> None:
     torch.manual_seed(0)
     moe = MoE(64, 32, 12, 3, group=ctx.group, recipe=recipe, device=ctx.device, max_tokens=24)
-    x = make_ranks([16, 24][: ctx.world_size]).tokens_of(ctx)
+    x = make_ranks([16, 24]).tokens_of(ctx)
     moe(x).sum().backward()
     wanted = [share(weight.grad).float() for weight in moe.experts.parameters()]
     for weight in moe.experts.parameters():
         weight.grad = None
         weight.main_grad = torch.zeros(share(weight).shape, device=ctx.device)
-    if ctx.world_size > 1:  # a share, or a DTensor
-        weight.main_grad = DTensor.from_local(weight.main_grad, weight.device_mesh, weight.placements)
+    weight.main_grad = DTensor.from_local(weight.main_grad, weight.device_mesh, weight.placements)  # as well as a share
     for _ in range(2):
         moe(x).sum().backward()
     for weight, once in zip(moe.experts.parameters(), wanted, strict=True):
@@ -163,9 +159,9 @@ def test_weights_with_a_main_grad_get_their_gradients_there(ctx, recipe: str) ->
         assert (share(weight.main_grad) - 2 * once).norm() <= 2**-8 * 2 * once.norm()
 
 
-@distributed(1, 2, recipe=["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
+@distributed(2, recipe=["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
 def test_micro_batches_and_offloaded_activations_change_no_bit(ctx, recipe: str) -> None:
-    ranks = make_ranks([16, 24][: ctx.world_size])
+    ranks = make_ranks([16, 24])
     torch.manual_seed(0)
     moe = MoE(64, 32, 12, 3, group=ctx.group, recipe=recipe, device=ctx.device, max_tokens=24)
 
@@ -190,30 +186,15 @@ def test_micro_batches_and_offloaded_activations_change_no_bit(ctx, recipe: str)
             assert torch.equal(got, want), schedule
 
 
-@distributed(1, 2)
-def test_weights_that_change_between_forward_and_backward_are_an_error(ctx) -> None:
-    moe = MoE(64, 32, 12, 3, group=ctx.group, device=ctx.device, max_tokens=8)
-    out = moe(torch.randn(8, 64, dtype=torch.bfloat16, device=ctx.device))
-    with torch.no_grad():
-        moe.experts.down_proj.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
 @distributed(2)
-def test_overflow_of_a_capacity_factor_is_raised_with_numbers_before_the_optimizer(ctx) -> None:
-    ranks = make_ranks([60, 60])
-    to_rank_0 = (torch.arange(120)[:, None] + torch.arange(3)) % 6
-    ranks.whole = dataclasses.replace(ranks.whole, expert_ids=to_rank_0.int())
-    # Rank 0's 6 experts get 60 rows each, padded to 64. A factor of 0.01 allows 2 rows and 6 * 31 of padding, 192 in
-    # multiples of 32: each keeps 32 rows, 168 do not fit.
-    moe = MoE(
-        64, 32, 12, 3, group=ctx.group, router=ranks.router(ctx), capacity=Capacity.factor(0.01), device=ctx.device
-    )
-    moe(ranks.tokens_of(ctx))
-    with pytest.raises(CapacityExceeded, match="192 on each rank: 168 on rank 0, which needed 384; "):  # on both
-        moe.check()
-    moe.check()  # said once
+def test_weights_that_change_between_forward_and_backward_are_an_error(ctx) -> None:
+    for where in ({"group": ctx.group}, {"dispatcher": "local"}):  # of DTensors, and of plain tensors
+        moe = MoE(64, 32, 12, 3, device=ctx.device, max_tokens=8, **where)
+        out = moe(torch.randn(8, 64, dtype=torch.bfloat16, device=ctx.device))
+        with torch.no_grad():
+            moe.experts.down_proj.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 @distributed(2)
@@ -223,15 +204,17 @@ def test_load_counts_what_a_checkpoint_recomputes_once_and_overflow_each_time(ct
     for how in (None, {"use_reentrant": True}, {"use_reentrant": False}):
         torch.manual_seed(0)
         router = Router(64, 12, 3, balance=True, device=ctx.device)
-        router.expert_bias[:6] = 10.0  # everything to rank 0, as in the test above
+        router.expert_bias[:6] = 10.0  # everything to rank 0
         capacity = Capacity.factor(0.01)
         moe = MoE(64, 32, 12, 3, group=ctx.group, router=router, capacity=capacity, device=ctx.device)
         x = ranks.tokens_of(ctx).requires_grad_()
         (moe(x) if how is None else checkpoint(moe, x, **how)).sum().backward()
         loads.append(router.load)
         lost.append(int(moe.dispatcher.counts()["dropped"]))
-        with pytest.raises(CapacityExceeded):
+        # 0.01 allows 2 rows and 31 of padding for each of 6 experts: 192 in multiples of 32.
+        with pytest.raises(CapacityExceeded, match=r"192 on each rank: \d+ on rank 0, which needed \d+; "):  # on both
             moe.check()
+        moe.check()  # said once
     assert loads[0].sum() == 180
     assert torch.equal(loads[0], loads[1])
     assert torch.equal(loads[0], loads[2])
@@ -239,44 +222,9 @@ def test_load_counts_what_a_checkpoint_recomputes_once_and_overflow_each_time(ct
     assert lost[1] == lost[2] == 2 * lost[0]
 
 
-@distributed(2)
-def test_exact_factor_and_worst_case_capacity_agree_bit_for_bit(ctx) -> None:
-    ranks = make_ranks([16, 24])
-    answers = [
-        ranks.run(ctx, recipe="mxfp8", dispatcher="symmetric", capacity=capacity)
-        for capacity in (None, Capacity.exact(), Capacity.factor(4.0))
-    ]
-    assert_same_bits(answers[0], answers[1])
-    assert_same_bits(answers[0], answers[2])
-
-
-@distributed(2)
-def test_more_tokens_than_the_workspace_was_made_for_is_an_error(ctx) -> None:
-    moe = MoE(64, 32, 12, 3, group=ctx.group, max_tokens=8, device=ctx.device)
-    with pytest.raises(ValueError, match="8"):
-        moe(torch.randn(9, 64, dtype=torch.bfloat16, device=ctx.device))
-
-
 def local(**options) -> MoE:
     torch.manual_seed(0)
     return MoE(64, 32, 8, 2, dispatcher="local", **options)
-
-
-@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="torchrun made a process group")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-def test_one_process_needs_no_process_group(device: str) -> None:
-    given = torch.randn(20, 64, dtype=torch.bfloat16, device=device)
-    answers = []
-    for dispatcher in ("symmetric", "local"):
-        torch.manual_seed(0)
-        moe = MoE(64, 32, 8, 2, dispatcher=dispatcher, device=device)
-        x = given.clone().requires_grad_()
-        out = moe(x)
-        out.sum().backward()
-        moe.check()
-        moe.close()
-        answers.append((out, x.grad, *(p.grad for p in moe.parameters())))
-    assert all(torch.equal(*pair) for pair in zip(*answers))
 
 
 def test_parameters_have_the_names_and_shapes_others_rely_on() -> None:
@@ -296,19 +244,11 @@ def test_batches_of_sequences_are_tokens_in_a_row() -> None:
     assert torch.equal(moe(x), moe(x.view(20, 64)).view(2, 10, 64))
 
 
-def test_shared_experts_add_a_dense_mlp() -> None:
-    moe = local(num_shared_experts=1)
-    x = torch.randn(10, 64, dtype=torch.bfloat16)
-    whole = moe(x)
-    shared, moe.shared = moe.shared, None
-    torch.testing.assert_close(whole, moe(x) + shared(x, recipe=moe.recipe))
-
-
 def whole(weight: torch.Tensor) -> torch.Tensor:
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
 
 
-@distributed(1, 2, 4)
+@distributed(1, 2)
 def test_one_seed_makes_one_model_however_many_ranks_share_it_and_through_meta(ctx) -> None:
     def make(device, **options) -> MoE:
         torch.manual_seed(0)
@@ -337,12 +277,6 @@ def test_one_seed_makes_one_model_however_many_ranks_share_it_and_through_meta(c
         assert moe.router.load.tolist() == [0.0] * 8, how
         for (name, a), b in zip(wanted.state_dict().items(), moe.state_dict().values(), strict=True):
             assert torch.equal(whole(a), whole(b)), f"{how}: {name}"
-
-
-@distributed(2)
-def test_a_layer_is_built_without_a_collective(ctx) -> None:
-    if ctx.rank == 0:
-        MoE(64, 32, 8, 2, group=ctx.group, device=ctx.device)
 
 
 def test_stats_count_rows_routed_sent_and_padded() -> None:
@@ -409,26 +343,13 @@ def test_bad_input_is_named(make, message: str) -> None:
         make()
 
 
-def test_ids_out_of_range_are_refused_before_anything_moves() -> None:
-    moe = local(router=FixedRouting(torch.tensor([[0, 8]]).int(), torch.ones(1, 2)))
-    with pytest.raises(ValueError, match="8"):
-        moe(torch.zeros(1, 64, dtype=torch.bfloat16))
-
-
 @pytest.mark.parametrize("wrong", [99, 8, -2, 2**31 - 1, 2**31, 2**40, -(2**40)])
-@pytest.mark.parametrize("dispatcher", ["local", "all_to_all", "symmetric"])
-def test_a_wrong_id_is_named_as_it_was_given(dispatcher: str, wrong: int) -> None:
-    moe = MoE(64, 32, 8, 2, dispatcher=dispatcher)
+def test_a_wrong_id_is_named_as_it_was_given(wrong: int) -> None:
+    moe = local()
     weights, x = torch.ones(2, 2), torch.zeros(2, 64, dtype=torch.bfloat16)
     for dtype in (torch.int64, torch.int32)[: 1 + (abs(wrong) < 2**31)]:
         with pytest.raises(ValueError, match=rf"expert ids.*\[{wrong}\]"):
             moe(x, expert_ids=torch.tensor([[0, wrong], [1, -1]], dtype=dtype), weights=weights)
-    # A copy of the ids is kept: writing to them afterwards changes nothing.
-    ids, leaf = torch.tensor([[0, 7], [1, -1]]), x.clone().requires_grad_()
-    out = moe(leaf, expert_ids=ids, weights=weights)
-    ids.fill_(3)
-    out.sum().backward()
-    moe.check()
 
 
 def test_last_routing_is_of_the_last_forward_or_of_none() -> None:
@@ -451,14 +372,6 @@ def test_last_routing_is_of_the_last_forward_or_of_none() -> None:
     assert moe.last_routing is None
 
 
-def test_logits_of_a_forward_that_failed_are_nobodys() -> None:
-    router = Router(64, 8, 2, keep_logits=True)
-    router(torch.randn(5, 64))
-    with pytest.raises(ValueError, match="mask: expected bool"):
-        router(torch.randn(5, 64), torch.ones(5))
-    assert router.last_logits is router.last_expert_ids is None
-
-
 @distributed(2)
 def test_a_rank_outside_of_the_group_is_told_so(ctx: Context) -> None:
     group = torch.distributed.GroupMember.NON_GROUP_MEMBER  # as `new_group` gives it to other ranks
@@ -474,7 +387,7 @@ def test_a_rank_outside_of_the_group_is_told_so(ctx: Context) -> None:
         load_balancing_loss(torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int32), group=group)
 
 
-@distributed(2, 3)
+@distributed(2)
 def test_update_bias_is_of_all_ranks_loads(ctx: Context) -> None:
     """Expert 0 is busy on rank 0 alone, and idle over all ranks."""
     router = Router(64, 3, 1, balance=True, device=ctx.device)
@@ -510,18 +423,15 @@ def test_a_layer_prints_its_sizes() -> None:
 
 
 @distributed(2)
-def test_a_layer_prints_what_its_batches_made_of_max_tokens(ctx: Context) -> None:
-    moe = MoE(64, 32, 12, 3, group=ctx.group, device=ctx.device)
-    assert "max_tokens=first batch)" in repr(moe)
-    moe(torch.zeros(7 - ctx.rank, 64, dtype=torch.bfloat16, device=ctx.device))
-    assert "max_tokens=7 (so far))" in repr(moe)
-
-
-@distributed(2)
-def test_a_layer_prints_how_many_experts_are_here(ctx: Context) -> None:
+def test_a_layer_of_ranks_is_built_without_a_collective_and_prints_its_share_and_max_tokens(ctx: Context) -> None:
     moe = MoE(64, 32, 12, 3, group=ctx.group, device=ctx.device)
     assert "Experts(num_experts=12, local_experts=6, dim=64, hidden_dim=32, dtype=torch.bfloat16)" in repr(moe)
     assert "SymmetricDispatcher(ranks=2, " in repr(moe)
+    assert "max_tokens=first batch)" in repr(moe)
+    moe(torch.zeros(7 - ctx.rank, 64, dtype=torch.bfloat16, device=ctx.device))
+    assert "max_tokens=7 (so far))" in repr(moe)
+    if ctx.rank == 0:
+        MoE(64, 32, 8, 2, group=ctx.group, device=ctx.device)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
@@ -539,24 +449,17 @@ def test_a_wider_row_than_the_dispatcher_has_room_for_is_refused() -> None:
         moe(torch.zeros(4, 64))
 
 
-def test_inference_mode_first_then_training() -> None:
-    moe = local()
-    x = torch.randn(20, 64, dtype=torch.bfloat16)
+def test_a_layer_runs_in_inference_mode_and_trains_afterwards_or_is_made_there() -> None:
+    moe, x = local(), torch.randn(20, 64, dtype=torch.bfloat16)
     with torch.inference_mode():
         before = moe(x)
+        made = local()
+        made.load_state_dict(moe.state_dict())
+        assert torch.equal(made(x), before)
     after = moe(x)
     after.sum().backward()
     assert torch.equal(before, after)
     moe.check()
-
-
-def test_a_layer_made_in_inference_mode_runs_there() -> None:
-    with torch.inference_mode():
-        moe = local()
-        x = torch.randn(20, 64, dtype=torch.bfloat16)
-        again = local()
-        again.load_state_dict(moe.state_dict())
-        assert torch.equal(moe(x), again(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -596,26 +499,10 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
         dx.square().sum().backward()
 
 
-def test_a_compiled_block_computes_what_the_eager_one_does() -> None:
-    moe = local()
-    x = torch.randn(20, 64, dtype=torch.bfloat16)
-
-    def run(block) -> tuple[torch.Tensor, torch.Tensor]:
-        leaf = x.clone().requires_grad_()
-        out = block(leaf)
-        out.sum().backward()
-        return out, leaf.grad
-
-    for got, wanted in zip(
-        run(torch.compile(lambda t: moe(t * 2) + t, backend="eager")), run(lambda t: moe(t * 2) + t)
-    ):
-        assert torch.equal(got, wanted)
-
-
-def test_ids_may_be_overwritten_between_forward_and_backward() -> None:
-    router = FixedRouting(torch.tensor([[0, 1], [2, 3]]).int(), torch.ones(2, 2))
-    moe = MoE(64, 32, 8, 2, dispatcher="all_to_all", router=router)
-    grads = []
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_may_be_overwritten_between_forward_and_backward(dtype: torch.dtype) -> None:
+    router = FixedRouting(torch.tensor([[0, 1], [2, 3]], dtype=dtype), torch.ones(2, 2))
+    moe, grads = local(router=router), []
     for overwrite in (False, True):
         x = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
         out = moe(x)
