@@ -134,8 +134,7 @@ def test_gpus_hold_their_experts_alone(ctx, fmt: str, dispatcher: str) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(("fmt", "held"), [("mxfp8", False), ("mxfp4", True)])
 def test_it_is_replayed(monkeypatch: pytest.MonkeyPatch, fmt: str, held: bool) -> None:
     frozen, _ = make_layers(fmt)
     with replays_on_the_cpu(monkeypatch):

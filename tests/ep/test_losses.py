@@ -75,7 +75,7 @@ def test_ids_out_of_range_count_as_little_as_minus_one() -> None:
 def test_nan_logits_of_tokens_that_are_not_routed_reach_no_loss_and_no_gradient(score: str) -> None:
     logits, ids = torch.randn(5, 4), torch.tensor([[0, 1], [-1, -1], [2, -1], [9, -1], [3, 0]])
     found = []
-    for unrouted in (0.0, float("nan"), float("inf")):
+    for unrouted in (0.0, float("nan"), float("inf"), float("-inf")):
         leaf = logits.clone()
         leaf[[1, 3]] = unrouted
         loss = load_balancing_loss(leaf.requires_grad_(), ids, score=score)

@@ -1,7 +1,5 @@
 """Padding is in no expert: a masked layer computes what the layer computes without the padding."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -58,7 +56,7 @@ def assert_alike(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
             assert torch.equal(got[name], value), name
 
 
-@distributed(1, 2, recipe=["bf16", "mxfp8"], dispatcher=DISPATCHERS)
+@distributed(2, recipe=["bf16", "mxfp8"], dispatcher=DISPATCHERS)
 def test_a_masked_batch_is_the_packed_one(ctx: Context, recipe: str, dispatcher: str) -> None:
     x, mask = padded(ctx)
     moe = make(ctx, recipe=recipe, dispatcher=dispatcher)
@@ -177,16 +175,6 @@ def test_a_mask_that_does_not_fit_is_named() -> None:
             moe(x, mask=mask)
     with pytest.raises(ValueError, match="on meta"):
         moe(x, mask=torch.ones(2, 3, dtype=torch.bool, device="meta"))
-
-
-def test_losses_leave_out_what_is_not_routed_whatever_it_holds() -> None:
-    logits, ids = torch.randn(6, 4), torch.tensor([[0], [1], [-1], [3], [-1], [2]])
-    for score, filler in itertools.product(("softmax", "sigmoid"), (float("nan"), float("-inf"))):
-        given = logits.masked_fill(ids < 0, filler).requires_grad_()
-        loss = load_balancing_loss(given, ids, score=score)
-        loss.backward()
-        torch.testing.assert_close(loss, load_balancing_loss(logits[ids[:, 0] >= 0], ids[ids >= 0, None], score=score))
-        assert given.grad.isfinite().all()
 
 
 @distributed(1, device="cuda")

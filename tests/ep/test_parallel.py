@@ -11,7 +11,7 @@ from mxep.ep import ExpertParallel, MoE
 from ranks import distributed
 
 
-@distributed(1, 2, 4)
+@distributed(2)
 def test_sharded_layer_equals_the_whole_one_and_its_weights_are_dtensors(ctx) -> None:
     def whole() -> nn.ModuleDict:
         torch.manual_seed(0)
@@ -38,21 +38,3 @@ def test_only_whole_layers_are_sharded(ctx) -> None:
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     with pytest.raises(ValueError, match="holds all its experts, got Linear"):
         parallelize_module(nn.ModuleDict({"moe": nn.Linear(2, 2)}), mesh, {"moe": ExpertParallel()})
-
-
-@distributed(2)
-def test_a_sharded_layer_trains_in_mxfp8(ctx) -> None:
-    torch.manual_seed(0)
-    moe = MoE(64, 32, 8, 2, dispatcher="local", device=ctx.device)
-    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
-    moe = parallelize_module(nn.ModuleDict({"moe": moe}), mesh, {"moe": ExpertParallel(max_tokens=64)})["moe"]
-    optimizer = torch.optim.AdamW(moe.experts.parameters(), lr=1e-2)
-    x = torch.randn(64, 64, dtype=torch.bfloat16).to(ctx.device)
-    losses = []
-    for _ in range(10):
-        loss = (moe(x) - x.flip(0)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]

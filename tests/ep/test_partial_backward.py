@@ -56,11 +56,11 @@ class Case:
         return seen
 
 
-@distributed(1, 2)
+@distributed(2)
 @pytest.mark.parametrize("layer", [pytest.param("composed", marks=splits_functions), "in one"])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_dx_then_weights_is_one_backward_bit_for_bit_each_move_made_once(ctx, recipe: str, layer: str) -> None:
-    ranks = make_ranks([70, 45][: ctx.world_size], seed=4)
+    ranks = make_ranks([70, 45], seed=4)
     one, case = (Case(ctx, ranks, layer=layer, recipe=recipe) for _ in range(2))
     wanted = torch.autograd.grad(one.out, (one.x, one.weights, one.proj, one.down), one.d_out)
     whole = one.took()
@@ -83,10 +83,10 @@ def test_dx_then_weights_is_one_backward_bit_for_bit_each_move_made_once(ctx, re
     assert all(torch.equal(a, b) for a, b in zip(wanted, got))
 
 
-@distributed(1, 2)
+@distributed(2)
 @pytest.mark.parametrize("layer", [pytest.param("composed", marks=splits_functions), "in one"])
 def test_main_grads_take_nothing_from_a_backward_for_dx_and_once_from_the_one_for_weights(ctx, layer: str) -> None:
-    ranks = make_ranks([70, 45][: ctx.world_size], seed=5)
+    ranks = make_ranks([70, 45], seed=5)
     one, case = (Case(ctx, ranks, layer=layer, recipe="mxfp8", main_grads=True) for _ in range(2))
     one.out.backward(one.d_out)
     torch.autograd.grad(case.out, case.x, case.d_out, retain_graph=True)
@@ -114,7 +114,7 @@ def test_another_gradient_of_the_output_is_not_taken_for_the_first(ctx) -> None:
     assert proj.any()
 
 
-@distributed(1, 2)
+@distributed(2)
 @splits_functions
 def test_torchs_zero_bubble_schedule_on_a_model_of_two_layers(ctx) -> None:
     def model() -> torch.nn.ModuleList:

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
-from mxep.ep import MoE, clip_grad_norm_, load_balancing_loss, run_experts
+from mxep.ep import MoE, clip_grad_norm_, run_experts
 
 
 def made(**options: object) -> MoE:
@@ -15,9 +15,8 @@ def made(**options: object) -> MoE:
     return MoE(64, 32, 8, 2, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dispatcher", ["symmetric", "local", "all_to_all"])
-def test_a_pickled_layer_that_has_run_computes_what_it_did(dispatcher: str) -> None:
-    moe = made(dispatcher=dispatcher)
+def test_a_pickled_layer_that_has_run_computes_what_it_did() -> None:
+    moe = made()
     moe(torch.randn(24, 64).bfloat16())
     copied, x = pickle.loads(pickle.dumps(moe)), torch.randn(24, 64).bfloat16()
     assert torch.equal(copied(x), moe(x))
@@ -32,21 +31,6 @@ def test_two_kinds_of_gradients_of_a_parameter_are_not_clipped() -> None:
     weight.main_grad = weight.grad.float()  # type: ignore[attr-defined, union-attr]
     with pytest.raises(ValueError, match="has main_grad and grad: clip before one is copied"):
         clip_grad_norm_(moe.parameters(), 1.0)
-
-
-def test_torchs_default_dtype_changes_nothing() -> None:
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.set_default_dtype(dtype)
-        try:
-            moe, x = made(dispatcher="all_to_all"), torch.ones(24, 64, dtype=torch.bfloat16)
-            logits = torch.arange(48.0, dtype=torch.float32).view(6, 8)
-            loss = load_balancing_loss(logits, logits.topk(2).indices)
-            moe(x).float().sum().backward()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        found.append([loss, *(p.detach() for p in moe.parameters()), *(p.grad for p in moe.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
