@@ -137,9 +137,9 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
     moe = make_layer("mxfp4")
     before = {name: value.clone() for name, value in moe.experts.base.state_dict().items()}
     x, target = tokens(count=64), tokens(seed=1, count=64)
-    optimizer = torch.optim.AdamW([p for p in moe.experts.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in moe.experts.parameters() if p.requires_grad], lr=3e-2)
     losses = []
-    for _ in range(30):
+    for _ in range(12):
         loss = (moe(x).float() - target.float()).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -290,10 +290,10 @@ def test_stats_count_rows_routed_sent_and_padded() -> None:
 
 def test_the_layer_trains() -> None:
     moe = local(num_shared_experts=1)
-    optimizer = torch.optim.AdamW(moe.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-2)
     x = torch.randn(64, 64, dtype=torch.bfloat16)
     losses = []
-    for _ in range(30):
+    for _ in range(12):
         loss = (moe(x) - x.flip(0)).float().square().mean()
         loss.backward()
         moe.check()

@@ -52,16 +52,16 @@ def test_calls_that_differ_in_anything_have_graphs_of_their_own() -> None:
     kinds += [{"recipe": recipe} for recipe in ("mxfp8_32x32", "mxfp8_mxfp4_weights", "bf16", "mxfp8_gate_up_fp8")]
     kinds += [{"halves": True}]
     with no_replays():
-        wanted = [[run(dispatcher, **kind, seed=seed) for kind in kinds] for seed in range(4)]
+        wanted = [[run(dispatcher, **kind, seed=seed) for kind in kinds] for seed in range(3)]
     assert not any(each.replays for each in dispatcher.passes.values())
-    for seed in range(4):
+    for seed in range(3):
         for kind, want in zip(kinds, wanted[seed]):
             for got, other in zip(run(dispatcher, **kind, seed=seed), want, strict=True):
                 assert (got is None) == (other is None), kind
                 assert got is None or torch.equal(got, other), kind
     forward, backward = (each.replays for each in dispatcher.passes.values())
-    assert forward == 4 * len(kinds) - 2 * 9, "all but the first two of each; a scale of gradients is not forward's"
-    assert backward == 2 * (len(kinds) - 1)
+    assert forward == 3 * len(kinds) - 2 * 9, "all but the first two of each; a scale of gradients is not forward's"
+    assert backward == len(kinds) - 1
 
 
 def test_a_dispatcher_is_asked_before_and_told_after_each_graph() -> None:

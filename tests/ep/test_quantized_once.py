@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def layer(recipe: str = "mxfp8", seed: int = 0) -> MoE:
     torch.manual_seed(seed)
-    return MoE(64, 64, 8, 2, recipe=recipe, dispatcher=LocalDispatcher(8), device=DEVICE)
+    return MoE(64, 64, 4, 2, recipe=recipe, dispatcher=LocalDispatcher(4), device=DEVICE)
 
 
 def batch(seed: int) -> Tensor:
@@ -23,7 +23,7 @@ def batch(seed: int) -> Tensor:
     return x.requires_grad_()
 
 
-def step(model: Any, moe: MoE, micro_batches: int = 3) -> list[Tensor]:
+def step(model: Any, moe: MoE, micro_batches: int = 2) -> list[Tensor]:
     """Outputs and gradients of x of all micro-batches, then those of the parameters."""
     moe.zero_grad()
     results = []
@@ -67,7 +67,7 @@ def test_graph_trees_of_torch_compile_quantize_at_each_call(dispatcher: str) -> 
     torch._dynamo.reset()
     moe, alone = layer(), layer()
     if dispatcher == "symmetric":
-        moe.dispatcher = SymmetricDispatcher(8, dim=64, max_tokens=24)
+        moe.dispatcher = SymmetricDispatcher(4, dim=64, max_tokens=24)
     compiled = torch.compile(moe, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         outs = []

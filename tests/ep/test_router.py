@@ -168,7 +168,7 @@ def test_update_bias_lifts_idle_experts_and_spreads_the_load() -> None:
 
     before = most_loaded()
     r.train()
-    for rate in [1e-2] * 100 + [3e-3] * 100 + [1e-3] * 200:
+    for rate in [1e-2] * 80 + [3e-3] * 40 + [1e-3] * 40:
         r(x)
         r.update_bias(rate)
     assert r.load.sum() == 0

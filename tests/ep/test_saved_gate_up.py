@@ -115,13 +115,13 @@ def test_what_lies_behind_the_rows_that_came_matters_to_none_of_them() -> None:
 def test_micro_batches_in_flight_have_what_each_of_them_kept(held: bool) -> None:
     torch.manual_seed(0)
     moe = MoE(DIM, HIDDEN_DIM, E, 2, recipe=PAIRS[0][1], dispatcher="local", num_shared_experts=1, device=DEVICE)
-    batches = [torch.randn(T - 40 * i, DIM, device=DEVICE, dtype=torch.bfloat16) for i in range(3)]
+    batches = [torch.randn(40 - 8 * i, DIM, device=DEVICE, dtype=torch.bfloat16) for i in range(2)]
 
     def gradients(out: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(out.float().square().sum(), [*moe.parameters()]))
 
     wanted = [gradients(moe(x)) for x in batches]
-    for _ in range(3):  # on a GPU the passes are graphs from the second time on
+    for _ in range(3 if DEVICE.type == "cuda" else 1):  # on a GPU the passes are graphs from the second time on
         with quantize_weights_once() if held else torch.enable_grad():
             outs = [moe(x) for x in batches]
             got = [gradients(out) for out in reversed(outs)]

