@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mxep.comms import CapacityExceeded
-from mxep.ep import clip_grad_norm_, make_dispatcher, parameter_groups
+from mxep.ep import accumulate_in_place, clip_grad_norm_, make_dispatcher, parameter_groups
 from mxep.gemm import Recipe, quantize_weights_once
 
 from . import checkpoint
@@ -227,7 +227,11 @@ class Trainer:
         self.gradients.zero()
         train = self.config.train
         again = train.micro_batches > 1 or train.activation_checkpointing  # else each weight is used once each way
-        with quantize_weights_once() if again else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if again:
+                stack.enter_context(quantize_weights_once())
+            if train.micro_batches > 1:
+                stack.enter_context(accumulate_in_place())
             return backward(self.model, inputs, targets, train.micro_batches)
 
     def _reduce(self) -> tuple[Tensor]:
