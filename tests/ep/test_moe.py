@@ -502,12 +502,13 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ids_may_be_overwritten_between_forward_and_backward(dtype: torch.dtype) -> None:
     router = FixedRouting(torch.tensor([[0, 1], [2, 3]], dtype=dtype), torch.ones(2, 2))
-    moe, grads = local(router=router), []
+    # `redispatch` reads them in backward.
+    moe, grads = MoE(64, 32, 8, 2, dispatcher=SymmetricDispatcher(8, dim=64), router=router), []
     for overwrite in (False, True):
         x = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
         out = moe(x)
         if overwrite:
-            router.expert_ids.fill_(7)
+            router.expert_ids.fill_(-1)
         out.sum().backward()
         grads.append(x.grad)
     assert torch.equal(*grads)
