@@ -40,8 +40,8 @@ from benchmarks.step import SIZES
 from mxep.ep.frozen import register_frozen
 from mxep.gemm import freeze
 from mxep.gemm.frozen import FORMATS
-from mxep.integration.transformers.frozen import keep_names, strip
-from mxep.integration.transformers.layer import is_experts, weight_names
+from mxep.integration.transformers.experts import is_experts, weight_names
+from mxep.integration.transformers.quantized import keep_names, strip
 from mxep.quant import MXTensor, quantize
 
 GIB = 2**30

@@ -59,9 +59,8 @@ from mxep.integration.metrics import snr
 from mxep.integration.report import Row
 from mxep.integration.schema import RECIPES
 from mxep.integration.transformers import Implementation, check, expert_parallel, register
-from mxep.integration.transformers.layer import layers
+from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, layers, own_expert_parallel
 from mxep.integration.transformers.optimize import CAUSAL, multiply_by
-from mxep.integration.transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
 
 from .layer import GIB, memory_of
 from .names import MODELS

@@ -65,8 +65,7 @@ from mxep.ep.dtensors import local_tensor, local_weight
 from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
 from mxep.integration.flops import count_name, flops_per_token
 from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register
-from mxep.integration.transformers.layer import layers
-from mxep.integration.transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
+from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, layers, own_expert_parallel
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 CAPACITY = 2.0  # times the balanced load of a rank

@@ -21,7 +21,7 @@ from mxep.integration.config import ConfigError
 from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
 from mxep.integration.report import Report
-from mxep.integration.transformers.versions import own_expert_parallel
+from mxep.integration.transformers.experts import own_expert_parallel
 
 SHAPE = [32, 1, 64, 32, 8, 2]
 ON_CPU = ("task=bench", "bench=model", "bench.device=cpu", "parallel.timeout=300")

@@ -25,8 +25,9 @@ from mxep.ep import LocalDispatcher
 from mxep.gemm import Recipe, quantize_once
 from mxep.gemm.recipe import LEAST
 from mxep.integration.metrics import snr
-from mxep.integration.transformers import Implementation, check, load_report, register, route_llama4, versions
-from mxep.integration.transformers.layer import Layer, layers
+from mxep.integration.transformers import Implementation, check, load_report, register, route_llama4
+from mxep.integration.transformers import experts as experts_module
+from mxep.integration.transformers.experts import Layer, layers
 from mxep.quant import SwiGLU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -288,7 +289,7 @@ def test_mxep_auto_is_picked_once_by_the_first_batch_that_trains(
 
 
 def test_every_name_is_registered() -> None:
-    assert set(mxep_transformers.NAMES) <= set(versions.ALL_EXPERTS_FUNCTIONS.keys())
+    assert set(mxep_transformers.NAMES) <= set(experts_module.ALL_EXPERTS_FUNCTIONS.keys())
     assert {"mxep_bf16", "mxep_fp8", "mxep_mxfp8"} <= set(mxep_transformers.NAMES)
 
 
@@ -303,7 +304,7 @@ def test_a_missing_or_old_transformers_is_named(
     for name in [name for name in sys.modules if name.startswith("transformers.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None if version is None else old)  # type: ignore[arg-type]
-    spec = importlib.util.spec_from_file_location("versions_again", versions.__file__)
+    spec = importlib.util.spec_from_file_location("mxep.integration.transformers.again", experts_module.__file__)
     assert spec is not None
     assert spec.loader is not None
     with pytest.raises(ImportError, match=message):

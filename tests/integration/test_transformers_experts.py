@@ -16,7 +16,8 @@ import transformers
 from mxep.ep import LocalDispatcher, run_experts
 from mxep.gemm import Recipe, grouped_mm
 from mxep.integration.metrics import snr
-from mxep.integration.transformers import NAMES, layer
+from mxep.integration.transformers import NAMES
+from mxep.integration.transformers import experts as experts_module
 from mxep.quant import SwiGLU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,7 +121,7 @@ def test_a_gate_is_known_with_its_limits(folder: str, name: str, wanted: SwiGLU 
     file = MODELS / folder / f"modeling_{folder}.py"
     if not file.exists() or name not in DECORATED.findall(file.read_text()):
         pytest.skip(f"this transformers does not decorate {name}")
-    assert layer.activation_of(made(folder, name)) == wanted
+    assert experts_module.activation_of(made(folder, name)) == wanted
 
 
 def test_a_gate_of_its_own_keeps_what_it_wants_and_refuses_fp8() -> None:
@@ -139,7 +140,7 @@ def test_all_of_them_equal_their_own_code() -> None:
             wanted, got = run(experts, "eager"), run(experts, "mxep_bf16")
             lowest = min(snr(wanted[each], got[each]) for each in wanted)
             assert lowest > 125, name  # fp32, two products, sums in another order
-            fused[name] = getattr(experts, layer.KEY).activation is not None
+            fused[name] = getattr(experts, experts_module.KEY).activation is not None
     assert len(fused) > 40
     assert sum(fused.values()) > 0.7 * len(fused)
 
@@ -164,7 +165,7 @@ def test_each_layout_in_mxfp8_whatever_lies_in_rows_without_a_token(
     def garbage(rows: Tensor, w: Tensor, offs: Tensor, **options: Any) -> Tensor:
         return Garbage.apply(grouped_mm(rows, w, offs, **options), offs)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(layer, "grouped_mm", garbage)
+    monkeypatch.setattr(experts_module, "grouped_mm", garbage)
     experts = made(folder, name)
     wanted, got = run(experts, "eager"), run(experts, "mxep_mxfp8")
     for each in wanted:
@@ -189,4 +190,4 @@ def test_a_limit_and_an_alpha_are_found_by_either_name(name: str, alpha: str | N
             gate, up = gate.clamp(max=5.0), up.clamp(-5.0, 5.0)
             return up * gate * torch.sigmoid(gate * (1.0 if alpha is None else 1.5))
 
-    assert layer.activation_of(Experts()) == SwiGLU(1.0 if alpha is None else 1.5, 5.0)
+    assert experts_module.activation_of(Experts()) == SwiGLU(1.0 if alpha is None else 1.5, 5.0)

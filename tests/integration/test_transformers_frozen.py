@@ -20,9 +20,8 @@ from integration.test_transformers_experts import made, run
 from integration.tiny_models import force_routing, tiny, token_ids, worst
 from mxep.ep.lora import LoRAWeights
 from mxep.integration.metrics import snr
-from mxep.integration.transformers import FrozenExperts, MxepCallback, expert_parallel, freeze_experts
-from mxep.integration.transformers import frozen as frozen_module
-from mxep.integration.transformers.layer import is_experts, weight_names
+from mxep.integration.transformers import FrozenExperts, MxepCallback, expert_parallel, freeze_experts, quantized
+from mxep.integration.transformers.experts import is_experts, weight_names
 from ranks import Context, distributed
 
 TOKENS = 40
@@ -197,14 +196,14 @@ def test_a_layer_is_freed_before_the_next_is_frozen() -> None:
     model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16, num_hidden_layers=3)
     alive = [weakref.ref(p) for n, p in model.named_parameters() if ".experts." in n]
     seen: list[int] = []
-    own = frozen_module.freeze
+    own = quantized.freeze
 
     def counting(*given: Any, **how: Any) -> Any:
         seen.append(sum(each() is not None for each in alive))
         return own(*given, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frozen_module, "freeze", counting)
+        patch.setattr(quantized, "freeze", counting)
         freeze_experts(model, "mxfp4")
     assert seen == [6, 6, 4, 4, 2, 2]
 

@@ -19,7 +19,7 @@ from peft.tuners.lora import LoraModel
 from integration.tiny_models import force_routing, tiny, token_ids, worst
 from mxep.integration.metrics import snr
 from mxep.integration.transformers import FrozenExperts, freeze_experts, merge_and_freeze, optimize
-from mxep.integration.transformers.layer import weight_names
+from mxep.integration.transformers.experts import weight_names
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

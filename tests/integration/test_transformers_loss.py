@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from integration.tiny_models import TOKENS, tiny, token_ids
 from mxep.integration.metrics import snr
-from mxep.integration.transformers.loss import defer_head, linear_cross_entropy, reason_to_keep_loss
+from mxep.integration.transformers.optimize import defer_head, linear_cross_entropy, reason_to_keep_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

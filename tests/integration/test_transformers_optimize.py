@@ -29,9 +29,8 @@ from mxep.integration.transformers import (
     optimize,
     register,
 )
-from mxep.integration.transformers.layer import layers
-from mxep.integration.transformers.loss import DeferredHead
-from mxep.integration.transformers.optimize import _compiled_class
+from mxep.integration.transformers.experts import layers
+from mxep.integration.transformers.optimize import DeferredHead, _compiled_class
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from integration.tiny_models import tiny
-from mxep.integration.transformers.versions import own_expert_parallel
+from mxep.integration.transformers.experts import own_expert_parallel
 from ranks import Context, distributed
 
 PAGE = Path(__file__).parents[2] / "docs/guides/transformers.md"

@@ -34,8 +34,7 @@ from mxep.integration.transformers import (
     register,
     route_llama4,
 )
-from mxep.integration.transformers.layer import layers
-from mxep.integration.transformers.versions import own_expert_parallel, own_tensor_parallel
+from mxep.integration.transformers.experts import layers, own_expert_parallel, own_tensor_parallel
 from ranks import Context, distributed
 
 

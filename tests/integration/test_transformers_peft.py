@@ -23,7 +23,7 @@ from mxep.ep.dtensors import local_tensor
 from mxep.gemm import convert, convert_mode
 from mxep.integration.metrics import snr
 from mxep.integration.transformers import expert_parallel
-from mxep.integration.transformers.layer import layers
+from mxep.integration.transformers.experts import layers
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")

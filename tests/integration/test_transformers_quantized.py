@@ -20,7 +20,7 @@ from integration.quantized_checkpoints import change, write
 from integration.tiny_models import force_routing, token_ids
 from mxep.integration.metrics import snr
 from mxep.integration.transformers import FrozenExperts, load_quantized
-from mxep.integration.transformers.layer import weight_names
+from mxep.integration.transformers.experts import weight_names
 from quant.checkpoints import KINDS
 from ranks import Context, distributed
 

@@ -18,7 +18,7 @@ from mxep.integration.transformers import (
     replay_routing,
     route_llama4,
 )
-from mxep.integration.transformers.layer import layers
+from mxep.integration.transformers.experts import layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, LENGTH, LAYERS, TOP_K, EXPERTS = 2, 24, 2, 2, 4

@@ -26,7 +26,7 @@ from mxep.gemm import QuantizedOnce, quantize_weights_once
 from mxep.gemm.quantize_once import weights_are_held
 from mxep.integration.transformers import MxepCallback, callback, expert_parallel, load_report
 from mxep.integration.transformers.callback import restore
-from mxep.integration.transformers.versions import own_expert_parallel
+from mxep.integration.transformers.experts import own_expert_parallel
 from ranks import Context, distributed
 
 STEPS = 3

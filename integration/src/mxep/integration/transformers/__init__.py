@@ -7,10 +7,10 @@ Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and ot
 implementations of experts and, where transformers has expert parallelism of its own, of that.
 docs/guides/transformers.md is the page to paste from.
 
-Files: `implementation` and `layer` for the experts' forward, `frozen` for quantized experts, `lora` for PEFT's LoRA on
-experts, `quantized` and `export` for their checkpoints, `replay` for the routing of a rollout, `parallel` for expert
-parallelism, `optimize` and `loss` for what is not expert, `callback` and `checks` for a Trainer, `model` for the `mxep`
-command.
+Files: `experts` has their forward, and `routed` that of experts which transformers' registry does not reach.
+`quantized`, `lora` and `export` are for quantized experts. `replay` is for the routing of a rollout, `parallel` for
+expert parallelism. `optimize` has the loss and all that is not expert, `callback` a Trainer's checks, and `model` the
+models of the `mxep` command.
 """
 
 from importlib.util import find_spec
@@ -18,17 +18,16 @@ from importlib.util import find_spec
 from mxep.gemm import Recipe
 from mxep.gemm.recipe import AUTO
 
-from .callback import MxepCallback
-from .checks import check, load_report
+from .experts import Implementation, own_tensor_parallel  # first: is transformers there?
+
+# isort: split
+from .callback import MxepCallback, check, load_report
 from .export import save_quantized
-from .frozen import FrozenExperts, freeze_experts
-from .implementation import Implementation, route_experts, route_llama4
-from .loss import linear_cross_entropy
-from .optimize import optimize
+from .optimize import linear_cross_entropy, optimize
 from .parallel import check_tensor_parallelism, expert_parallel, register
-from .quantized import load_quantized
+from .quantized import FrozenExperts, freeze_experts, load_quantized
 from .replay import joined_routing, record_routing, replay_routing
-from .versions import own_tensor_parallel
+from .routed import route_experts, route_llama4
 
 __all__ = [
     "NAMES",

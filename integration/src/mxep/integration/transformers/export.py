@@ -48,10 +48,8 @@ from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXTensor, quantize, quantize
 from mxep.quant.checkpoint import INDEX
 
 from ..metrics import LIMIT, snr
-from .frozen import CONVERSIONS, FrozenExperts
-from .implementation import Implementation
-from .layer import is_experts, weight_names
-from .versions import ALL_EXPERTS_FUNCTIONS
+from .experts import ALL_EXPERTS_FUNCTIONS, Implementation, is_experts, weight_names
+from .quantized import CONVERSIONS, FrozenExperts
 
 Format = Literal["mxfp8", "mxfp4", "fp8_block"]
 LAYOUTS = {

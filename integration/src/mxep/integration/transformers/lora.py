@@ -40,11 +40,9 @@ from mxep.ep.lora import RANK_MULTIPLE, LoRAWeights
 from mxep.gemm import FrozenWeight
 from mxep.gemm.frozen import FrozenFormat
 
-from .frozen import FrozenExperts, freeze_module, own_names, thaw
-from .implementation import Implementation
-from .layer import KEY, is_experts, weight_names
+from .experts import ALL_EXPERTS_FUNCTIONS, KEY, Implementation, is_experts, weight_names
 from .parallel import check_adapters, replicate
-from .versions import ALL_EXPERTS_FUNCTIONS
+from .quantized import FrozenExperts, freeze_module, own_names, thaw
 
 
 class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]

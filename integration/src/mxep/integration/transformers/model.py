@@ -48,8 +48,7 @@ from ..config import ConfigError
 from ..mesh import Mesh
 from ..model import linear_recipe, make_dispatch
 from ..schema import Config, is_causal_alone
-from .implementation import Implementation
-from .layer import KEY, Layer
+from .experts import KEY, Implementation, Layer
 from .optimize import CAUSAL, multiply_by
 from .parallel import expert_parallel, register
 

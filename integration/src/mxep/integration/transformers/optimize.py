@@ -2,11 +2,22 @@
 
     experts      mxep's, if their implementation is not one already
     linears      of attention and dense MLPs in a quantized recipe; those that read one tensor are one GEMM
-    loss         head and cross-entropy in chunks of rows, in training: no logits of all tokens (loss.py)
+    loss         head and cross-entropy in chunks of rows, in training: no logits of all tokens
     attention    SDPA, which is cuDNN's attention on Hopper from torch 2.11 on if no mask is needed
     compile      each decoder layer as a whole, experts' op included: norms, RoPE, router and residuals are fused
 
-Trainers and training loops stay as they are.
+Trainers and training loops stay as they are. The loss:
+
+    for h (rows, D) in hidden:    logits = h W^T -> loss, d_logits -> d_h = d_logits W,  dW += d_logits^T h
+
+Forward computes the gradients as well, so that no chunk of logits is computed twice. Backward scales them by the
+gradient of the loss. At T 8192, V 151936 and bf16 a chunk of 4096 rows has 1.2 GB of logits. All rows in fp32 would
+take 5.0 GB, and as much again for their gradient. A model's own forward stays as it is:
+
+    forward(labels=...) in training    lm_head returns its input, marked -> loss_function finds the mark, and the weight
+    any other forward                  lm_head returns logits
+
+T tokens, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +30,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -27,10 +42,226 @@ from mxep.ep.router import recomputing
 from mxep.gemm import Recipe, convert, converted, join_linears
 from mxep.gemm.recipe import recipe_name, recipe_of
 
-from .implementation import Implementation, prepare
-from .layer import check_experts, is_experts
-from .loss import ROWS, defer_head, reason_to_keep_loss
-from .versions import ALL_EXPERTS_FUNCTIONS
+from .experts import ALL_EXPERTS_FUNCTIONS, Implementation, check_experts, is_experts, prepare
+
+ROWS = 4096
+"""Rows of a chunk. Each chunk reads W twice and reads and writes dW: 2.5 GB at V 151936, D 2048, fp32 dW."""
+
+IGNORED = -100
+FLOAT16_FACTOR = 2.0**12
+"""Of d_logits in fp16, at most 1 in size, until backward: over num_items most of them would be less than fp16 has."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    num_items: Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    rows: int = ROWS,
+    weight_gradient: torch.dtype = torch.float32,
+) -> Tensor:
+    """Sum of the cross-entropies of hidden @ weight.T, in nats, over num_items; 0-d fp32. Backward runs once.
+
+    hidden: (T, D). weight: (V, D). labels: (T,) int64; ignore_index has no loss. num_items: the divisor; None: the
+    number of labels that are not ignored, without a device-to-host sync. rows: of a chunk. weight_gradient: dtype in
+    which chunks add to the gradient of weight, which then gets weight's dtype.
+
+    GEMMs are in hidden's dtype, or autocast's. Softmax and loss are in fp32. In fp16 gradients are scaled by the
+    gradient of the loss (a GradScaler's factor) before they are rounded. ValueError for fp16 with another
+    weight_gradient than fp32, which would overflow.
+    """
+    kind, dtype = hidden.device.type, hidden.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    if dtype == torch.float16 and weight_gradient != torch.float32:
+        raise ValueError(f"weight_gradient: expected torch.float32 for GEMMs in float16, got {weight_gradient}")
+    if num_items is None:
+        num_items = (labels != ignore_index).sum()
+    scale = torch.as_tensor(num_items, dtype=torch.float32, device=hidden.device).reciprocal()
+    how = ignore_index, rows, weight_gradient
+    with torch.autocast(kind, enabled=False):
+        return _LinearCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), labels, scale, *how)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, ignore_index: int, rows: int, sums: Any
+    ) -> Tensor:
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        is_half = hidden.dtype == torch.float16
+        factor = torch.full_like(scale, FLOAT16_FACTOR) if is_half else scale
+        ctx.scale, ctx.dtypes = scale / factor if is_half else None, (hidden.dtype, weight.dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        d_hidden: Tensor | None = None
+        if needs_hidden:
+            d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if is_half else torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=sums) if needs_weight else None
+        for begin in range(0, len(hidden), rows):
+            chunk = hidden[begin : begin + rows]
+            logits = chunk @ weight.mT
+            part, d_logits = loss_and_gradient(logits, labels[begin : begin + rows], scale, factor, ignore_index)
+            loss += part
+            if d_hidden is not None and is_half:
+                _add_product(d_hidden[begin : begin + rows], d_logits, weight)
+            elif d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[begin : begin + rows])
+            if d_weight is not None:
+                _add_product(d_weight, d_logits.mT, chunk)
+        ctx.gradients = d_hidden, d_weight if d_weight is None or is_half else d_weight.to(weight.dtype)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("linear_cross_entropy: expected one backward, got a second: compute the loss again")
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place
+        factor = d_loss if ctx.scale is None else d_loss * ctx.scale
+        scaled = (g if g is None else g.mul_(factor).to(dtype) for g, dtype in zip(gradients, ctx.dtypes))
+        return *scaled, *(None,) * 5
+
+
+def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into += a @ b, whose sums are fp32 and are rounded to `into`'s dtype once."""
+    if into.dtype == a.dtype:
+        into.addmm_(a, b)
+    elif into.is_cuda:
+        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+    else:  # no such kernel on CPUs
+        into.addmm_(a.to(into.dtype), b.to(into.dtype))
+
+
+def _loss_and_gradient(
+    logits: Tensor, labels: Tensor, scale: Tensor, factor: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """scale * the summed loss, 0-d fp32, and factor * its gradient by logits (rows, V), in their dtype."""
+    x, valid = logits.float(), labels != ignore_index
+    log_sum = x.logsumexp(-1)
+    target = x.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+    loss = torch.where(valid, log_sum - target, 0).sum() * scale
+    is_target = torch.arange(x.shape[1], device=x.device, dtype=torch.int64) == labels[:, None]
+    gradient = (torch.exp(x - log_sum[:, None]) - is_target.float()) * factor
+    return loss, torch.where(valid[:, None], gradient, 0).to(logits.dtype)
+
+
+_compiled = torch.compile(_loss_and_gradient)
+
+
+def loss_and_gradient(logits: Tensor, labels: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    """`_loss_and_gradient`, on CUDA fused into passes over logits."""
+    if not logits.is_cuda:
+        return _loss_and_gradient(logits, labels, *how)
+    for tensor in (logits, labels):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled(logits, labels, *how)
+
+
+class DeferredHead(nn.Linear):
+    """The class that `defer_head` gives a model's lm_head: it leaves its GEMM to the loss while `defers`.
+
+    called: whether it did in this forward. deferred: whether the loss has yet to come.
+    """
+
+    defers = called = deferred = False
+    rows = ROWS
+    weight_gradient = torch.float32
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.defers:
+            return super().forward(input)
+        self.called = self.deferred = True
+        marked = input.view_as(input)
+        marked._mxep_head = self  # type: ignore[attr-defined]
+        return marked
+
+
+def reason_to_keep_loss(model: nn.Module) -> str | None:
+    """Why `defer_head` cannot serve a model; None if it can."""
+    head: Any = getattr(model, "lm_head", None)
+    if not isinstance(model, PreTrainedModel) or type(head) not in (nn.Linear, DeferredHead):
+        return f"its lm_head is {type(head).__name__}, not nn.Linear"
+    if head.bias is not None:
+        return "its lm_head has a bias"
+    if model.loss_function not in (ForCausalLMLoss, causal_loss):
+        return f"its loss is {getattr(model.loss_function, '__name__', model.loss_function)}, not ForCausalLMLoss"
+    return None
+
+
+def defer_head(model: Any, *, rows: int = ROWS, weight_gradient: torch.dtype = torch.float32) -> None:
+    """Compute the loss of forwards with labels, in training, by `linear_cross_entropy`, in place.
+
+    Such a forward returns no logits. The head's weight must be whole when the loss needs it: under FSDP2 in the root's
+    group, not in one of its own.
+    """
+    head = model.lm_head
+    again = isinstance(head, DeferredHead)
+    head.__class__ = DeferredHead
+    head.rows, head.weight_gradient = rows, weight_gradient
+    if not again:
+        model.loss_function = causal_loss
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, with_kwargs=True, always_call=True)
+
+
+def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+    """transformers' ForCausalLMLoss, also of what a deferred head returned."""
+    head: Any = getattr(logits, "_mxep_head", None)
+    if head is None:
+        if logits.shape[-1] != vocab_size:
+            _raise_changed()
+        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, **kwargs)
+    head.deferred = False
+    ignore_index = kwargs.get("ignore_index", IGNORED)
+    shifted = kwargs.get("shift_labels")
+    if shifted is None:
+        shifted = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if isinstance(head.weight, DTensor):
+        raise RuntimeError(
+            "loss: expected the whole weight of lm_head, got a DTensor: leave lm_head in the root's group "
+            "(no fully_shard(model.lm_head)), or optimize(model, loss=False)"
+        )
+    return linear_cross_entropy(
+        logits.flatten(0, -2),
+        head.weight,
+        shifted.flatten().to(logits.device),
+        num_items=num_items_in_batch,
+        ignore_index=ignore_index,
+        rows=head.rows,
+        weight_gradient=head.weight_gradient,
+    )
+
+
+def _raise_changed() -> None:
+    raise RuntimeError(
+        "loss: expected what lm_head returned, got another tensor: this model changes its logits before the loss, "
+        "leave its loss as it is: optimize(model, loss=False)"
+    )
+
+
+def _before(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    head = model.lm_head
+    if isinstance(head, DeferredHead):
+        head.called = head.deferred = False
+        head.defers = model.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
+
+
+def _after(model: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+    """Leave out of the model's output the logits that there are not."""
+    head = model.lm_head
+    if not isinstance(head, DeferredHead):
+        return out
+    head.defers = False
+    if out is None or not head.called:
+        return out
+    if head.deferred:
+        _raise_changed()
+    if isinstance(out, tuple):
+        return tuple(each for each in out if not hasattr(each, "_mxep_head"))
+    return type(out)(**{name: value for name, value in out.items() if name != "logits"})
+
 
 CAUSAL = "mxep_causal"
 """SDPA with is_causal and no mask. transformers (5.17 to 5.23) makes none for a name of others; for "sdpa" it does

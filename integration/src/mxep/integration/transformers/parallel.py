@@ -22,9 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 from mxep.ep import TokenDispatcher, make_dispatcher
 from mxep.ep.dtensors import group_of
 
-from .implementation import Implementation
-from .layer import KEY, WEIGHTS, check_experts, check_features, is_experts
-from .versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel, own_tensor_parallel
+from .experts import (
+    ALL_EXPERTS_FUNCTIONS,
+    KEY,
+    WEIGHTS,
+    Implementation,
+    check_experts,
+    check_features,
+    is_experts,
+    own_expert_parallel,
+    own_tensor_parallel,
+)
 
 
 def register(implementation: Implementation) -> None:

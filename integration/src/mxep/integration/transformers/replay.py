@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from mxep.ep.router import recomputing
 
-from .layer import is_experts
+from .experts import is_experts
 from .optimize import eagerly
 
 Ids = Tensor | Sequence[Tensor]

@@ -1,8 +1,10 @@
-"""A module of experts as mxep runs it: its settings and its forward.
+"""How modules of experts run: transformers' registry calls an `Implementation`, which runs a `Layer`.
+
+    experts_implementation="mxep_mxfp8"   ->   Implementation("mxep_mxfp8", Recipe.named("mxfp8"))
 
     fused      SwiGLU, plain or clamped, with or without biases: mxep.ep's layer, which quantizes and multiplies by the
                routing weights within SwiGLU
-    composed   everything else that `@use_experts_implementation` describes: mxep's dispatch, products and combine, and
+    composed   everything else that `@use_experts_implementation` describes: mxep's dispatch, GEMMs and combine, and
                between them the model's own `_apply_gate` or activation, on unquantized rows
 
 E experts in all, e of them here, D model dim, F hidden dim, T tokens of this rank, K experts a token, R_max rows.
@@ -13,27 +15,55 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mxep.comms import PeersDisagree
-from mxep.ep import Routing, TokenDispatcher, combine, dispatch, run_experts
+from mxep.ep import Dispatch, DispatchFields, LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
 from mxep.ep.dtensors import local_weight
 from mxep.ep.functional import scaled_gradient
 from mxep.ep.lora import LoRAWeights
 from mxep.ep.moe import pick_recipe, recipe_of_call
 from mxep.gemm import FrozenWeight, Recipe, grouped_mm
+from mxep.gemm.backends import BACKENDS
 from mxep.quant import SwiGLU
 
-from .versions import ALL_EXPERTS_FUNCTIONS
+from ..flops import top_k_of
 
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError("transformers is missing: pip install 'mxep-integration[transformers]'") from error
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import _default_apply_gate as default_apply_gate
+except ImportError as error:
+    raise ImportError(
+        f"transformers {transformers.__version__} has no registry of experts that mxep knows, want 5.17 or newer: "
+        "pip install -U 'mxep-integration[transformers]'"
+    ) from error
+
+try:
+    from transformers.distributed import expert_parallel as own_expert_parallel
+except ImportError:
+    own_expert_parallel: Any = None  # type: ignore[no-redef]
+
+try:
+    from transformers.distributed import tensor_parallel as own_tensor_parallel
+except ImportError:
+    own_tensor_parallel: Any = None  # type: ignore[no-redef]
+
+__all__ = ["ALL_EXPERTS_FUNCTIONS", "default_apply_gate", "own_expert_parallel", "own_tensor_parallel"]
 KEY = "_mxep_layer"
 PROJECTIONS = "gate_up_proj", "up_proj", "down_proj"
 KINDS = ("", "_bias", *(f"_{part}" for part in FrozenWeight.field_names))
@@ -316,3 +346,113 @@ def say_where_max_tokens_is_set(error: Exception) -> None:
             f"register(Implementation(..., max_tokens={wanted[1]})) before the model is built. It is batch size times "
             "padded length, of evaluation too."
         )
+
+
+_local: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDictionary()
+"""By number of experts: layers share one, so that a check asks the device once."""
+
+
+class Implementation:
+    """A value of `experts_implementation=` and `ep_implementation=`, once it is registered.
+
+    Attributes:
+        name: of it in transformers.
+        recipe, backend: as for `mxep.ep.MoE`; "auto" is picked anew for each module of experts, once.
+        dispatch: how tokens travel where experts are spread over ranks: a `mxep.ep.Dispatch`, or its fields by keyword.
+            Its max_tokens None: what MXEP_MAX_TOKENS says in the environment, else the most of
+            the first batch. **Padding counts**: transformers gives a layer every token of a padded batch, also of its
+            capacity and loads. Pack sequences instead (`DataCollatorWithFlattening`).
+
+    ValueError as of `Dispatch`, and for a backend that is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        recipe: Recipe | Literal["auto"],
+        backend: str = "auto",
+        dispatch: Dispatch | None = None,
+        **fields: Unpack[DispatchFields],
+    ) -> None:
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend: got {backend!r}, want one of auto, {', '.join(BACKENDS)}")
+        self.name, self.recipe, self.backend = name, recipe, backend
+        self.dispatch = Dispatch.of(dispatch, fields)
+
+    def most_tokens(self) -> int | None:
+        """max_tokens as registered, else as in the environment."""
+        said = os.environ.get(MAX_TOKENS)
+        if self.dispatch.max_tokens is not None or not said:
+            return self.dispatch.max_tokens
+        if not said.isdecimal() or int(said) < 1:
+            raise ValueError(
+                f"{MAX_TOKENS}: got {said!r}, want the most tokens (batch times length) that a rank brings"
+            )
+        return int(said)
+
+    def __call__(
+        self,
+        experts: nn.Module,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        lora: LoRAWeights | None = None,
+    ) -> Tensor:
+        """The forward of `experts`: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D).
+
+        lora: as for `mxep.ep.run_experts`. ValueError for experts with a gate of the model's own.
+        """
+        return self.ready_layer(experts).forward(experts, hidden_states, top_k_index, top_k_weights, lora)
+
+    def ready_layer(self, experts: nn.Module) -> Layer:
+        """The experts' layer, made where there is none for this implementation."""
+        layer: Layer | None = getattr(experts, KEY, None)
+        return self.layer_of(experts) if layer is None or layer.made_for is not self else layer
+
+    def layer_of(self, experts: Any, dispatcher: TokenDispatcher | None = None, *, wgrad_scale: float = 1.0) -> Layer:
+        """The experts' layer, made for this implementation. ValueError, with a cure, where it cannot serve them.
+
+        dispatcher: where experts are spread over ranks; None: where they were.
+        """
+        found: Layer | None = getattr(experts, KEY, None)
+        number = 0 if dispatcher is None else dispatcher.number_layer()
+        if dispatcher is None and found is not None and found.parallel:
+            dispatcher, wgrad_scale, number = found.dispatcher, found.wgrad_scale, found.number
+        check_experts(experts, self.name, self.recipe, spread=dispatcher is not None)
+        masks = dispatcher is None and getattr(experts, "_is_expert_parallel", True)
+        if dispatcher is None:
+            num_experts = experts.down_proj.shape[0]
+            dispatcher = _local.get(num_experts)
+            if dispatcher is not None and dispatcher.uses > 0:
+                dispatcher.uses += 1
+            else:  # none, or all that shared it have closed it
+                dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
+        cleans = has_own_parameters(experts)
+        activation = activation_of(experts)
+        if activation is None and isinstance(self.recipe, Recipe) and self.recipe.saved_gate_up == "fp8":
+            raise ValueError(
+                f"{type(experts).__name__}: got recipe {self.recipe.name} for a gate of the model's own, which keeps "
+                "its input itself, want one without gate_up_fp8"
+            )
+        how = activation, cleans, masks, wgrad_scale, self.most_tokens(), number
+        layer = Layer(self, self.recipe, self.backend, dispatcher, *how)
+        experts.__dict__[KEY] = layer  # nn.Module's own way costs more
+        return layer
+
+
+def prepare(experts: Any, hidden_states: Tensor) -> None:
+    """Do what would break a graph of the experts' next forward: make their layer, and pick the recipe of "auto".
+
+    hidden_states: (..., D), tokens of their decoder layer.
+    """
+    how = implementation_of(experts.config)
+    layer: Layer | None = experts.__dict__.get(KEY) if how is None else how.ready_layer(experts)
+    if layer is not None and not isinstance(layer.recipe, Recipe):
+        layer.prepare(experts, hidden_states.flatten(0, -2), top_k_of(experts.config))
+
+
+def implementation_of(config: Any) -> Implementation | None:
+    """mxep's implementation that a config names."""
+    found = ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None), None)
+    return found if isinstance(found, Implementation) else None
