@@ -36,6 +36,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.core_model_loading import revert_weight_conversion
 
 from mxep.comms import PeersDisagree
+from mxep.ep import accumulate_in_place
 from mxep.gemm import quantize_weights_once
 
 from ..mesh import local, part
@@ -280,6 +281,8 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
         used_again = args.gradient_accumulation_steps > 1 or args.gradient_checkpointing
         if self.share_quantized_weights and used_again:
             self._shared.enter_context(quantize_weights_once())
+        if args.gradient_accumulation_steps > 1:
+            self._shared.enter_context(accumulate_in_place())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
