@@ -15,6 +15,7 @@ from gemm.test_hopper import needs_hopper
 from mxep.gemm import Recipe, grouped_mm, linear, linear_together, product, quantize_weights_once
 from mxep.gemm.backends import BACKENDS
 from mxep.gemm.product import backward_op, forward_op
+from mxep.runtime.bundle import tensors_in
 
 RECIPES = ("fp8", "mxfp8", "mxfp8_e5m2", "mxfp8_32x32")
 MX = Recipe.mxfp8()
@@ -241,7 +242,7 @@ def test_no_output_of_an_op_is_what_is_held_for_others(recipe: str) -> None:
     with quantize_weights_once() as once:
         for _ in range(2):
             made = torch.ops.mxep.product_forward(*given)
-            held = {x.untyped_storage().data_ptr() for each in once._held.values() for x in each.plain()}
+            held = {x.untyped_storage().data_ptr() for each in once._held.values() for x in tensors_in(each.made)}
             assert held
             assert not held & {x.untyped_storage().data_ptr() for x in made}
             wanted = [x.clone() for x in made]

@@ -11,7 +11,7 @@ import pytest
 import triton
 
 import ahead_of_time
-from mxep.gemm.backends.triton import OLDEST
+from mxep.gemm.backends.blackwell import OLDEST
 
 pytestmark = pytest.mark.slow
 

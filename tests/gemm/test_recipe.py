@@ -130,8 +130,8 @@ def test_mxfp4_weights_in_parts_are_those_of_the_joined_weight(backend: str) -> 
     gate, up = torch.randn(2, 2, 64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = []
     for weight in ((gate, up), torch.cat([gate, up], 1)):
-        rowwise, amax = quantize_once.quantize_rowwise(weight, recipe, chosen, with_amax=True)
-        found.append([rowwise, quantize_once.quantize_colwise(weight, recipe, chosen, amax)])
+        rowwise, amax = quantize_once.quantize_rowwise.function(weight, recipe=recipe, backend=chosen, with_amax=True)
+        found.append([rowwise, quantize_once.quantize_colwise.function(weight, amax, recipe=recipe, backend=chosen)])
     for apart, joined in zip(*found):
         assert torch.equal(apart.dequantize(torch.float32), joined.dequantize(torch.float32))
     exported = quantize(torch.cat([gate, up], 1), fmt="E2M1").dequantize(torch.float32)

@@ -36,8 +36,8 @@ from torch.fx.node import has_side_effect
 from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS, select
-from mxep.gemm.backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.frozen import FrozenWeight
+from mxep.gemm.product import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import Weight, join_parts, rowwise_and_saved, weight_parts, weights_are_held
 from mxep.quant import E4M3, MXParts, MXTensor, SwiGLU
 from mxep.runtime.bundle import build, take_apart, tensors_in

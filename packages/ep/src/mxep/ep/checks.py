@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mxep.comms import narrow_ids
-from mxep.gemm.checks import check_weight
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.quantize_once import Weight
+from mxep.gemm.recipe import check_weight
 
 from .dispatchers.base import TokenDispatcher
 from .dtensors import local_tensor

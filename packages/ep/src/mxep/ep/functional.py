@@ -35,9 +35,9 @@ from torch.distributed._functional_collectives import wait_tensor
 
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
-from mxep.gemm.backward import for_anomaly_mode
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs, joined, taken_apart
+from mxep.gemm.product import for_anomaly_mode
 from mxep.quant import SwiGLU
 
 from .checks import checked_tokens

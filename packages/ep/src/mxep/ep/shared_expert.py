@@ -24,10 +24,10 @@ from torch.nn import functional as F
 
 from mxep.gemm import Recipe, linear
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.backward import is_wanted
-from mxep.gemm.checks import check_linear, check_weight
 from mxep.gemm.functional import between_graphs
+from mxep.gemm.product import is_wanted
 from mxep.gemm.quantize_once import is_held
+from mxep.gemm.recipe import check_linear, check_weight
 from mxep.quant import SwiGLU
 from mxep.runtime.bundle import Bundle, Operands, build, take_apart
 from mxep.runtime.replay import replayed

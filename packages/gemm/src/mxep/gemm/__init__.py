@@ -11,7 +11,6 @@ to a model of nn.Linear modules and experts that call torch's grouped mm. `diagn
 
 import importlib.metadata
 
-import mxep.gemm.flops  # noqa: F401  torch's counter learns of the ops
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert import convert, converted, join_linears, revert
 from mxep.gemm.convert_mode import Converted

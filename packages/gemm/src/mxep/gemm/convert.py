@@ -46,7 +46,7 @@ def convert(
     recipe: a Recipe, its name, or "auto", which applies `auto_recipe` to the shape of each GEMM. backend: as for
     `grouped_mm`. filter(fqn, parameter): True to convert; asked about all parameters except biases of nn.Linear. By
     default it selects floating 3-D parameters outside torch's own modules, and weights of nn.Linear except routers,
-    heads, adapters and sizes that do not fit the recipe (`convert_linear.reason_to_leave`).
+    heads, adapters and sizes that do not fit the recipe (`reason_to_leave`).
     Returns the model. The log ("mxep.gemm", level INFO) lists converted and skipped parameters, with reasons.
 
     A warning names, once, each converted parameter that no GEMM of mxep used in a forward. So does one for a gradient
@@ -117,7 +117,8 @@ Chosen = tuple[nn.Module, str, str]
 
 def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tuple[list[Chosen], dict[str, list[str]]]:
     """Parameters to convert, and skipped ones of nn.Linear by reason. Raises ValueError for unsuitable ones."""
-    chosen, left, vocabulary = list[Chosen](), dict[str, list[str]](), vocabulary_of(model)
+    chosen, left = list[Chosen](), dict[str, list[str]]()
+    vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
     largest = recipe if isinstance(recipe, Recipe) else Recipe.mxfp8()
     for module, name, fqn, parameter in _parameters(model):
         linear = is_linear(module)
@@ -165,8 +166,10 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Para
 
 
 def _only_holds(module: nn.Module) -> bool:
-    parametrization = isinstance(module, ParametrizationList)
-    return parametrization or getattr(type(module).forward, "__name__", "") == "_forward_unimplemented"
+    return (
+        isinstance(module, ParametrizationList)
+        or getattr(type(module).forward, "__name__", "") == "_forward_unimplemented"
+    )
 
 
 def state_of(module: nn.Module) -> State | None:
@@ -176,8 +179,7 @@ def state_of(module: nn.Module) -> State | None:
 
 
 def _weights(module: nn.Module) -> dict[str, Converted]:
-    state = state_of(module)
-    return state.weights if state else {}
+    return state.weights if (state := state_of(module)) else {}
 
 
 def _is_weight(parameter: Tensor) -> bool:
@@ -260,8 +262,7 @@ def _converted_class(base: Any) -> Any:
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: State | None = self.__dict__.get(_KEY)
-        if state is None:
+        if (state := state_of(self)) is None:
             return base.forward(self, *args, **kwargs)
         watched = [] if torch.compiler.is_compiling() else state.watched
         for how in watched:
@@ -276,7 +277,11 @@ def _converted_class(base: Any) -> Any:
         else:
             out = base.forward(self, *args, **kwargs)
         if any(not how._entered for how in watched):
-            _report_elsewhere(self, watched)
+            present = {id(how) for how in converted(self).values()}  # parts may have been removed
+            report(
+                [how for how in watched if not how._entered and id(how) in present],
+                "no product of this forward ran in {recipe}: the forward of the module that owns it was not called",
+            )
         return out
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -318,14 +323,6 @@ def _new(base: Any, *args: Any) -> nn.Module:
     return module
 
 
-def _report_elsewhere(model: nn.Module, watched: list[Converted]) -> None:
-    present = {id(how) for how in converted(model).values()}  # parts may have been removed
-    report(
-        [how for how in watched if not how._entered and id(how) in present],
-        "no product of this forward ran in {recipe}: the forward of the module that owns it was not called",
-    )
-
-
 ROUTERS: Final = re.compile(r"(^|\.)router(\.|$)|(^|[._])gate$")
 HEADS: Final = re.compile(r"(^|\.)(lm_)?head$")
 ADAPTERS: Final = re.compile(r"(^|\.)lora_")
@@ -355,11 +352,6 @@ def reason_to_leave(name: str, module: nn.Linear, vocabulary: int, recipe: Recip
     if module.out_features % recipe.group_alignment or module.in_features % recipe.group_alignment:
         return f"its sizes are no multiples of {recipe.group_alignment}, which recipe {recipe.name} wants"
     return None
-
-
-def vocabulary_of(model: nn.Module) -> int:
-    """Rows of the largest embedding, 0 without one."""
-    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
 def by_pattern(fqns: Iterable[str]) -> str:

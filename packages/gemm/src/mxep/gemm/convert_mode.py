@@ -44,7 +44,7 @@ class State:
 
     weights: weights that its forward multiplies by, by their names in it. alike: True if they are all its 3-D ones and
     share recipe and backend. linear: True for an nn.Linear. watched: all weights of the model, if this is the module
-    passed to `convert`. joined: a linear's siblings (`convert_join`)."""
+    passed to `convert`. joined: a linear's siblings (`convert.Joined`)."""
 
     weights: dict[str, Converted] = field(default_factory=dict)
     alike: bool = False

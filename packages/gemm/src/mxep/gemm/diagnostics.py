@@ -1,9 +1,15 @@
-"""Reports how much accuracy folding costs a model's GEMMs, over some steps. Slow, on any device, with any backend.
+"""Reports how much accuracy folding costs a model's GEMMs, and tells torch's FlopCounterMode how many FLOPs they are.
 
-The hopper backend folds MX rows to one scale per row, so elements far below the largest of their row lose bits. It
-harms only if the other operand is large in the same places, so the report gives the lowest SNR of a row of results.
-While it is open, compiled code runs eagerly. It does not see replayed CUDA graphs, nor weights that
-`quantize_weights_once` already held.
+fold_report is slow, and works on any device, with any backend. The hopper backend folds MX rows to one scale per row,
+so elements far below the largest of their row lose bits. It harms only if the other operand is large in the same
+places, so the report gives the lowest SNR of a row of results. While it is open, compiled code runs eagerly. It does
+not see replayed CUDA graphs, nor weights that `quantize_weights_once` already held.
+
+A GEMM has 2 M N K FLOPs, as torch counts its own. M is the number of valid rows, offs[-1], read from the device.
+Padding rows of a group count, rows past the groups do not. With fake tensors or in a CUDA graph's capture nothing can
+be read, so M is the capacity.
+
+M rows, N out features, K in features, G groups.
 """
 
 import contextlib
@@ -17,11 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+import mxep.gemm.product
+import mxep.gemm.router_ops  # noqa: F401  these define ops
 from mxep.gemm.backends import Backend
 from mxep.gemm.backends.base import ends
 from mxep.gemm.backends.hopper import fp8_grouped_wgrad
 from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference, parts_of
 from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
+from mxep.runtime.op import count_flops, offer_flops
 from mxep.runtime.replay import no_replays
 
 HARMFUL_DB = 40.0  # below this SNR of folding the report advises other backends; MX itself has about 28 dB
@@ -150,3 +159,73 @@ def _wgrad(dy: Any, a: Any) -> Any:
     product = torch.empty_like(exact)
     fp8_grouped_wgrad.reference(product, folded.y_t, folded.x_t, folded.exponent, folded.offs, 1.0, False)
     return operands, [(exact, product), (exact.mT, product.mT)]
+
+
+ops = torch.ops.mxep
+
+
+def rows_of(offs: Tensor | None, capacity: int) -> int:
+    """Number of valid rows in a buffer."""
+    if offs is None or type(offs) is not Tensor or offs.is_meta:
+        return capacity
+    if offs.is_cuda and torch.cuda.is_current_stream_capturing():
+        return capacity
+    return min(max(int(offs[-1]), 0), capacity) if len(offs) else 0
+
+
+@count_flops(ops.grouped_mm_reference, ops.grouped_mm_dot_scaled)
+def _forward_flops(a: Any, a_s: Any, a_i: Any, w: Tensor, w_s: Any, offs: Any, *_: Any, out_val: Any) -> int:
+    return 2 * rows_of(offs, out_val.shape[0]) * w.shape[1] * w.shape[2]
+
+
+@count_flops(ops.fp8_grouped_mm)
+def _fp8_forward_flops(a: Any, a_s: Any, w: Tensor, w_s: Any, offs: Any, *_: Any, out_val: Any) -> int:
+    return 2 * rows_of(offs, out_val.shape[0]) * w.shape[1] * w.shape[2]
+
+
+@count_flops(ops.grouped_wgrad_reference, ops.fold_for_wgrad)
+def _wgrad_flops(y: Tensor, y_s: Any, y_i: Any, x: Tensor, x_s: Any, x_i: Any, offs: Any, *_: Any, out_val: Any) -> int:
+    """FLOPs of the product, or of the fp8_grouped_wgrad that follows a fold: its own operands have zeros between."""
+    return 2 * rows_of(offs, len(y if y_i is None else y_i)) * y.shape[1] * x.shape[1]
+
+
+@count_flops(ops.grouped_wgrad_dot_scaled)
+def _dot_scaled_flops(out: Any, y: Tensor, y_s: Any, x: Tensor, x_s: Any, offs: Any, *_: Any, out_val: Any) -> int:
+    return 2 * rows_of(offs, y.shape[0]) * y.shape[1] * x.shape[1]
+
+
+@count_flops(ops.fp32_linear)
+def _fp32_linear_flops(x: Tensor, w: Tensor, out_val: Any) -> int:
+    return 2 * x.shape[0] * w.numel()
+
+
+@count_flops(ops.fp32_dgrad, ops.fp32_wgrad)
+def _fp32_gradient_flops(dy: Tensor, other: Tensor, *_: Any, out_val: Any) -> int:
+    return 2 * dy.numel() * other.shape[1]
+
+
+@count_flops(ops.product_forward)
+def _product_forward_flops(a: Tensor, ws: list[Tensor], bias: Any, offs: Any, *_: Any, out_val: Any) -> int:
+    return 2 * rows_of(offs, a.shape[0]) * a.shape[1] * sum(w.shape[-2] for w in ws)
+
+
+@count_flops(ops.product_backward)
+def _product_backward_flops(dy: Tensor, saved: Any, ws: list[Tensor], offs: Any, *how: Any, out_val: Any) -> int:
+    products: int = sum(how[-1][:2])
+    return products * 2 * rows_of(offs, dy.shape[0]) * dy.shape[1] * ws[0].shape[-1]
+
+
+@count_flops(torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
+def _torchs_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    """FLOPs of torch's grouped GEMMs of a (M, K) and b (G, K, N), or a (N, M) and b (M, K)."""
+    offs = kwargs.get("offs")
+    if offs is None:
+        offs = next((x for x in args if isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() == 1), None)
+    if a.dim() == 2 and b.dim() == 2:
+        return 2 * rows_of(offs, a.shape[1]) * a.shape[0] * b.shape[1]
+    if a.dim() == 2:
+        return 2 * rows_of(offs, a.shape[0]) * a.shape[1] * b.shape[-1]
+    return 2 * out_val.numel() * a.shape[-1]
+
+
+offer_flops()

@@ -37,10 +37,18 @@ from torch.autograd.function import once_differentiable
 
 import mxep.gemm.product as product
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.backward import SavedOperands, for_anomaly_mode, graph_is_retained, is_wanted
-from mxep.gemm.checks import check_linear, check_operands, check_plain, check_tensors
 from mxep.gemm.frozen import FrozenWeight
-from mxep.gemm.recipe import Recipe, recipe_for, recipe_name, recipe_of
+from mxep.gemm.product import SavedOperands, for_anomaly_mode, graph_is_retained, is_wanted
+from mxep.gemm.recipe import (
+    Recipe,
+    check_linear,
+    check_operands,
+    check_plain,
+    check_tensors,
+    recipe_for,
+    recipe_name,
+    recipe_of,
+)
 from mxep.quant import MXParts, MXTensor
 from mxep.runtime.bundle import as_parts
 
@@ -380,8 +388,9 @@ class Linear(nn.Linear):
 
 
 def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, recipe: Recipe | str) -> None:
-    """Raise ValueError if shards do not fit the recipe and replace a plain parameter, as `parallelize_module` does. A
-    parameter that was a DTensor before may be FSDP2's, which is whole in a GEMM."""
+    """Raise ValueError if shards do not fit the recipe and replace a plain parameter, as `parallelize_module` does.
+
+    A parameter that was a DTensor before may be FSDP2's, which is whole in a GEMM."""
     if hasattr(parameter, "device_mesh") and not hasattr(module._parameters.get(name), "device_mesh"):
         from mxep.gemm.tensor_parallel import check_shards
 
@@ -441,15 +450,10 @@ def linear_together(
         check_linear(x, w, bias, recipe=recipe, **how)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     (first, *more), (held, *more_held) = weights, main_grads
-    bias = _joined_bias(weights, biases)
+    bias = None
+    if given := [bias for bias in biases if bias is not None]:
+        rows_of_bias = [given[0].new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)]
+        bias = torch.cat(rows_of_bias).unsqueeze(0)
     outs = multiply(rows, first, bias, None, recipe, chosen, out_dtype, held, 1.0, *more, *more_held)
     outs = outs if more else (outs,)
     return outs if x.dim() == 2 else tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
-
-
-def _joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
-    """(1, N of all), zeros for missing biases; None if all are missing."""
-    given = [bias for bias in biases if bias is not None]
-    if not given:
-        return None
-    return torch.cat([given[0].new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)]).unsqueeze(0)

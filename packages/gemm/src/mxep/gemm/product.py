@@ -1,10 +1,19 @@
-"""What a product computes, forward and backward: functions that are replayed, and two ops for torch.compile.
+"""What a GEMM computes, forward and backward: functions that are replayed, and two ops for torch.compile.
 
     mxep::product_forward     a, weights (G, N, K) or (N, K), bias, offs -> out, what backward needs
     mxep::product_backward    dy and these -> da and dw, of those that need one
 
 A graph calls the ops without tracing into them. They run the eager code, with its replays and held weights, so a
 compiled GEMM costs the host as much as an eager one. The graph holds recipe and backend by name.
+
+A backward pass may need only some gradients. Operands are kept for a later pass that needs the others:
+
+    dx, = torch.autograd.grad(out, x, dy, retain_graph=True)     dgrad; the operands of wgrad are kept
+    dw, = torch.autograd.grad(out, w, dy)                        wgrad of these; nothing is computed or moved again
+
+Pipeline schedules that split backward (zero bubble) do so. `ctx.needs_input_grad` does not help: it tells which inputs
+required a gradient in forward. A weight gradient that is added to main_grad must be computed only if it is wanted, or
+it is added twice.
 
 M rows, N out features of all weights, K in features, G groups.
 """
@@ -17,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends import BACKENDS, Backend, select
-from mxep.gemm.frozen import FrozenWeight
+from mxep.gemm.frozen import expanded
 from mxep.gemm.quantize_once import SavedWeight, is_held, join_parts, rowwise_and_saved, weight_parts, weights_are_held
 from mxep.gemm.recipe import Recipe
 from mxep.quant import BLOCK, E4M3, MXParts, MXTensor, group_sums
@@ -50,8 +59,7 @@ def forward(
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
-    if isinstance(rowwise, FrozenWeight):
-        rowwise = backend.expand_rowwise(rowwise)
+    rowwise = expanded(rowwise, backend.expand_rowwise)
     out = backend.forward(qdata, rowwise, offs, bias=bias, out_dtype=out_dtype)
     kept = (qdata if recipe.wgrad == "mx" else a) if needs[1] else None
     blocks = saved.weight if needs[0] and not given and isinstance(saved.weight, MXTensor) else None
@@ -106,14 +114,15 @@ def backward(
     da = dw = None
     dy = qdata = dys[0]
     if not quantized and (wanted[0] or recipe.wgrad == "mx"):
-        qdata = quantized_gradient(dys, recipe, backend)
+        if len(dys) > 1:
+            qdata = backend.quantize_parts([*map(plain, dys)], recipe.grad_fmt, recipe)
+        elif not (isinstance(dy, MXTensor) and recipe.fits(dy)):  # a gradient with the recipe's blocks stays as it is
+            qdata = backend.quantize_rows(plain(dy), recipe.grad_fmt, recipe)
     if recipe.wgrad != "mx" and len(widths) > 1:
         dy = torch.cat([*map(plain, dys)], 1)
     del dys
     if wanted[0]:
-        colwise = SavedWeight(given.w, given.amax).colwise(recipe, backend)
-        if isinstance(colwise, FrozenWeight):
-            colwise = backend.expand_colwise(colwise)
+        colwise = expanded(SavedWeight(given.w, given.amax).colwise(recipe, backend), backend.expand_colwise)
         da = backend.dgrad(qdata, colwise, offs, out_dtype=dtypes[0])
         del colwise
     if wanted[1]:
@@ -124,34 +133,19 @@ def backward(
         if len(widths) == 1:
             dw = backend.wgrad(operands, offs, out_dtype=dtypes[1], scale=scale, accumulate_into=main_grads[0])
         else:
-            held = any(main_grad is not None for main_grad in main_grads)
-            dw = backend.wgrad(operands, offs, out_dtype=torch.float32 if held else dtypes[1], scale=scale)
-            if held:
-                dw = _added(dw, main_grads, widths, dtypes[1])
+            added = [main_grad is not None for main_grad in main_grads]
+            dw = backend.wgrad(operands, offs, out_dtype=torch.float32 if any(added) else dtypes[1], scale=scale)
+            assert dw is not None
+            for main_grad, part in zip(main_grads, dw.split(widths, 1)):
+                if main_grad is not None:
+                    main_grad.add_(part)
+            dw = None if all(added) else dw.to(dtypes[1])
     return ProductGradients(da, dw, qdata)
-
-
-def _added(dw: Any, main_grads: Sequence[Tensor | None], widths: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """Add the parts of dw (G, N, K) fp32 to their main_grads. Returns dw in dtype if a part has none."""
-    for main_grad, part in zip(main_grads, dw.split(widths, 1)):
-        if main_grad is not None:
-            main_grad.add_(part)
-    return dw.to(dtype) if any(main_grad is None for main_grad in main_grads) else None
 
 
 def plain(x: Tensor) -> Tensor:
     """x, dequantized if it is an MXTensor."""
     return x.dequantize() if isinstance(x, MXTensor) else x
-
-
-def quantized_gradient(dys: Sequence[Any], recipe: Recipe, backend: Backend) -> Tensor:
-    """Join gradients and quantize them for backward's GEMMs. A single one with the recipe's blocks stays as it is."""
-    if len(dys) > 1:
-        return backend.quantize_parts([*map(plain, dys)], recipe.grad_fmt, recipe)
-    dy = dys[0]
-    if isinstance(dy, MXTensor) and recipe.fits(dy):
-        return dy
-    return backend.quantize_rows(plain(dy), recipe.grad_fmt, recipe)
 
 
 def joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
@@ -333,3 +327,62 @@ def _grouped(ws: list[Tensor]) -> list[Tensor]:
     if weights_are_held():
         torch._C._autograd._unsafe_set_version_counter((*grouped,), tuple(w._version for w in ws))
     return grouped
+
+
+def is_wanted(ctx: Any, i: int) -> bool:
+    """True if the running backward uses the gradient of a function's i-th tensor argument.
+
+    ctx: of that function, in its backward. Always True in a compiled graph, which computes all required gradients.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    node = ctx.next_functions[i][0]
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked about, and only for that
+        return True
+
+
+def graph_is_retained() -> bool:
+    """True if the graph can be used again after the running backward."""
+    return not torch.compiler.is_compiling() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+@dataclass(frozen=True)
+class SavedOperands:
+    """Operands that one backward kept for another with the same incoming gradients.
+
+    dys: those gradients. versions: their versions at that time. operands: operands of the weight gradients.
+    """
+
+    dys: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    operands: Any
+
+    @classmethod
+    def of(cls, operands: Any, *dys: Tensor) -> "SavedOperands":
+        return cls(dys, tuple(dy._version for dy in dys), operands)
+
+    def fits(self, *dys: Tensor) -> bool:
+        """True if these are the same tensors, unchanged."""
+        return all(dy is old and dy._version == was for dy, old, was in zip(dys, self.dys, self.versions))
+
+
+def for_anomaly_mode(grad: Any, offs: Tensor | None) -> Any:
+    """Return the gradient (R, ...) or None as it is; while torch checks for NaN, a copy with zeros from offs[-1] on.
+
+    Under `torch.autograd.set_detect_anomaly(True)` torch checks all rows, and those past the groups are unspecified.
+    """
+    if grad is None or offs is None or torch.compiler.is_compiling():
+        return grad
+    if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
+        return grad
+    past = torch.arange(grad.shape[0], device=offs.device, dtype=torch.int32) >= offs[-1]
+    if not isinstance(grad, MXTensor):
+        return grad.masked_fill(past.view(-1, *[1] * (grad.dim() - 1)), 0)
+    if grad.row_index is not None:
+        return grad.with_parts(grad.qdata, grad.scale, grad.row_index.masked_fill(past, -1))
+    qdata, scale = (x.view(torch.uint8).masked_fill(past[:, None], 0).view(x.dtype) for x in (grad.qdata, grad.scale))
+    return grad.with_parts(qdata, scale)

@@ -52,7 +52,7 @@ class SavedWeight(NamedTuple):
         """The weight quantized for dgrad."""
         if isinstance(self.weight, MXTensor | FrozenWeight):
             return self.weight  # type: ignore[return-value]  # of a frozen one each GEMM expands its own
-        colwise: Tensor = _once(_colwise, self.weight, recipe, backend, amax=self.amax)
+        colwise: Tensor = _once(quantize_colwise, self.weight, recipe, backend, amax=self.amax)
         return colwise
 
 
@@ -65,25 +65,8 @@ def rowwise_and_saved(
     if isinstance(w, FrozenWeight):
         return w, SavedWeight(w, None)
     # A held weight serves other calls, too, which may have a dgrad.
-    rowwise, amax = _once(_rowwise, w, recipe, backend, with_amax=dgrad or weights_are_held())
-    return rowwise, saved_weight(rowwise, w, amax)
-
-
-@replayed
-def _rowwise(w: Weight, *, recipe: Recipe, backend: Backend, with_amax: bool) -> tuple[Tensor, Tensor | None]:
-    """A weight as forward multiplies it, and the amax of its columns."""
-    return quantize_rowwise(w, recipe, backend, with_amax=with_amax)
-
-
-@replayed
-def _colwise(w: Weight, amax: Tensor | None = None, *, recipe: Recipe, backend: Backend) -> Tensor:
-    """A weight as dgrad multiplies it."""
-    return quantize_colwise(w, recipe, backend, amax)
-
-
-def saved_weight(rowwise: Any, w: Weight, amax: Tensor | None) -> SavedWeight:
-    """State to save for backward, given w and its rowwise form: a tensor, or an MXTensor or its parts."""
-    return SavedWeight(rowwise if getattr(rowwise, "axis", None) == (-2, -1) else w, amax)
+    rowwise, amax = _once(quantize_rowwise, w, recipe, backend, with_amax=dgrad or weights_are_held())
+    return rowwise, SavedWeight(rowwise if getattr(rowwise, "axis", None) == (-2, -1) else w, amax)
 
 
 @contextlib.contextmanager
@@ -172,7 +155,7 @@ class QuantizedOnce:
     @property
     def nbytes(self) -> int:
         """Bytes of qdata and scales held now."""
-        return sum(part.nbytes for held in list(self._held.values()) for part in held.plain())
+        return sum(part.nbytes for held in list(self._held.values()) for part in tensors_in(held.made))
 
     def _get(self, quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:
         parts = weight_parts(w)
@@ -189,15 +172,19 @@ class QuantizedOnce:
                     del self._held[gone]
                 made = _made(quantize, w, recipe=recipe, backend=backend, **how)
                 storages = [StorageWeakRef(x.untyped_storage()) for x in parts]
-                where = _point_in_time(first, capturing)
-                held = self._held[key] = _Held(made, places, storages, version, recipe, backend, *where)
+                stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
+                # Another capture could not wait for an event of this one.
+                event = None if stream is None or capturing else stream.record_event()
+                held = self._held[key] = _Held(made, places, storages, version, recipe, backend, stream, event)
                 self.quantizations += 1
         held.wait()
         if held.version != version:
             again = None if capturing else _made(quantize, w, recipe=recipe, backend=backend, **how)
-            if again is not None and _same(again, held.made):  # written to, but with the same values, as by PEFT
-                held.version = version
-                return held.made
+            if again is not None:  # written to, but perhaps with the same values, as by PEFT
+                pairs = zip(tensors_in(again), tensors_in(held.made), strict=True)
+                if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
+                    held.version = version
+                    return held.made
             raise RuntimeError(
                 f"a weight {tuple(first.shape)} was written to within quantize_weights_once(), which has its old "
                 "values: close it before weights change"
@@ -209,7 +196,7 @@ class QuantizedOnce:
         for (quantize, *_), held in self._held.items():
             key = held.places, held.recipe, id(held.backend)
             used = self._used.setdefault(key, _Used(held.places, held.recipe, held.backend))
-            used.colwise |= quantize is _colwise
+            used.colwise |= quantize is quantize_colwise
         self._held.clear()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -253,12 +240,6 @@ def _made(quantize: Replayed, w: Weight, *, amax: Tensor | None = None, **how: A
         return as_whole(quantize(*given, **how))
 
 
-def _same(one: Any, other: Any) -> bool:
-    """True if all bytes are equal. Waits for the device."""
-    pairs = zip(tensors_in(one), tensors_in(other), strict=True)
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-
-
 @dataclass
 class _Used:
     """A weight that a step quantized. places: storage, offset, shape, stride, dtype of parts. colwise: both ways."""
@@ -283,9 +264,6 @@ class _Held:
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None
 
-    def plain(self) -> list[Tensor]:
-        return tensors_in(self.made)
-
     def wait(self) -> None:
         """Make the current stream wait for the tensors, and keep their memory until its work is done."""
         if self.stream is None:
@@ -295,23 +273,13 @@ class _Held:
         stream = torch.cuda.current_stream(self.stream.device)
         if self.event is not None:
             stream.wait_event(self.event)
-        elif _captures(self.stream):  # otherwise another capture made it, and its graph is replayed first
-            stream.wait_stream(self.stream)
-        for x in self.plain():
+        else:
+            with torch.cuda.stream(self.stream):
+                captures = torch.cuda.is_current_stream_capturing()
+            if captures:  # otherwise another capture made it, and its graph is replayed first
+                stream.wait_stream(self.stream)
+        for x in tensors_in(self.made):
             x.record_stream(stream)
-
-
-def _point_in_time(w: Tensor, capturing: bool) -> tuple[torch.cuda.Stream | None, torch.cuda.Event | None]:
-    if not w.is_cuda:
-        return None, None
-    stream = torch.cuda.current_stream(w.device)
-    # Another capture could not wait for an event of this one.
-    return stream, None if capturing else stream.record_event()
-
-
-def _captures(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
@@ -319,11 +287,9 @@ def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
     functions: a form looked up inside one would be as old as its graph."""
     if not weights_are_held() or torch.compiler.is_compiling() or recipe.scaling == "none":
         return False
-    if isinstance(w, FrozenWeight):
+    if isinstance(w, FrozenWeight) or any(type(x) not in (Tensor, nn.Parameter) for x in weight_parts(w)):
         return False
-    return all(type(x) in (Tensor, nn.Parameter) for x in weight_parts(w)) and not in_graph_tree(
-        weight_parts(w)[0].device
-    )
+    return not in_graph_tree(weight_parts(w)[0].device)
 
 
 def weights_are_held() -> bool:
@@ -341,14 +307,12 @@ def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how
 def in_graph_tree(device: torch.device) -> bool:
     """True if torch.compile's mode="reduce-overhead" may be at work. Only outputs may outlive its calls."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees") if device.type == "cuda" else None
-    if trees is None or not (hasattr(trees.local, _TREES) or torch._C._is_key_in_tls(_TREES)):
+    key = "tree_manager_containers"
+    if trees is None or not (hasattr(trees.local, key) or torch._C._is_key_in_tls(key)):
         return False
     manager = trees.get_manager(device.index, create_if_none_exists=False)
     # A manager reports a recording only after the first one is over.
     return manager is not None and (manager.in_warmup or torch.cuda.is_current_stream_capturing())
-
-
-_TREES = "tree_manager_containers"
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -378,7 +342,8 @@ def join_parts(parts: Sequence[Any]) -> Any:
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
-def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: bool) -> tuple[Tensor, Tensor | None]:
+@replayed
+def quantize_rowwise(w: Weight, *, recipe: Recipe, backend: Backend, with_amax: bool) -> tuple[Tensor, Tensor | None]:
     """Quantize the whole weight as `Backend.quantize_weight_rowwise` does."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)
@@ -387,7 +352,8 @@ def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: 
     return quantize_with_amax(w, fmt=recipe.fmt, mode=recipe.mode)
 
 
-def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None) -> Tensor:
+@replayed
+def quantize_colwise(w: Weight, amax: Tensor | None = None, *, recipe: Recipe, backend: Backend) -> Tensor:
     """Quantize the whole weight as `Backend.quantize_weight_colwise` does. amax: of the columns of all parts."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_colwise(joined(w), recipe, amax)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from mxep.gemm.backward import is_wanted
+from mxep.gemm.product import is_wanted
 from mxep.runtime.op import op
 
 _DEVICE = "cuda"

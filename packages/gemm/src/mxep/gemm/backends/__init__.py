@@ -15,11 +15,9 @@ from typing import Final
 import torch
 
 from mxep.gemm.backends.base import Backend
-from mxep.gemm.backends.blackwell import Blackwell
-from mxep.gemm.backends.dequant import Dequant
+from mxep.gemm.backends.blackwell import Blackwell, Triton
 from mxep.gemm.backends.hopper import Hopper
-from mxep.gemm.backends.reference import Reference
-from mxep.gemm.backends.triton import Triton
+from mxep.gemm.backends.reference import Dequant, Reference
 
 __all__ = ["AUTO", "BACKENDS", "Backend", "Hopper", "select"]
 

@@ -1,4 +1,18 @@
-"""The blackwell backend: torch's scaled grouped mm (CUTLASS) with MX scales in the layout of Blackwell's tensor cores.
+"""The two backends for Blackwell: triton, by `tl.dot_scaled`, and blackwell, by torch's scaled grouped mm (CUTLASS).
+
+NEITHER RAN ON BLACKWELL. Both take operands as the recipe defines them, without folding, and wait for nothing.
+GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in dequant. Not for "fp8".
+
+triton is one persistent kernel per GEMM, sums in fp32:
+
+    forward  a (qdata as they come, gathered by their index inside the kernel) x w along K       -> out
+    dgrad    dy (likewise)                                                     x w along N       -> da
+    wgrad    dy, a requantized along tokens, one pass each                     x, group by group -> dw, or added to fp32
+
+On Blackwell (sm_100) the tensor cores apply the scales. Other GPUs upcast to bf16, which is slow. On a CPU it runs
+under Triton's interpreter, for tests.
+
+blackwell has MX scales in the layout of Blackwell's tensor cores:
 
     a       qdata (M, K), gathered if indexed     scales swizzled group by group, each group's rows padded to 128
     w       qdata (G, N, K)                       scales swizzled matrix by matrix                -> out (M, N), and da
@@ -6,22 +20,140 @@
             along tokens                          to 4: `swizzle_along_tokens`                    -> dw (G, N, K)
 
 A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`). Groups need only MX's own multiple of 32 rows, because the
-scales are padded and the rows are not. NOT RUN ON HARDWARE: layouts are tested bit for bit against the published
-formula, operands against torch's own checks of shapes and strides. No GEMM has been computed.
+scales are padded and the rows are not. Layouts are tested bit for bit against the published formula, operands against
+torch's own checks of shapes and strides. No GEMM has been computed.
 
-torch sets the limits: compute capability 10.x, E4M3 for both operands, bf16 results. So results are rounded to bf16
-once more if out_dtype is fp32, and before a bias or main_grad is added. E5M2 gradients are refused.
+torch sets blackwell's limits: compute capability 10.x, E4M3 for both operands, bf16 results. So results are rounded to
+bf16 once more if out_dtype is fp32, and before a bias or main_grad is added. E5M2 gradients are refused.
 Weights' scales (1/32 of their qdata) are swizzled at each call. Tiles (32x32) are kept as two copies of the qdata.
 """
+
+import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxep.gemm.backends.base import AlongTokens, Backend, ends
-from mxep.gemm.backends.dequant import Dequant, group_of_row, in_dtype
-from mxep.gemm.backends.triton import check_mx
+from mxep.gemm.backends.reference import Dequant, group_of_row, in_dtype
 from mxep.gemm.recipe import Recipe
 from mxep.quant import BLOCK, E4M3, MXTensor, gather_swizzled, pad_groups, swizzle_scales
+from mxep.runtime.op import op
+
+OLDEST = (8, 9)
+"""First compute capability for which Triton converts E4M3."""
+
+
+class Triton(Backend):
+    """See the module's docstring; `Backend` has the contract."""
+
+    name = "triton"
+    recordable = True
+
+    def unsupported_reason(self, device: torch.device) -> str | None:
+        if device.type == "cuda":
+            if torch.version.hip is None and (have := torch.cuda.get_device_capability(device)) < OLDEST:
+                return f"got compute capability {have}, want {OLDEST} or newer for E4M3; use backend 'auto'"
+            return None
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return (
+            "want a CUDA device, or TRITON_INTERPRET=1 set before Triton is imported (slow, for tests); "
+            "use backend 'reference' or 'dequant'"
+        )
+
+    def forward(
+        self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        if not isinstance(a, MXTensor):
+            return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
+        a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
+        parts = a.qdata, a.scale, a.row_index, w.qdata, w.scale
+        out: Tensor = grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
+        return out
+
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
+        if isinstance(dy, MXTensor) or isinstance(a, MXTensor):
+            dy, a = check_mx(self.name, "dy", dy, -1), check_mx(self.name, "a", a, -1)
+        return super().prepare_wgrad(dy, a, offs, recipe)
+
+    def wgrad_into(self, out: Tensor, operands: AlongTokens, offs: Tensor | None, scale: float, *, add: bool) -> bool:
+        y, x = operands
+        if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
+            return False
+        grouped_wgrad_dot_scaled(out, *_in_bytes(y), *_in_bytes(x), ends(offs, y), scale, add)
+        return True
+
+    def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
+        y, x = operands
+        if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
+            return Dequant().wgrad_product(operands, offs, out_dtype, scale)
+        offs = ends(offs, y)
+        dw = y.qdata.new_empty((offs.shape[0], y.shape[1], x.shape[1]), dtype=out_dtype)
+        grouped_wgrad_dot_scaled(dw, *_in_bytes(y), *_in_bytes(x), offs, scale, False)
+        return dw
+
+
+def _in_bytes(x: MXTensor) -> tuple[Tensor, Tensor]:
+    """qdata, and the scales as bytes: inductor compiles no op that writes if one of its tensors is e8m0."""
+    return x.qdata, x.scale.view(torch.uint8)
+
+
+def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -> MXTensor:
+    """`x` as an MXTensor in blocks of 32 along one of `axes`. Raises ValueError for anything else."""
+    if isinstance(x, MXTensor) and x.axis in axes and x.block_size == BLOCK:
+        return x
+    got = repr(x) if isinstance(x, MXTensor) else f"a plain tensor of {x.dtype}"
+    raise ValueError(
+        f"backend {backend!r}: {name}: got {got}, want an MXTensor in blocks of {BLOCK}: "
+        "use a recipe 'mxfp8...', or for recipe 'fp8' backend 'dequant' or 'reference'"
+    )
+
+
+# On a CPU these ops run the same kernels, interpreted. `reference` has the plain-torch GEMMs.
+
+
+@op(
+    "mxep::grouped_mm_dot_scaled",
+    fake=lambda a, a_scale, a_index, w, w_scale, offs, bias, out_dtype: a.new_empty(
+        ((a if a_index is None else a_index).shape[0], w.shape[1]), dtype=out_dtype
+    ),
+    launcher="mxep.gemm.kernels.dot_scaled:grouped_mm",
+)
+def grouped_mm_dot_scaled(
+    a: Tensor,
+    a_scale: Tensor,
+    a_index: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """a (R, K), index (M,) or None, w (G, N, K), bias (G, N) or None -> (M, N) out_dtype."""
+    from mxep.gemm.kernels import dot_scaled
+
+    out: Tensor = dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype)  # type: ignore[no-untyped-call]
+    return out
+
+
+@op(
+    "mxep::grouped_wgrad_dot_scaled",
+    fake=lambda *_: None,
+    launcher="mxep.gemm.kernels.dot_scaled:grouped_wgrad",
+    mutates_args=("out",),
+)
+def grouped_wgrad_dot_scaled(
+    out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float, add: bool
+) -> None:
+    """Contract y (M, N) and x (M, K), both blocked along M, over the rows of each group.
+
+    scale * the result is written to out, or added to it in fp32 if `add`. out: contiguous, (G, N, K) or the halves of N
+    (2, G, N / 2, K)."""
+    from mxep.gemm.kernels import dot_scaled
+
+    dot_scaled.grouped_wgrad(out, y, y_scale, x, x_scale, offs, scale, add)  # type: ignore[no-untyped-call]
+
 
 ROWS, COLS = 128, 4
 """Rows and columns of scales in a swizzled tile."""
@@ -65,13 +197,11 @@ class Blackwell(Backend):
         out = in_dtype(out, out_dtype)
         return out if bias is None else in_dtype(out + bias[group_of_row(offs, len(out))], out_dtype)
 
-    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> AlongTokens:
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
             return AlongTokens(dy, a)
         dy, a = self._e4m3("dy", dy), self._e4m3("a", a)
-        return (
-            AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs)) if len(dy) else AlongTokens(dy, a)
-        )
+        return super().prepare_wgrad(dy, a, offs, recipe) if len(dy) else AlongTokens(dy, a)
 
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         y, x = operands
@@ -113,8 +243,7 @@ def rows_operand(a: MXTensor, offs: Tensor) -> Operand:
 
 def weight_operand(w: MXTensor) -> Operand:
     """w (G, N, K) along K -> qdata (G, K, N), K contiguous, scales (G, round_up(N, 128) * round_up(K/32, 4))."""
-    qdata = w.qdata if w.qdata.is_contiguous() else w.qdata.contiguous()
-    return qdata.mT, swizzle_scales(w.scale).flatten(1)
+    return w.qdata.contiguous().mT, swizzle_scales(w.scale).flatten(1)
 
 
 def tokens_operand(x: MXTensor, offs: Tensor) -> Operand:

@@ -14,12 +14,13 @@ The tensor cores add with 13 fraction bits, so sums leave them every 256 product
 nothing for rows past the last group; quantizing plain operands takes all rows.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mxep.gemm.backends.base import AlongTokens, Backend, ends
-from mxep.gemm.backends.dequant import Dequant
-from mxep.gemm.backends.reference import grouped_mm_reference
+from mxep.gemm.backends.reference import Dequant, grouped_mm_reference
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.recipe import Recipe
@@ -64,10 +65,10 @@ class Hopper(Backend):
     def expand_colwise(self, w: FrozenWeight) -> Tensor:
         return fold_for_dgrad(w.along_k(), w.column_scale.view(torch.float8_e8m0fnu))
 
-    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> WgradOperands | AlongTokens:
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
         if isinstance(dy, MXTensor) and isinstance(a, MXTensor):
             return fold_for_wgrad(a, dy, ends(offs, a), alignment=HOPPER_BLOCK_K)
-        return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
+        return super().prepare_wgrad(dy, a, offs, recipe)
 
     def wgrad_into(
         self, out: Tensor, operands: WgradOperands | AlongTokens, offs: Tensor | None, scale: float, *, add: bool

@@ -20,7 +20,6 @@ import os
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.runtime import driver
 
 from mxep.quant.device import as_bytes, group_bounds, num_sms
@@ -180,20 +179,8 @@ def grouped_wgrad_kernel(
             tl.store(out + column, part.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def grouped_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_index: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """a (R, C), scale (R, C/32), index (M,) or None; w (G, N, C), scale (G, N or N/32, C/32) -> out (M, N).
-
-    Any strides, also of index, offs and bias. bias: (G, N) or None. Rows past the last group are not written.
-    """
+def grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype):
+    """mxep::grouped_mm_dot_scaled. Any strides, also of index, offs and bias; w's scales (G, N or N/32, C/32)."""
     groups, n, c = w.shape
     m = a.shape[0] if a_index is None else a_index.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
@@ -212,21 +199,8 @@ def grouped_mm(
     return out
 
 
-def grouped_wgrad(
-    out: Tensor,
-    y: Tensor,
-    y_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    offs: Tensor,
-    factor: float = 1.0,
-    add: bool = False,
-) -> None:
-    """Write factor * y[rows of g].T @ x[rows of g] to out. If `add`, add it instead, in fp32 before the rounding.
-
-    y (M, N), scale (M/32, N); x (M, K), scale (M/32, K). out: contiguous, (G, N, K) or the halves of N
-    (2, G, N / 2, K). Any strides; loads are wide if qdata are contiguous along M. An empty group's result is zero.
-    """
+def grouped_wgrad(out, y, y_scale, x, x_scale, offs, factor=1.0, add=False):
+    """mxep::grouped_wgrad_dot_scaled. Any strides; loads are wide if qdata are contiguous along M."""
     if not out.numel():
         return
     groups, n, k = out.shape[-3], y.shape[1], x.shape[1]

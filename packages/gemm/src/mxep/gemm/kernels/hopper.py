@@ -30,16 +30,8 @@ _QDATA = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2
 _BF16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def grouped_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """mxep::fp8_grouped_mm. Rows of qdata must be multiples of 16 bytes apart."""
+def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
+    """mxep::fp8_grouped_mm, whose reference has the types. Rows of qdata must be multiples of 16 bytes apart."""
     (M, K), (G, N, _) = a.shape, w.shape
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))
@@ -50,15 +42,7 @@ def grouped_mm(
     return out
 
 
-def grouped_wgrad(
-    out: Tensor,
-    y_t: Tensor,
-    x_t: Tensor,
-    exponent: Tensor,
-    offs: Tensor,
-    factor: float = 1.0,
-    add: bool = False,
-) -> None:
+def grouped_wgrad(out, y_t, x_t, exponent, offs, factor=1.0, add=False):
     """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. Halves are separate GEMMs if a warpgroup's rows
     would belong to both."""
     (N, C), (K, _) = y_t.shape, x_t.shape
@@ -69,7 +53,9 @@ def grouped_wgrad(
             grouped_wgrad(half, y, x_t, exponent, offs, factor, add)
         return
     if (parts := parts_of_wgrad(offs.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
-        products = _products_of_parts(y_t, x_t, exponent, offs, factor, parts)
+        products = torch.empty((parts, N, K), dtype=torch.float32, device=y_t.device)
+        exponents, cuts = exponent.expand(parts).contiguous(), cuts_of_parts(offs, C, parts)  # parts act as groups
+        _launch(products, y_t, x_t, exponents, None, None, cuts, N, K, C, ragged="contraction", factor=factor)
         if add or out.dtype != torch.float32:
             (out.add_ if add else out.copy_)(products.sum(0, keepdim=True).to(out.dtype))
         else:
@@ -90,15 +76,6 @@ def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> i
         return 1
     tiles = cdiv(n, BLOCK_M) * cdiv(k, BLOCK_N)
     return max(1, min(num_sms // tiles, columns // PART_TOKENS, MOST_PARTS))
-
-
-def _products_of_parts(y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, factor: float, parts: int) -> Tensor:
-    """(parts, N, K) fp32: results of the only group's parts, computed as groups."""
-    (N, C), (K, _) = y_t.shape, x_t.shape
-    out = torch.empty((parts, N, K), dtype=torch.float32, device=y_t.device)
-    exponents, cuts = exponent.expand(parts).contiguous(), cuts_of_parts(offs, C, parts)
-    _launch(out, y_t, x_t, exponents, None, None, cuts, N, K, C, ragged="contraction", factor=factor)
-    return out
 
 
 def cuts_of_parts(offs: Tensor, columns: int, parts: int) -> Tensor:
@@ -144,21 +121,7 @@ def _tile_counter(device: torch.device) -> Tensor:
 
 
 def _launch(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    offs: Tensor | None,
-    M: int,
-    N: int,
-    K: int,
-    *,
-    ragged: str,
-    add: bool = False,
-    halves: bool = False,
-    factor: float = 1.0,
+    out, a, b, a_scale, b_scale, bias, offs, M: int, N: int, K: int, *, ragged: str, add=False, halves=False, factor=1.0
 ) -> None:
     a_desc = Descriptor(a, a.shape, a.stride(), (BLOCK_M, BLOCK_K), _QDATA)
     b_desc = Descriptor(b, b.shape, b.stride(), (BLOCK_N, BLOCK_K), _QDATA)

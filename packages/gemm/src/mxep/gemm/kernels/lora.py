@@ -161,10 +161,8 @@ def lora_wgrad_kernel(
     tl.store(out, (sums * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def lora_shrink(
-    x: Tensor, x_scale: Tensor | None, x_index: Tensor | None, A: Tensor, offs: Tensor, scale: float, dtype: torch.dtype
-) -> Tensor:
-    """mxep::lora_shrink."""
+def lora_shrink(x, x_scale, x_index, A, offs, scale, dtype):
+    """mxep::lora_shrink, whose reference has the types."""
     rows, (groups, rank, k) = len(x if x_index is None else x_index), A.shape
     out = torch.empty((rows, rank), dtype=dtype, device=x.device)
     block_m, block_k = SHRINK_TILE
@@ -187,15 +185,7 @@ def lora_expand(out: Tensor, inner: Tensor, B: Tensor, offs: Tensor) -> None:
         )  # fmt: skip
 
 
-def lora_wgrad(
-    out: Tensor,
-    inner: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    x_index: Tensor | None,
-    offs: Tensor,
-    scale: float,
-) -> None:
+def lora_wgrad(out, inner, x, x_scale, x_index, offs, scale):
     """mxep::lora_wgrad."""
     (groups, rank, k), (block_m, block_k) = out.shape, WGRAD_TILE
     launch(lora_wgrad_kernel, (cdiv(k, block_k), groups),
