@@ -130,3 +130,12 @@ def indexed(mx: MXTensor, *, valid: int, seed: int = 1, poison: int = -1) -> MXT
     return MXTensor.from_qdata_and_scales(
         scatter(mx.qdata), scatter(mx.scale), mx.dtype, block_size=mx.block_size, row_index=index
     )
+
+
+HALF_ULP_BF16 = 2.0**-8
+HALF_ULP_FP32 = 2.0**-24
+
+
+def bound_of_sum(p: Problem) -> list[torch.Tensor]:
+    """n additions in fp32, in any order, err by at most n * 2**-24 * sum |products| (first order)."""
+    return [n * HALF_ULP_FP32 * m for n, m in zip(p.terms(), p.magnitude())]

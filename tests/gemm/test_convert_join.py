@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import snr
-from gemm.test_grouped_mm import Counting
+from gemm.test_functional import Counting
 from mxep.gemm import convert, converted, join_linears, quantize_weights_once, revert
 from mxep.gemm.convert import state_of
 

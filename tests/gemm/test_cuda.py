@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemm.problem import RECIPES, Problem, indexed, problem
-from gemm.test_accuracy import HALF_ULP_BF16, bound_of_sum
+from gemm.problem import HALF_ULP_BF16, RECIPES, Problem, bound_of_sum, indexed, problem
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import select
 

@@ -339,8 +339,8 @@ def _check_parameters(
         if w.device != a.device:
             raise ValueError(f"w: got device {w.device}, want {a.device}, where a is")
         if any(size % recipe.group_alignment for size in w.shape[1:]):
-            wanted = f"sizes in multiples of {recipe.group_alignment} for the recipe"
-            raise ValueError(f"w: expected {wanted}, got {tuple(w.shape[1:])}")
+            least = recipe.group_alignment
+            raise ValueError(f"w: expected sizes in multiples of {least} for the recipe, got {tuple(w.shape[1:])}")
     else:
         check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
     if bias is not None and (bias.shape != w.shape[:-1] or not bias.is_floating_point()):

@@ -1,21 +1,25 @@
-"""Products under torch.compile: two ops of what an eager call runs, to the last bit."""
+"""Products compiled, replayed, and backward in parts: the bits of one eager pass."""
 
 import contextlib
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import problem
+from gemm.test_functional import Counting
 from gemm.test_hopper import needs_hopper
 from mxep.gemm import Recipe, grouped_mm, linear, linear_together, product, quantize_weights_once
 from mxep.gemm.backends import BACKENDS
 from mxep.gemm.product import backward_op, forward_op
 from mxep.runtime.bundle import tensors_in
+from records_on_cpu import assert_replays_are_alike, replays_on_the_cpu
+from schedules_of_torch import splits_functions
 
 RECIPES = ("fp8", "mxfp8", "mxfp8_e5m2", "mxfp8_32x32")
 MX = Recipe.mxfp8()
@@ -48,15 +52,14 @@ def step(function: Callable[..., Tensor], *tensors: Tensor | None, wanted: tuple
     return [out.detach(), *(x.grad for x in given if x is not None and x.grad is not None)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    ("wanted", "backend"),
+    ("recipe", "wanted", "backend"),
     [
-        ((1, 1, 1), "reference"),
-        ((1, 1, 1), "dequant"),
-        ((1, 0, 0), "reference"),
-        ((0, 1, 0), "dequant"),
-        ((0, 0, 0), "reference"),
+        *((recipe, (1, 1, 1), backend) for recipe in RECIPES for backend in ("reference", "dequant")),
+        ("mxfp8_32x32", (1, 0, 0), "reference"),
+        ("fp8", (1, 0, 0), "dequant"),
+        ("mxfp8", (0, 1, 0), "dequant"),
+        ("mxfp8", (0, 0, 0), "reference"),
     ],
     ids=str,
 )
@@ -121,8 +124,9 @@ def product_of(kind: str, recipe: Recipe, offs: Tensor) -> Callable[..., Tensor]
 @pytest.mark.parametrize(
     ("recipe", "kind", "compiler"),
     [
-        *itertools.product(("fp8", "mxfp8", "mxfp8_32x32"), ("grouped", "linear", "together"), ("aot_eager",)),
-        *(("fp8", "together", "inductor"), ("mxfp8", "grouped", "inductor"), ("mxfp8_32x32", "linear", "inductor")),
+        *(("fp8", "grouped", "aot_eager"), ("fp8", "together", "aot_eager"), ("mxfp8", "together", "aot_eager")),
+        *(("mxfp8", "linear", "aot_eager"), ("mxfp8_32x32", "grouped", "aot_eager"), ("mxfp8", "grouped", "inductor")),
+        ("mxfp8_32x32", "linear", "inductor"),
     ],
 )
 def test_compiled_products_share_the_weights_that_are_held(recipe: str, kind: str, compiler: str) -> None:
@@ -250,3 +254,149 @@ def test_no_output_of_an_op_is_what_is_held_for_others(recipe: str) -> None:
                 x.view(torch.uint8).zero_()
             again = zip(torch.ops.mxep.product_forward(*given), wanted)
             assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in again if x.dim())
+
+
+PARTIAL_RECIPES = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
+every_recipe = pytest.mark.parametrize("recipe", PARTIAL_RECIPES)
+
+
+class Case:
+    def __init__(self, recipe: str, *, leaf: bool = True, **options: Any) -> None:
+        self.p, self.backend = problem(unused=0), Counting()
+        self.x = self.p.a.clone().requires_grad_()
+        self.w = self.p.w.clone().requires_grad_()
+        self.main_grad = torch.zeros(self.w.shape)
+        options = {"recipe": recipe, "backend": self.backend, "main_grad": self.main_grad} | options
+        a, w = (self.x, self.w) if leaf else (self.x * 1, self.w * 1)
+        self.out = grouped_mm(a, w, self.p.offs, **options)
+        self.dy = self.p.dy.clone()
+        self.backend.asked.clear()
+
+    def asked(self) -> list[str]:
+        found = [name for name in self.backend.asked if name in ("dgrad", "prepare_wgrad", "wgrad", "quantize_rows")]
+        self.backend.asked.clear()
+        return found
+
+
+@every_recipe
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("retain", [True, False])
+def test_a_gradient_of_the_activation_alone_leaves_main_grad_as_it_is(recipe: str, leaf: bool, retain: bool) -> None:
+    case = Case(recipe, leaf=leaf)
+    torch.autograd.grad(case.out, case.x, case.dy, retain_graph=retain)
+    assert not case.main_grad.any()
+    assert case.asked() == ["quantize_rows", "dgrad"]
+
+
+def test_backward_with_inputs_computes_their_gradients_alone() -> None:
+    for name, asked in (("x", ["dgrad"]), ("w", ["prepare_wgrad", "wgrad"])):
+        case = Case("mxfp8")
+        case.out.backward(case.dy, inputs=[getattr(case, name)])
+        assert case.asked() == ["quantize_rows", *asked]
+
+
+@every_recipe
+@pytest.mark.parametrize("leaf", [True, False])
+def test_x_then_w_is_one_backward_each_part_computed_once(recipe: str, leaf: bool) -> None:
+    one = Case(recipe, leaf=leaf)
+    one.out.backward(one.dy)
+    both = one.asked()
+    case = Case(recipe, leaf=leaf)
+    (dx,) = torch.autograd.grad(case.out, case.x, case.dy, retain_graph=True)
+    first = case.asked()
+    case.out.backward(case.dy, inputs=[case.w])
+    assert first + case.asked() == both
+    assert one.x.grad is not None
+    assert torch.equal(dx, one.x.grad)
+    assert torch.equal(case.main_grad, one.main_grad)
+    with pytest.raises(RuntimeError, match="second time"):
+        case.out.backward(case.dy, inputs=[case.w])
+
+
+def test_what_is_kept_serves_the_same_incoming_gradient_only() -> None:
+    for changed in ("another", "in place", "x again"):
+        case, want = Case("mxfp8", main_grad=None), Case("mxfp8", main_grad=None)
+        torch.autograd.grad(case.out, case.x, case.dy, retain_graph=True)
+        dy = case.dy * 2 if changed == "another" else case.dy
+        if changed == "in place":
+            dy.mul_(2)
+        case.asked()
+        inputs = [case.w] if changed != "x again" else [case.x, case.w]
+        (*_, dw) = torch.autograd.grad(case.out, inputs, dy)
+        assert case.asked() == ["quantize_rows", *(["dgrad"] if len(inputs) == 2 else []), "prepare_wgrad", "wgrad"]
+        (*_, wanted) = torch.autograd.grad(want.out, [want.w], dy)
+        assert torch.equal(dw, wanted)
+
+
+def test_a_bias_that_is_not_asked_for_costs_nothing() -> None:
+    bias = torch.zeros(4, 96, requires_grad=True)
+    case = Case("mxfp8", bias=bias)
+    torch.autograd.grad(case.out, bias, case.dy, retain_graph=True)
+    assert case.asked() == []
+    torch.autograd.grad(case.out, case.x, case.dy)
+    assert case.asked() == ["quantize_rows", "dgrad"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_checkpointing_the_gradients_are_the_same(reentrant: bool) -> None:
+    one = Case("mxfp8")
+    one.out.backward(one.dy)
+    p, main_grad = problem(unused=0), torch.zeros_like(one.main_grad)
+    x, w = p.a.clone().requires_grad_(), p.w.clone().requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        return grouped_mm(x, w, p.offs, recipe="mxfp8", main_grad=main_grad)
+
+    if not reentrant:  # torch refuses torch.autograd.grad otherwise
+        torch.autograd.grad(checkpoint(run, x, use_reentrant=False), x, p.dy)
+        assert not main_grad.any()
+    checkpoint(run, x, use_reentrant=reentrant).backward(p.dy)
+    assert one.x.grad is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, one.x.grad)
+    assert torch.equal(main_grad, one.main_grad)
+
+
+@splits_functions
+@every_recipe
+def test_torchs_zero_bubble_schedule_computes_each_part_once(recipe: str) -> None:
+    one, case = (Case(recipe, main_grad=None) for _ in range(2))
+    one.out.backward(one.dy)
+    both = one.asked()
+    weights: list[Any] = [case.w]
+    (dx,), groups = stage_backward_input([case.out], [case.dy], [case.x], iter(weights))
+    first = case.asked()
+    stage_backward_weight(iter(weights), groups)
+    assert first + case.asked() == both
+    assert case.w.grad is not None
+    for got, want in ((dx, one.x.grad), (case.w.grad, one.w.grad)):
+        assert got is not None
+        assert want is not None
+        assert torch.equal(got, want)
+
+
+M, N, K, GROUPS = 64, 32, 64, 2
+
+
+@pytest.fixture(autouse=True)
+def replays_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with replays_on_the_cpu(monkeypatch):
+        yield
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "fp8", "bf16"])
+@pytest.mark.parametrize("held", [False, True])
+def test_replayed_products_have_the_bits_of_the_others(recipe: str, held: bool) -> None:
+    torch.manual_seed(0)
+    w = torch.randn(GROUPS, N, K).bfloat16().requires_grad_()
+    offs = torch.tensor([32, 64], dtype=torch.int32)
+    before = product.forward.replays, product.backward.replays
+
+    def step(a: Tensor) -> list[Tensor]:
+        a = a.clone().requires_grad_()
+        out = grouped_mm(a, w, offs, recipe=recipe)
+        return [out.detach(), *torch.autograd.grad(out, (a, w), torch.ones_like(out))]
+
+    assert_replays_are_alike(step, [torch.randn(M, K).bfloat16() for _ in range(5)], held=held)
+    assert product.forward.replays >= before[0] + 3  # or 4, of a kind that was seen before
+    assert product.backward.replays >= before[1] + 3

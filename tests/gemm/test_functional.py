@@ -101,7 +101,7 @@ def test_nan_stays_with_its_token_and_its_expert(recipe: str, backend: str) -> N
 
 @every_backend
 @every_recipe
-@pytest.mark.parametrize("sizes", [(0, 96, 0), (0, 0, 128), (32, 0, 0), (0, 0, 0)])
+@pytest.mark.parametrize("sizes", [(0, 96, 0), (0, 0, 0)])
 def test_empty_groups_have_zero_weight_gradients(recipe: str, sizes: tuple[int, ...], backend: str) -> None:
     p = problem(sizes, unused=32)
     got = p.run(recipe, backend=backend)
@@ -133,12 +133,6 @@ def test_groups_do_not_see_each_other(recipe: str, backend: str) -> None:
 
 
 @every_backend
-@every_recipe
-def test_two_runs_are_bitwise_equal(recipe: str, backend: str) -> None:
-    assert problem().run(recipe, backend=backend).same_as(problem().run(recipe, backend=backend))
-
-
-@every_backend
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_a_gradient_that_arrives_in_codes_is_used_as_it_is(fmt: Any, backend: str) -> None:
     p = problem()
@@ -156,7 +150,7 @@ def test_a_gradient_in_other_blocks_is_quantized_again() -> None:
 
 def test_an_expanded_gradient_is_fine() -> None:
     p = problem(unused=0)
-    for recipe in RECIPES:
+    for recipe in ("bf16", "fp8", "mxfp8"):
         for backend in BACKENDS:
             dense = p.run(recipe, dy=torch.ones(p.valid, 96, dtype=torch.bfloat16), backend=backend)
             expanded = p.run(recipe, dy=torch.ones((), dtype=torch.bfloat16).expand(p.valid, 96), backend=backend)
@@ -281,18 +275,15 @@ def test_wgrad_bf16_keeps_a_plain_activation_but_no_copy_of_a_quantized_one() ->
     assert (qdata.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_32x32", "mxfp8_wgrad_bf16"])
 @pytest.mark.parametrize("given", ["plain", "qdata", "indexed qdata", "qdata, and weight held"])
-def test_offloaded_tensors_come_back_as_they_were(recipe: str, pin_memory: bool, given: str) -> None:
+def test_offloaded_tensors_come_back_as_they_were(recipe: str, given: str) -> None:
     """With pin_memory torch copies into plain tensors: an MXTensor that is saved as such would come back as values, and
     a weight gradient of these has other bits."""
     named, p = Recipe.named(recipe), problem(unused=0)
-    if named.scaling == "none" and given != "plain":
-        pytest.skip("no qdata")
     spread = torch.exp2(torch.randint(-20, 20, p.a.shape, generator=torch.Generator().manual_seed(0)))
     results = []
-    for offload in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)):
+    for offload in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu(pin_memory=True)):
         a, w = (p.a * spread).bfloat16().requires_grad_(), p.w.clone().requires_grad_()
         operand = a if given == "plain" else named.quantize_rows(a)
         if given == "indexed qdata":
@@ -329,9 +320,9 @@ def test_a_second_derivative_raises() -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
-def test_compiles_in_one_graph(recipe: str, backend: str) -> None:
-    p, r = problem(unused=0), Recipe.named(recipe)
+def test_bf16_compiles_in_one_graph(backend: str) -> None:
+    """Other recipes: test_product.py."""
+    p, r = problem(unused=0), Recipe.bf16()
     torch._dynamo.reset()
 
     def run(a: Tensor, w: Tensor) -> Tensor:

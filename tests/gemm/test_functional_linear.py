@@ -102,7 +102,7 @@ def test_it_is_grouped_mm_of_one_group(recipe: str, backend: str | Backend) -> N
 
 @every_backend
 @every_recipe
-@pytest.mark.parametrize("rows", [1, 31, 75])
+@pytest.mark.parametrize("rows", [1, 75])
 def test_rows_that_are_no_whole_blocks_are_as_if_followed_by_zeros(
     recipe: str, rows: int, backend: str | Backend
 ) -> None:
@@ -123,7 +123,7 @@ def test_no_rows_give_no_rows_and_zero_gradients(recipe: str, backend: str | Bac
     assert not d_bias.any()
 
 
-@pytest.mark.parametrize("leading", [(), (5,), (2, 3), (2, 3, 4, 2)])
+@pytest.mark.parametrize("leading", [(), (5,), (2, 3, 4)])
 @pytest.mark.parametrize("coded", [False, True])
 def test_any_number_of_leading_axes(leading: tuple[int, ...], coded: bool) -> None:
     x, w, bias, dy = operands(*leading)
