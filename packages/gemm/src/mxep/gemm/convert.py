@@ -101,7 +101,7 @@ def revert(model: Module) -> Module:
         for how in _weights(module).values():
             how._used = True  # ends the watch for its first gradient
         if module.__dict__.pop(_KEY, None) is not None and (base := type(module).__dict__.get("_mxep_base")):
-            module.__class__ = base  # else another class derives from ours, which does nothing now
+            module.__class__ = base  # without a base another class derives from ours, and ours does nothing now
     return model
 
 

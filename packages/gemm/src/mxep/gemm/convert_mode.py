@@ -202,7 +202,7 @@ def parameter_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def local_part(x: Any) -> Tensor:
-    """Local part of a DTensor; x itself otherwise."""
+    """Return a DTensor's local part, or a plain x as it is."""
     local: Tensor = getattr(x, "_local_tensor", x)
     return local
 

@@ -111,14 +111,14 @@ def _unfolded(qdata: Tensor, row_scale: Tensor, scale: Tensor) -> Tensor:
 
 
 def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> FrozenWeight:
-    """w (G, N, K), frozen. Of an MXTensor it shares the scales, and qdata unless they are folded.
+    """Freeze w (G, N, K). The result shares an MXTensor's scales, and its qdata unless they are folded.
 
-    w: bf16 or fp32, which is quantized along K to `fmt`. Or already quantized, then `fmt` must be its format: an
-        MXTensor of E4M3 or E2M1 with blocks of 32 along K; BlockFP8 with power-of-two scales ("mxfp8").
+    w: bf16 or fp32, quantized here along K to `fmt`. If it is quantized already, `fmt` must be its format. It is then
+        an MXTensor of E4M3 or E2M1 with blocks of 32 along K, or BlockFP8 with power-of-two scales ("mxfp8").
     folded: store MXFP8 with one scale per row, as Hopper multiplies it. MXFP4 never is.
 
-    Waits for the device. Raises ValueError for other formats and shapes, and if more than one in 1024 elements of a
-    group do not fold exactly, as where norms within a row differ by 2^10 and more: pass folded=False.
+    Waits for the device. Raises ValueError for other formats and shapes. With folded=True it also raises ValueError if
+    more than one in 1024 elements of a group do not fold exactly. Norms within a row that differ by 2^10 do that.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")

@@ -7,7 +7,7 @@
       saved for backward: the qdata of a      dw = dy^T a, both from their qdata (wgrad "mx")
 
 Forward saves the weight itself, not its qdata along N. Backward makes these, unless `quantize_weights_once` holds them.
-Of `a`, backward keeps qdata and scales, half the bytes of bf16. Only wgrad "bf16" keeps a plain `a`.
+Backward keeps qdata and scales of `a`, half the bytes of bf16. Only wgrad "bf16" keeps a plain `a`.
 An MXTensor is kept by reference: the lender of a receive slot must copy borrowed bytes.
 
 linear is one group of all rows, (..., K) as (M, K). Kernels take M as the only group's end, and M may be any number. A

@@ -1,4 +1,4 @@
-"""What a GEMM computes, forward and backward: functions that are replayed, and two ops for torch.compile.
+"""A GEMM and its gradients: two functions that are replayed, and two ops for torch.compile.
 
     mxep::product_forward     a, weights (G, N, K) or (N, K), bias, offs -> out, what backward needs
     mxep::product_backward    dy and these -> da and dw, of those that need one
@@ -106,8 +106,9 @@ def backward(
 ) -> ProductGradients:
     """The gradients of a and w, and what becomes of dy. It uses up a.
 
-    wanted: whether da and dw are; they are None else, and where dw was added to main_grads. dtypes: theirs. quantized:
-    the first dy is all of them, already as it was quantized here. widths: N of the parts.
+    wanted: whether to compute da and dw, which are None otherwise. dw is None, too, if it was added to main_grads.
+    dtypes: of da and dw. quantized: the first dy is all of them, quantized before by this function.
+    widths: N of the parts.
     """
     a, offs, dys, main_grads = given.a, given.offs, given.dys, given.main_grads
     given.release("a", "dys")

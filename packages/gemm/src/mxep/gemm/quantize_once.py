@@ -132,9 +132,9 @@ def quantize_weights_once_a_step() -> "QuantizedOnce":
 def quantize_after_step(optimizer: torch.optim.Optimizer) -> "QuantizedOnce":
     """Open `quantize_weights_once_a_step`, and quantize the optimizer's weights anew right after each of its steps.
 
-    So no micro-batch quantizes, from the second step on. Weights are quantized as the step before used them. What is
-    not the optimizer's own memory, as weights that FSDP2 gathers, is quantized when it is next used. Of several
-    optimizers give the one that steps last. `close()` of the result ends it.
+    So no micro-batch quantizes, from the second step on. Weights are quantized as the step before used them. Weights
+    in other memory than the optimizer's, such as those that FSDP2 gathers, are quantized at their next use. With
+    several optimizers, pass the one that steps last. `close()` of the result ends it.
     """
     once = quantize_weights_once_a_step()
     once._hooks.append(optimizer.register_step_post_hook(once._after_step))

@@ -74,8 +74,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Quantize w (G, N, K) for forward, along K or in 2-D blocks. Also return the amax of its columns. No gradient.
 
-        amax: (G, K) fp32, which saves `quantize_weight_colwise` a read. None unless `with_amax`, and None if weights
-            have more than one scale per column.
+        amax: (G, K) fp32, which saves `quantize_weight_colwise` a read. None without `with_amax`. None, too, for
+            weights with several scales per column.
         """
         if recipe.scaling == "none":
             return w, None

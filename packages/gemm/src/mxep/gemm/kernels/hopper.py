@@ -31,7 +31,7 @@ _BF16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2
 
 
 def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
-    """mxep::fp8_grouped_mm, whose reference has the types. Rows of qdata must be multiples of 16 bytes apart."""
+    """mxep::fp8_grouped_mm. Its reference has the types. Rows of qdata must be multiples of 16 bytes apart."""
     (M, K), (G, N, _) = a.shape, w.shape
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))

@@ -162,7 +162,7 @@ def lora_wgrad_kernel(
 
 
 def lora_shrink(x, x_scale, x_index, A, offs, scale, dtype):
-    """mxep::lora_shrink, whose reference has the types."""
+    """mxep::lora_shrink. Its reference has the types."""
     rows, (groups, rank, k) = len(x if x_index is None else x_index), A.shape
     out = torch.empty((rows, rank), dtype=dtype, device=x.device)
     block_m, block_k = SHRINK_TILE
