@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends import BACKENDS, Backend, select
-from mxep.gemm.frozen import expanded
+from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.quantize_once import SavedWeight, is_held, join_parts, rowwise_and_saved, weight_parts, weights_are_held
 from mxep.gemm.recipe import Recipe
 from mxep.quant import BLOCK, E4M3, MXParts, MXTensor, group_sums
@@ -59,7 +59,8 @@ def forward(
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
-    rowwise = expanded(rowwise, backend.expand_rowwise)
+    if isinstance(rowwise, FrozenWeight):
+        rowwise = backend.expand_rowwise(rowwise)
     out = backend.forward(qdata, rowwise, offs, bias=bias, out_dtype=out_dtype)
     kept = (qdata if recipe.wgrad == "mx" else a) if needs[1] else None
     blocks = saved.weight if needs[0] and not given and isinstance(saved.weight, MXTensor) else None
@@ -123,7 +124,9 @@ def backward(
         dy = torch.cat([*map(plain, dys)], 1)
     del dys
     if wanted[0]:
-        colwise = expanded(SavedWeight(given.w, given.amax).colwise(recipe, backend), backend.expand_colwise)
+        colwise = SavedWeight(given.w, given.amax).colwise(recipe, backend)
+        if isinstance(colwise, FrozenWeight):
+            colwise = backend.expand_colwise(colwise)
         da = backend.dgrad(qdata, colwise, offs, out_dtype=dtypes[0])
         del colwise
     if wanted[1]:
