@@ -25,9 +25,8 @@ def read_values(weight: Any, part: slice | None = None) -> torch.Tensor:
 
 
 @every_kind
-@pytest.mark.parametrize("shards", [1, 4])
-def test_every_weight_has_the_values_that_were_written(kind: str, shards: int, tmp_path: Path) -> None:
-    expected = write(tmp_path, kind, shards=shards)
+def test_every_weight_has_the_values_that_were_written(kind: str, tmp_path: Path) -> None:
+    expected = write(tmp_path, kind, shards=(1, 4)[list(KINDS).index(kind) % 2])
     with QuantizedCheckpoint(tmp_path) as found:
         assert found.weights.keys() == expected.keys()
         for name, weight in found.weights.items():

@@ -29,16 +29,13 @@ from mxep.quant import (
 )
 from mxep.quant.activation import sigmoid_pair
 from quant.exact import parts
+from quant.inputs import gaussian
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 ROWS, LIVE = 160, 96
 ENDS = torch.tensor([32, 32, 96], dtype=torch.int32)
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def row_scaled(seed: int, width: int, **how: Any) -> MXTensor:

@@ -27,6 +27,7 @@ from mxep.quant import (
 from mxep.quant import e2m1 as subject
 from quant import exact
 from quant.exact import MODES, Bytes, Floats, assert_bytes, raw
+from quant.inputs import gaussian
 from quant.opchecks import check_op
 
 E8M0 = torch.float8_e8m0fnu
@@ -35,10 +36,6 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GPT_OSS_K = 2880
 every_mode = pytest.mark.parametrize("mode", MODES)
 both_axes = pytest.mark.parametrize("axis", [-1, -2])
-
-
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def nearest_codes(x: Floats) -> Bytes:

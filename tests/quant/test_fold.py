@@ -5,19 +5,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, fold, fold_with_stats, quantize
 from mxep.quant.fold import shift_qdata
 from quant.exact import FORMATS, Bytes, Floats, assert_bytes, code_values, nearest_codes, raw, values
+from quant.inputs import gaussian
 from quant.opchecks import check_op
 
 both_formats = pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 NAN = 255
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tensor_of(raw: Bytes, scale: Bytes, fmt: MXFormat = E4M3, **changes: object) -> MXTensor:

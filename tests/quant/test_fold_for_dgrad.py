@@ -19,11 +19,8 @@ from mxep.quant import (
 from mxep.quant.fold import column_scales
 from mxep.quant.kernels import fold as kernels
 from quant.exact import assert_bytes, raw
+from quant.inputs import gaussian
 from quant.poison import poisoned_allocations as poisoned_allocations
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("fmt", ["E4M3", "E2M1", "E5M2"])

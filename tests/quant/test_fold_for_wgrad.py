@@ -12,17 +12,10 @@ from torch import Tensor
 
 from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, WgradOperands, fold, fold_for_wgrad, quantize
 from quant.exact import FORMATS, assert_bytes, code_values, nearest_codes, raw
+from quant.inputs import ends_of, gaussian
 from quant.opchecks import check_op
 
 Floats = NDArray[np.float64]
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def ends_of(*sizes: int) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).int()
 
 
 def row_scaled(rows: Tensor, shifts: list[int] | Tensor | None = None, fmt: MXFormat = E4M3) -> MXTensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mxep.quant import MXFormat
 from mxep.quant.kernels import fold as kernels
 from quant.exact import FORMATS
+from quant.inputs import ends_of, slots
 from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,22 +33,10 @@ def operand(
     return torch.from_numpy(qdata).view(fmt.dtype), torch.from_numpy(scale).view(torch.float8_e8m0fnu)
 
 
-def slots(qdata: Tensor, scale: Tensor, spare: int) -> tuple[Tensor, Tensor]:
-    """The same rows, qdata and scales side by side in rows of one buffer, as an exchange receives them."""
-    d, n = qdata.shape[1], scale.shape[1]
-    buffer = torch.full((qdata.shape[0], d + n + spare), 0x5A, dtype=torch.uint8)
-    buffer[:, :d], buffer[:, d : d + n] = qdata.view(torch.uint8), scale.view(torch.uint8)
-    return buffer[:, :d].view(qdata.dtype), buffer[:, d : d + n].view(scale.dtype)
-
-
 def indices(rows: int, stored: int, valid: int, seed: int = 0) -> Tensor:
     index = torch.from_numpy(np.random.default_rng(seed).integers(-1, stored, rows, dtype=np.int32))
     index[valid:] = 10**9  # neither read nor written
     return index
-
-
-def ends_of(*sizes: int) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).int()
 
 
 def check(*args: Tensor | None, alignment: int = 1, **tuning: Any) -> None:

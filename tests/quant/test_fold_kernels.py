@@ -10,6 +10,7 @@ from torch import Tensor
 from mxep.quant import E5M2, MXFormat
 from mxep.quant.kernels import fold as kernels
 from quant.exact import FORMATS
+from quant.inputs import slots
 from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,14 +32,6 @@ def hostile(
     scale[zero & (rng.random(scale.shape) < 0.3)] = 200
     scale[rng.random(scale.shape) < 0.3 / qdata.shape[-2]] = 255
     return torch.from_numpy(qdata.reshape(shape)).view(fmt.dtype), torch.from_numpy(scale).view(torch.float8_e8m0fnu)
-
-
-def slots(qdata: Tensor, scale: Tensor, spare: int = 16) -> tuple[Tensor, Tensor]:
-    """The same rows, qdata and scales side by side in rows of one buffer, as an exchange receives them."""
-    d, n = qdata.shape[1], scale.shape[1]
-    buffer = torch.full((qdata.shape[0], d + n + spare), 0x5A, dtype=torch.uint8)
-    buffer[:, :d], buffer[:, d : d + n] = qdata.view(torch.uint8), scale.view(torch.uint8)
-    return buffer[:, :d].view(qdata.dtype), buffer[:, d : d + n].view(scale.dtype)
 
 
 def to_device(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from mxep.quant import fold_report as subject
 from mxep.quant.checkpoint import QuantizedCheckpoint
 from mxep.quant.fold_report import Direction, count, main, report, text_of
 from quant.checkpoints import EXPERTS, HIDDEN, KINDS, WIDTH, save, values, write
-from quant.test_fold_e2m1 import hostile
+from quant.test_e2m1_fold import hostile
 
 FOLDING = [kind for kind, (fmt, *_) in KINDS.items() if fmt in ("mxfp4", "mxfp8")] + ["ue8m0", "deepseek-v4.1-dense"]
 

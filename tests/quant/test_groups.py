@@ -7,11 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mxep.quant import MXTensor, pad_groups, quantize, unpad_groups, valid_rows
+from quant.inputs import gaussian
 from quant.opchecks import check_op
-
-
-def gaussian(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def padded(n: int, alignment: int) -> int:

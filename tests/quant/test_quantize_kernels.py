@@ -108,8 +108,11 @@ def assert_per_row(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mod
     assert_same(kernels.quantize_per_column(moved, None, None, found, dtype, mode), want)
 
 
-@pytest.mark.parametrize("rows", [(40, 24), (3, 17, 136), (64, 8, 5), (96, 0), (0, 32)], ids=str)
-@pytest.mark.parametrize("batch", [(), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "batch"),
+    [((40, 24), ()), ((3, 17, 136), (3,)), ((64, 8, 5), (2, 2)), ((96, 0), (3,)), ((0, 32), ())],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_parts_below_each_other_are_quantized_as_one(
     rows: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

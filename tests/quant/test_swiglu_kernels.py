@@ -11,14 +11,14 @@ from mxep.quant import MXFormat, ScaleMode, SwiGLU, quantize
 from mxep.quant.activation import PLAIN, sigmoid_pair
 from mxep.quant.kernels import swiglu as kernels
 from quant.exact import FORMATS
+from quant.inputs import ends_of
 from quant.poison import POISON
 from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = (fmt.dtype for fmt in FORMATS)
 INF, NAN = math.inf, math.nan
-all_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-two_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 FORWARD, BACKWARD, WITH_H = DIRECTIONS = "forward", "backward", "backward and h"
 all_directions = pytest.mark.parametrize("direction", DIRECTIONS)
 WIDTHS = [(32, {}), (96, {}), (96, {"THREAD_ELEMENTS": 1}), (768, {}), (1408, {"AHEAD": 2}), (256, {"AHEAD": 0})]
@@ -29,10 +29,6 @@ MORE_WIDTHS = [*WIDTHS, (1, {}), (5, {}), (100, {})]
 def in_turn(*cases: int) -> bool:
     """An option of a case, by its indices of all others: it and any two of those still meet in each way."""
     return sum(cases) % 2 == 1
-
-
-def ends_of(*sizes: int) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).int()
 
 
 def problem(rows: int, F: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,10 +113,11 @@ def set_constants(patch: pytest.MonkeyPatch, tuning: dict[str, int]) -> None:
         patch.setattr(kernels, name, value)
 
 
-@all_directions
 @pytest.mark.parametrize(("F", "tuning"), WIDTHS)
-@all_dtypes
-def test_rounded_results(dtype: torch.dtype, F: int, tuning: dict[str, int], direction: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounded_results(dtype: torch.dtype, F: int, tuning: dict[str, int]) -> None:
+    """Any two of dtype, width and direction meet."""
+    direction = DIRECTIONS[(WIDTHS.index((F, tuning)) + DTYPES.index(dtype)) % 3]
     check(problem(8, F, dtype), direction=direction, **tuning)
 
 
@@ -131,20 +128,15 @@ def test_rows_that_fewer_warps_divide_better(F: int) -> None:
 
 
 @all_directions
-@pytest.mark.parametrize(("F", "tuning"), WIDTHS)
-@two_dtypes
-def test_quantized_results(dtype: torch.dtype, F: int, tuning: dict[str, int], direction: str) -> None:
-    folded = in_turn(dtype.itemsize // 2, WIDTHS.index((F, tuning)), DIRECTIONS.index(direction))
-    check(problem(8, F, dtype), E4M3, "rceil", 32, folded, direction=direction, **tuning)
-
-
-@all_directions
-@pytest.mark.parametrize(("F", "tuning"), MORE_WIDTHS)
-@two_dtypes
-def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[str, int], direction: str) -> None:
-    block = F if direction == FORWARD else 2 * F
-    folded = in_turn(dtype.itemsize // 2, MORE_WIDTHS.index((F, tuning)), DIRECTIONS.index(direction))
-    check(problem(8, F, dtype), E4M3, "rceil", block, folded, direction=direction, **tuning)
+@pytest.mark.parametrize(
+    ("F", "tuning", "of_rows"), [*((*case, False) for case in WIDTHS), *((*case, True) for case in MORE_WIDTHS)]
+)
+def test_quantized_results(F: int, tuning: dict[str, int], of_rows: bool, direction: str) -> None:
+    """of_rows: one scale a row. Any two of width, direction, dtype and folded meet."""
+    width, turn = MORE_WIDTHS.index((F, tuning)), DIRECTIONS.index(direction)
+    block = 32 if not of_rows else F if direction == FORWARD else 2 * F
+    dtype = DTYPES[(width + turn) % 2]
+    check(problem(8, F, dtype), E4M3, "rceil", block, in_turn(width // 2, turn), direction=direction, **tuning)
 
 
 @pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (14336 if DEVICE == "cuda" else 4096, {})])
@@ -181,13 +173,12 @@ QUANTIZED = {
 }
 
 
-@all_directions
 @pytest.mark.parametrize("how", QUANTIZED)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_other_activations(activation: SwiGLU, how: str, direction: str) -> None:
-    """Of a width in turn: each meets every activation, format and direction."""
-    turn = ACTIVATIONS.index(activation) + list(QUANTIZED).index(how) + DIRECTIONS.index(direction)
-    F, tuning = WIDTHS[1 + turn % 4]
+def test_other_activations(activation: SwiGLU, how: str) -> None:
+    """Each activation and each format meets every direction and width."""
+    turn = ACTIVATIONS.index(activation) + list(QUANTIZED).index(how)
+    (F, tuning), direction = WIDTHS[1 + turn % 4], DIRECTIONS[turn % 3]
     of_row = tuple((F if direction == FORWARD else 2 * F) if part is None else part for part in QUANTIZED[how])
     given = problem(8, F, torch.float32 if F == 96 else torch.bfloat16)
     given[1][6, ::7], given[1][7, 1::5] = 0.75, -7.0  # limits themselves are not clamped
@@ -198,7 +189,7 @@ def test_other_activations(activation: SwiGLU, how: str, direction: str) -> None
 @pytest.mark.parametrize("block", [32, None])
 @pytest.mark.parametrize("activation", [PLAIN, ACTIVATIONS[0]], ids=str)
 def test_gate_up_in_fp8_with_one_scale_a_row(activation: SwiGLU, block: int | None, direction: str) -> None:
-    for F, tuning in WIDTHS:
+    for F, tuning in WIDTHS[direction == WITH_H :: 2]:
         d_h, gate_up, row_weight = problem(8, F)
         mx = quantize(gate_up, fmt="E5M2" if F == 96 else "E4M3", block_size=None)
         how: dict[str, Any] = {"direction": direction, "activation": activation, "ends": ends_of(3, 4), **tuning}
@@ -228,22 +219,14 @@ def test_other_blocks_and_chunks_of_at_least_a_block(block_size: int, folded: bo
         check(problem(3, 768), E4M3, "rceil", block_size, folded, direction=direction, THREAD_ELEMENTS=1)
 
 
-@pytest.mark.parametrize("F", [32, 48])
-def test_one_scale_for_gate_and_one_for_up(F: int) -> None:
-    if F == 32:
-        check(problem(6, F), E4M3, "rceil", F, False)
-    else:
-        with pytest.raises(
-            ValueError, match="block_size: got 48, want the whole row, 96, or a power of two that divides 48"
-        ):
-            check(problem(6, F), E4M3, "rceil", F, False, direction=BACKWARD)
+def test_one_scale_for_gate_and_one_for_up() -> None:
+    check(problem(6, 32), E4M3, "rceil", 32, False)
 
 
-def test_blocks_across_the_border_of_gate_and_up_are_refused_on_cuda() -> None:
-    with pytest.raises(
-        ValueError, match="block_size: got 32, want the whole row, 96, or a power of two that divides 48"
-    ):
-        check(problem(6, 48), E4M3, "rceil", 32, False, direction=BACKWARD)
+@pytest.mark.parametrize("block", [32, 48])
+def test_blocks_that_gate_and_up_would_share_are_refused_on_cuda(block: int) -> None:
+    with pytest.raises(ValueError, match=f"block_size: got {block}, want the whole row, 96, or a power of two"):
+        check(problem(6, 48), E4M3, "rceil", block, False, direction=BACKWARD)
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (32, 0, 5), (40,), (3,)], ids=str)
@@ -283,7 +266,7 @@ def test_inputs_with_strides_or_at_odd_addresses(in_fp8: bool) -> None:
     want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None, out, *how, scale)
 
     def strided(x: Tensor) -> Tensor:
-        return torch.stack([x.to(DEVICE)] * 2, dim=-1)[..., 1] if x.ndim > 1 else x.to(DEVICE)  # vectors: test_vectors
+        return torch.stack([x.to(DEVICE)] * 2, dim=-1)[..., 1] if x.ndim > 1 else x.to(DEVICE)  # not vectors
 
     def odd(x: Tensor) -> Tensor:
         buffer = torch.zeros(x.numel() + 1, dtype=x.dtype, device=DEVICE)

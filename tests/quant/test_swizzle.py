@@ -7,15 +7,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mxep.quant import MXTensor, gather_swizzled, quantize, swizzle_scales
+from quant.inputs import ends_of
 from quant.opchecks import check_op
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(1, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def ends_of(*sizes: int) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).int()
 
 
 def padded(n: int, alignment: int) -> int:

@@ -48,7 +48,7 @@ except ImportError as error:
 
 INDEX = "model.safetensors.index.json"
 METHODS = (None, "mxfp4", "mxfp8", "fp8", "modelopt", "compressed-tensors")
-"""`quant_method` of configs whose tensors this module may know."""
+"""Values of `quant_method` that this module reads."""
 PLAIN = ("BF16", "F16", "F32", "F64", "I32", "I64", "BOOL")
 E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
 SCALE_DTYPES = ("F32", "BF16", "F16", E8M0)

@@ -256,7 +256,7 @@ def fold_for_dgrad(mx: MXTensor, column_scale: Tensor | None = None) -> MXTensor
 def column_scales(mx: MXTensor) -> Tensor:
     """(..., K/32) e8m0: the scale of each 32 columns after `fold_for_dgrad`; 255 if one of their blocks is NaN.
 
-    mx: (..., N, K) with blocks of 32 along K, no row index. Reads all qdata, in plain torch. Of E2M1, the scales are
+    mx: (..., N, K) with blocks of 32 along K, no row index. Reads all qdata, in plain torch. For E2M1, the scales are
         those of its widened elements (`mxep.quant.e2m1.widen`).
     """
     _check_blocks(mx)

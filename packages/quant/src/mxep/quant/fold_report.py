@@ -1,4 +1,4 @@
-"""What of a checkpoint folds exactly to one scale a row, and what does not: `python -m mxep.quant.fold_report FOLDER`.
+"""Count how much of a checkpoint folds exactly to one scale a row: `python -m mxep.quant.fold_report FOLDER`.
 
 Hopper multiplies E4M3 with one scale a row, so block scales are folded into the elements. The report counts, for each
 kind of weight (its name with `*` for numbers), what that changes:
@@ -42,9 +42,9 @@ E2M1_ROOM = 14
 
 @dataclass
 class Direction:
-    """What folding along one axis keeps. total: rows, or columns of blocks; exact: those that keep every value.
+    """Counts of folding along one axis. total: rows, or columns of blocks. exact: those that keep every value.
 
-    elements, changed: of all and of those whose value changes. signal, error: sums of squares of exact values and of
+    elements, changed: all elements, and those with another value. signal, error: sums of squares of exact values and of
     differences, over weights of which some element changes. spread: the largest shift, in binades.
     """
 
@@ -64,13 +64,13 @@ class Direction:
 
     @property
     def snr(self) -> float:
-        """Of folded weights that changed against the exact ones, in dB; inf if none did."""
+        """SNR in dB of changed weights against the exact ones; inf if none changed."""
         return math.inf if self.error == 0 else 10 * math.log10(self.signal / self.error) if self.signal else -math.inf
 
 
 @dataclass
 class Kind:
-    """Weights whose names differ in numbers. A direction is None where nothing is folded."""
+    """Weights with names that differ in numbers alone. A direction is None where nothing is folded."""
 
     name: str
     format: str
@@ -133,7 +133,7 @@ def _energy(scale: Tensor) -> Tensor:
 
 
 def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | None]:
-    """Forward and dgrad of a stored weight that is quantized, one expert at a time; None where nothing is folded."""
+    """Forward and dgrad of a stored weight that is quantized, one expert at a time. None: nothing is folded."""
     *_, n, k = weight.shape
     size = math.prod(weight.shape)
     rows, columns = size // max(k, 1), size // max(n * k, 1) * -(-k // BLOCK)

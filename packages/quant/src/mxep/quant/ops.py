@@ -1,6 +1,7 @@
 """The quantization ops in plain torch: reference and CPU kernel of each. No autograd here.
 
-    quantize_rows, _columns, _2d    blocks along rows; along columns, transposed; square blocks
+    quantize_rows, _columns, _2d    blocks along rows, along columns (transposed), square blocks
+
     quantize_into_room              rows, into the first rows of a larger result
     quantize_joined_rows            one scale per row, of two or three x side by side
     quantize_per_row, _per_column   one scale per row, and the amax of each column; one per column from that amax

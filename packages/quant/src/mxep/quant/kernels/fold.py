@@ -21,7 +21,7 @@ program takes 0.6 ns even if it has nothing to do, so a large capacity does not 
 
 The column scales of a frozen weight are known beforehand, so one read is enough. Values go through fp16, two to an
 instruction, which is exact if the cast to E4M3 leaves any value (`mxep.quant.device.shifted`). E2M1 is decoded as it is
-read; even and odd columns, which share bytes, are stored as two tiles. Leading axes are a batch. Speed on an H100,
+read. Even and odd columns share bytes and are stored as two tiles. Leading axes are a batch. Speed on an H100,
 relative to a copy that moves as many bytes (integration/benchmarks/frozen.py): E4M3 0.90 to 0.95, E2M1 0.79 to 0.83.
 
 **fold_for_wgrad** finds one exponent per group, then picks, shifts and transposes each operand's rows.
@@ -341,7 +341,7 @@ def shift_transpose_kernel(
 
 
 def fold_for_wgrad(x, x_scale, x_index, y, y_scale, y_index, offs, alignment):
-    """mxep::fold_for_wgrad, whose reference has the types."""
+    """mxep::fold_for_wgrad. Its reference has the types."""
     capacity, num_groups, device = num_rows(x, x_index), offs.shape[0], x.device
     width = padded_rows(capacity, num_groups, alignment)
     x_t, y_t = x.new_empty((x.shape[1], width)), y.new_empty((y.shape[1], width))

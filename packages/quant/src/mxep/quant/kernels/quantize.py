@@ -1,7 +1,8 @@
 """Quantize: along rows, in square blocks, along columns (transposed on the way), and per row and per column.
 
-    rows         x is a list of blocks, one after another; a program takes NUM_BLOCKS of them. A block that is no power
-                 of two, such as a row, is masked up to one; a longer one is read twice
+    rows         x is a list of blocks, one after another. A program takes NUM_BLOCKS of them. A block that is no power
+                 of two, such as a row, is masked up to one. A longer one is read twice.
+
     2-D          a program takes BLOCK_SIZE rows x BLOCK_N columns
     joined rows  one scale per row of [x | y | z], which is never written unquantized
     columns      x (N, K) -> qdata (K, N), scale (N/BLOCK_SIZE, K); a program takes a tile of BLOCK_M rows x BLOCK_N
@@ -409,7 +410,7 @@ def quantize_rows_with_amax_kernel(
     """x (batch, N, K) -> qdata, scale (batch, N). bits (batch, K), the columns' amax bits, start at 0 or at others'.
 
     A program takes ROWS rows in each of its steps. all_rows: rows of a matrix of the results, if it has other parts'
-    rows, too; else None.
+    rows, too, or None.
     """
     programs = tl.cdiv(N, ROWS * steps)
     batch = (tl.program_id(0) // programs).to(tl.int64)

@@ -72,7 +72,7 @@ def requantize_kernel(
 
 
 def requantize(qdata, scale, block_rows, block_columns, row_index, offs, dtype, mode):
-    """mxep::requantize, whose reference has the types."""
+    """mxep::requantize. Its reference has the types."""
     out, out_scale = empty_columns(qdata, dtype, 32, picked_shape(qdata, row_index))
     if not out.numel():
         return out, out_scale
@@ -141,7 +141,7 @@ def dequantize_e2m1(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtyp
 
 
 def dequantize(qdata, scale, block_rows, block_columns, row_index, dtype, *, per_byte=1):
-    """mxep::dequantize, whose reference has the types. per_byte: columns."""
+    """mxep::dequantize. Its reference has the types. per_byte: columns."""
     rows, k = num_rows(qdata, row_index), qdata.shape[-1]
     out = torch.empty((*qdata.shape[:-2], rows, per_byte * k), dtype=dtype, device=qdata.device)
     if out.numel():

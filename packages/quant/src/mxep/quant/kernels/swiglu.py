@@ -331,7 +331,7 @@ def swiglu_kernel(
 
 
 def swiglu(gate_up, row_weight, offs, dtype, mode, block_size, folded, activation=None):
-    """mxep::swiglu, whose reference has the types. `_launch` lists the blocks it takes."""
+    """mxep::swiglu. Its reference has the types. `_launch` lists the blocks it takes."""
     h, scale = empty_swiglu(gate_up, dtype, mode, block_size, folded)
     _launch(gate_up, None, row_weight, offs, h, scale, None, mode, block_size, folded, activation)
     return h, scale
@@ -340,7 +340,7 @@ def swiglu(gate_up, row_weight, offs, dtype, mode, block_size, folded, activatio
 def swiglu_backward(
     d_h, gate_up, row_weight, offs, out, mode, block_size, folded, h_dtype, activation=None, gate_up_scale=None
 ):
-    """mxep::swiglu_backward, whose reference has the types. `_launch` lists the blocks it takes.
+    """mxep::swiglu_backward. Its reference has the types. `_launch` lists the blocks it takes.
 
     out may be d_h's memory if a row has one scale: the row's maximum comes after its loads and before its stores.
     """

@@ -1,5 +1,6 @@
 """MXTensor as a container: what it checks, how it turns, slices, gathers, and what it refuses."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -7,16 +8,14 @@ import torch
 from torch import Tensor
 
 from mxep.quant import E5M2, MXTensor, quantize
-from quant import exact
+from quant import exact, inputs
 from quant.exact import assert_bytes, raw
 
 TILES = (-2, -1)
 E8M0 = torch.float8_e8m0fnu
 axes = pytest.mark.parametrize("axis", [-1, -2, TILES])
 
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.bfloat16)
+gaussian = functools.partial(inputs.gaussian, dtype=torch.bfloat16)
 
 
 def assert_same(a: MXTensor, b: MXTensor) -> None:

@@ -1,6 +1,7 @@
 """MXTensor where PyTorch carries it: autograd, torch.compile, torch.save, DTensor."""
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -14,23 +15,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from torch.utils.checkpoint import checkpoint
 
 from mxep.quant import E5M2, MXTensor, ScaleMode, quantize, requantize, swiglu_quantize
-from quant.exact import assert_bytes, raw
+from quant import inputs
+from quant.test_tensor import assert_same
 
 TILES = (-2, -1)
 
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.bfloat16)
-
-
-def assert_same(a: MXTensor, b: MXTensor) -> None:
-    """Same qdata, scales, index, axis, block and outer dtype."""
-    assert (a.axis, a.block_size, a.dtype, a.shape) == (b.axis, b.block_size, b.dtype, b.shape)
-    assert_bytes(a.qdata, raw(b.qdata))
-    assert_bytes(a.scale, raw(b.scale))
-    assert (a.row_index is None) == (b.row_index is None)
-    if a.row_index is not None:
-        assert torch.equal(a.row_index, b.row_index)
+gaussian = functools.partial(inputs.gaussian, dtype=torch.bfloat16)
 
 
 def indexed(mx: MXTensor, *rows: int) -> MXTensor:

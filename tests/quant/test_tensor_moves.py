@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mxep.quant import E5M2, MXTensor, quantize
-from quant.test_mxtensor import assert_same, gaussian, index
+from quant.test_tensor import assert_same, gaussian, index
 
 TILES = (-2, -1)
 axes = pytest.mark.parametrize("axis", [-1, -2, TILES])

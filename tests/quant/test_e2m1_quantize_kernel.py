@@ -12,13 +12,10 @@ from mxep.quant import ScaleMode
 from mxep.quant.kernels import e2m1 as kernels
 from quant import exact
 from quant.exact import MODES, assert_bytes, raw
+from quant.inputs import gaussian
 from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def check(x: Tensor, mode: ScaleMode = ScaleMode.RCEIL, block_size: int = 32) -> None:
