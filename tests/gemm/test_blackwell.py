@@ -54,31 +54,6 @@ def test_products_are_those_of_the_reference_up_to_the_order_of_sums(recipe: str
     assert all(x.isfinite().all() for x in got)  # rows past the last group are NaN
 
 
-def test_operands_under_an_index_equal_materialized_ones() -> None:
-    p = here()
-    p.a[70:75], p.dy[70:75] = 0, 0
-    a, dy = quantize(p.a), quantize(p.dy)
-    in_slots = (indexed(x.to("cpu"), valid=p.valid, poison=2**30).to(DEVICE) for x in (a, dy))
-    a_in_slots, dy_in_slots = in_slots
-    dense = p.run("mxfp8", a=a, dy=dy, backend="triton")
-    assert dense.same_as(p.run("mxfp8", a=a_in_slots, dy=dy_in_slots, backend="triton"))
-
-
-@pytest.mark.parametrize("sizes", [(0, 0, 128), (0, 0, 0), (32,)], ids=str)
-def test_empty_groups(sizes: tuple[int, ...]) -> None:
-    p = here(sizes, unused=32)
-    got, want = (p.run("mxfp8", backend=name) for name in ("triton", "reference"))
-    assert_close(got, want, p)
-    for g, rows in p.groups():
-        assert bool(got.dw[g].any()) == (rows.stop > rows.start)
-
-
-def test_no_rows_at_all() -> None:
-    got = here((0, 0), unused=0).run("mxfp8", backend="triton")
-    assert (got.out.shape, got.da.shape) == ((0, 96), (0, 160))
-    assert not got.dw.any()
-
-
 def test_bias_is_added_before_the_rounding() -> None:
     p = here()
     bias = torch.randn(4, 96, device=DEVICE)
@@ -110,20 +85,6 @@ def test_main_grad_may_be_strided() -> None:
         wgrad(dy, a, p.offs, accumulate_into=to)
     assert dense.any()
     assert torch.equal(dense, transposed)
-
-
-def test_a_nan_stays_in_its_row_and_its_group() -> None:
-    p, clean = here((64, 64)), here((64, 64)).run("mxfp8", backend="triton")
-    p.a[70, 3] = p.dy[100, 5] = torch.nan
-    got = p.run("mxfp8", backend="triton")
-    others = torch.arange(p.valid, device=DEVICE) != 70
-    assert got.out[70].isnan().all()
-    assert torch.equal(got.out[others], clean.out[others])
-    assert got.da[100].isnan().all()
-    assert torch.equal(got.da[:64], clean.da[:64])
-    assert torch.equal(got.dw[0], clean.dw[0])
-    assert got.dw[1, :, 3].isnan().all()
-    assert got.dw[1, 5].isnan().all()
 
 
 def test_products_of_unquantized_operands_are_those_of_dequant() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, snr
 from gemm.test_hopper import BACKEND as HOPPER
@@ -20,7 +19,6 @@ from mxep.gemm import (
     grouped_mm,
     linear,
     quantize_input,
-    quantize_weights_once,
 )
 from mxep.gemm.backends import Backend
 from mxep.gemm.backends.reference import Reference
@@ -182,17 +180,6 @@ def test_main_grad_takes_the_gradient_and_leaves_none(recipe: str, backend: str 
         torch.testing.assert_close(main_grad, 1 + 0.5 * times * dw.float(), rtol=2**-7, atol=1e-2)
 
 
-def test_weights_are_quantized_once_where_they_are_told_to_be() -> None:
-    layer, x = Linear(K, N, dtype=torch.bfloat16), draw(40, K).requires_grad_()
-    apart = [layer(x).detach() for _ in range(2)]
-    with quantize_weights_once() as once:
-        for want in apart:
-            out = layer(x)
-            out.backward(draw(40, N))
-            assert torch.equal(out, want)
-        assert once.quantizations == 2
-
-
 def test_the_module_is_an_nn_linear_with_its_parameters() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(K, N)
@@ -222,34 +209,6 @@ def test_autocast_gives_its_dtype_as_it_does_for_f_linear(given: torch.dtype | N
         assert out.dtype == (given or F.linear(x, w, bias).dtype)
     assert torch.equal(out, linear(x, w, bias, recipe="mxfp8", out_dtype=out.dtype))
     assert torch.autograd.grad(out, x, dy.to(out.dtype))[0].dtype == torch.float32
-
-
-def test_it_compiles_in_one_graph_forward_and_backward() -> None:
-    torch._dynamo.reset()
-    layer, x = Linear(K, N, backend="reference"), draw(2, 37, K, dtype=torch.float32).requires_grad_()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    results = []
-    for module in (layer, compiled):
-        out = module(x)
-        results.append([out, *torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))])
-    assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
-def test_checkpointing_recomputes_the_same() -> None:
-    layer, x = Linear(K, N, dtype=torch.bfloat16), draw(40, K).requires_grad_()
-    (want,) = torch.autograd.grad(layer(x).sum(), x)
-    (got,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).sum(), x)
-    assert torch.equal(got, want)
-
-
-def test_a_backward_for_x_alone_computes_no_weight_gradient() -> None:
-    x, w, _, dy = operands(40)
-    main_grad = torch.zeros(N, K)
-    out = linear(x, w, recipe="mxfp8", main_grad=main_grad)
-    torch.autograd.grad(out, x, dy, retain_graph=True)
-    assert not main_grad.any()
-    torch.autograd.grad(out, w, dy, allow_unused=True)
-    assert main_grad.any()
 
 
 @pytest.mark.parametrize(

@@ -204,21 +204,6 @@ def test_autocast_gives_its_dtype() -> None:
     assert {out.dtype for out in outs} == {torch.bfloat16}
 
 
-def test_it_compiles_in_one_graph() -> None:
-    torch._dynamo.reset()
-    case, recipe = Case(), Recipe.mxfp8()
-
-    def run(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-        q, k, v = linear_together(x, weights, biases, recipe=recipe, backend="reference")
-        return q.sum(-1).square() + k.sum(-1) + (v * v).sum(-1)
-
-    results = []
-    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        out = function(case.x, case.weights, case.biases)
-        results.append([out, *torch.autograd.grad(out.float().sum(), case.leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemm.problem import Problem, Result, indexed, problem, quantized_weight, snr
+from gemm.problem import Problem, Result, problem, quantized_weight, snr
 from mxep.gemm import Recipe, grouped_mm, quantize_weights_once
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.hopper import fp8_grouped_mm, fp8_grouped_wgrad
@@ -75,16 +75,6 @@ def _fp32(x: Tensor) -> MXTensor:
     return MXTensor.from_qdata_and_scales(x.qdata, x.scale, torch.float32, row_index=x.row_index)
 
 
-def test_operands_under_an_index_equal_materialized_ones() -> None:
-    p = problem()
-    p.a[70:75], p.dy[70:75] = 0, 0
-    a, dy = (quantize(x) for x in (p.a, p.dy))
-    in_slots = [indexed(x, valid=p.valid) for x in (a, dy)]
-    p = here(p)
-    dense = run(p, a=a.to(DEVICE), dy=dy.to(DEVICE), out_dtype=torch.bfloat16)
-    assert dense.same_as(run(p, a=in_slots[0].to(DEVICE), dy=in_slots[1].to(DEVICE), out_dtype=torch.bfloat16))
-
-
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8_wgrad_bf16"])
 def test_unquantized_products_are_those_of_dequant(recipe: str) -> None:
     p = here(problem())
@@ -113,34 +103,6 @@ def test_bias_is_added_in_fp32_and_main_grad_takes_the_sum() -> None:
     torch.testing.assert_close(main_grad, 1 + plain.dw.float(), rtol=2**-7, atol=2**-7)
 
 
-def test_nan_stays_in_its_rows_and_in_its_groups_weight_gradient() -> None:
-    p = here(problem((64, 32, 32)))
-    clean = run(p)
-    p.a[70, 5] = torch.nan
-    got = run(p)
-    others = torch.arange(p.valid, device=DEVICE) != 70
-    assert got.out[70].isnan().all()
-    assert torch.equal(got.out[others], clean.out[others])
-    assert torch.equal(got.da, clean.da)
-    assert got.dw[1].isnan().all()
-    assert torch.equal(got.dw[[0, 2]], clean.dw[[0, 2]])
-
-
-@pytest.mark.parametrize("sizes", [(0, 0, 128), (0, 0, 0), (32,)], ids=str)
-def test_empty_groups(sizes: tuple[int, ...]) -> None:
-    p = here(problem(sizes, unused=32))
-    got = run(p)
-    for g, rows in p.groups():
-        assert bool(got.dw[g].any()) == (rows.stop > rows.start)
-    assert all(x.isfinite().all() for x in got)
-
-
-def test_no_rows_at_all() -> None:
-    got = run(here(problem((0, 0), unused=0)))
-    assert (got.out.shape, got.da.shape) == ((0, 96), (0, 128))
-    assert not got.dw.any()
-
-
 def test_a_weight_quantized_once_is_held_folded_both_ways() -> None:
     p = here(problem())
     w = p.w.clone().requires_grad_()
@@ -153,9 +115,8 @@ def test_a_weight_quantized_once_is_held_folded_both_ways() -> None:
         assert qdata < once.nbytes <= qdata + 4 * w.shape[0] * w.shape[2], "and the columns' magnitudes"
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
-def test_compiles_in_one_graph(recipe: str) -> None:
-    p, r = here(problem()), Recipe.named(recipe)
+def test_compiles_in_one_graph() -> None:
+    p, r = here(problem()), Recipe.mxfp8()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def product(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -164,7 +125,7 @@ def test_compiles_in_one_graph(recipe: str) -> None:
     a, w = (x.clone().requires_grad_() for x in (p.a, p.w))
     out = product(a, w, p.offs)
     out.backward(p.dy)
-    want = p.run(recipe, backend=BACKEND)
+    want = p.run(r, backend=BACKEND)
     assert torch.equal(out[: p.valid], want.out)
     assert a.grad is not None
     assert torch.equal(a.grad[: p.valid], want.da)

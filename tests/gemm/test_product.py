@@ -378,12 +378,13 @@ def test_torchs_zero_bubble_schedule_computes_each_part_once(recipe: str) -> Non
 M, N, K, GROUPS = 64, 32, 64, 2
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def replays_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with replays_on_the_cpu(monkeypatch):
         yield
 
 
+@pytest.mark.usefixtures("replays_on_cpu")
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "fp8", "bf16"])
 @pytest.mark.parametrize("held", [False, True])
 def test_replayed_products_have_the_bits_of_the_others(recipe: str, held: bool) -> None:
