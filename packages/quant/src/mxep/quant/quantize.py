@@ -160,7 +160,8 @@ def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
     parts = [x] if isinstance(x, Tensor) else [*x]
     for part in parts:
         check_values(name, part)
-    if not parts or any(part.dim() < 2 for part in parts) or len({(*p.shape[:-2], p.shape[-1]) for p in parts}) > 1:
+    outer = [(*part.shape[:-2], part.shape[-1]) if part.dim() > 1 else None for part in parts]
+    if not parts or any(each is None or each != outer[0] for each in outer):  # no set: compiled sizes have no hash
         raise ValueError(f"{name}: got parts {[tuple(part.shape) for part in parts]}, want (..., N of each, K)")
     for part in parts:
         check_block(None, -2, part)
