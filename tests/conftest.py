@@ -25,7 +25,13 @@ triton_interpreter.on_import()
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # plain C++ on a CPU: no trials, for 8 s, of what it can do
 
 
-LONGEST = ("test_train_options.py", "test_torchtitan.py", "test_compiled.py", "test_product.py", "test_swiglu_kernels.py")
+LONGEST = (
+    "test_train_options.py",
+    "test_torchtitan.py",
+    "test_compiled.py",
+    "test_product.py",
+    "test_swiglu_kernels.py",
+)
 """Files that would keep one process busy at the end, while the others have nothing left to do."""
 
 

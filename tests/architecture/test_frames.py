@@ -12,7 +12,7 @@ from mxep.comms.shared_memory import PlainExchange
 from mxep.ep import MoE, SymmetricDispatcher
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_FRAMES, MOST_FILES = 12, 8
+MOST_FRAMES, MOST_FILES = 10, 8
 
 
 def table() -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_di
 from mxep.ep.autograd import fake_plan, fake_saved, forward_op
 from mxep.ep.dtensors import local_tensor
 from mxep.ep.formats import LayerConfig
-from mxep.ep.layer import ForwardInput, Needs, layer_forward
+from mxep.ep.layer import ForwardInput, Needs, forward_pass
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.reference import Reference
@@ -311,7 +311,8 @@ def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     config, needs = LayerConfig(moe.recipe, Hopper(), SwiGLU()), Needs(True, True, False)
     ids, weights = moe.router(x)
     given = x, ids, weights.detach(), moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-    made = layer_forward(ForwardInput(x, given[2], ids, *given[3:]), moe.dispatcher, config, needs=needs)
+    tensors = ForwardInput(x, given[2], ids, *given[3:])
+    made = forward_pass(tensors, None, dispatcher=moe.dispatcher, config=config, needs=needs)
     saved = tensors_in(made.saved)
     with FakeTensorMode() as mode:
         x, ids, weights, *experts = map(mode.from_tensor, given)

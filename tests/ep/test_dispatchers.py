@@ -678,8 +678,7 @@ def test_peers_of_a_rank_that_raised_say_why_at_their_time_out(ctx: Context, cas
     moe(x)  # which makes buffers, together
     step = moe(x).sum().backward if backward else lambda: moe(x)
     if ctx.rank == 1:
-        function = "mxep.ep.autograd.layer_backward" if backward else "mxep.ep.experts.layer_forward"
-        with mock.patch(function, side_effect=MemoryError("no room for h")), pytest.raises(MemoryError):
+        with mock.patch("mxep.ep.layer.pack", side_effect=MemoryError("no room for h")), pytest.raises(MemoryError):
             step()
     else:
         with pytest.raises(RuntimeError, match=r"rank 1 raised MemoryError: no room for h \(\d+ s ago\)"):
@@ -692,7 +691,7 @@ RAISING = {
         "forward": ("ep.functional.pack.function", "gemm.product.run_forward", "ep.functional.swiglu_forward"),
         "backward": ("ep.functional.pack.function", "gemm.product.backward", "ep.functional.swiglu_backward"),
     },
-    "compiled": {"forward": ("ep.autograd.layer_forward",), "backward": ("ep.autograd.layer_backward",)},
+    "compiled": {"forward": ("ep.autograd.pass_of",), "backward": ("ep.autograd.pass_of",)},
 }
 
 

@@ -12,8 +12,7 @@ ends the run, on all ranks alike (train.skip_bad_steps): no weight and no checkp
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 
 N micro-batches have the loss and the gradients of one batch: means of means over equally many tokens. They share one
-quantization of each weight, as does what checkpointing computes again. An auxiliary loss of routers is computed for
-each micro-batch.
+quantization of each weight, as does what checkpointing computes again. Each has its own auxiliary loss of routers.
 """
 
 from __future__ import annotations
@@ -226,12 +225,9 @@ class Trainer:
         """Run forward and backward. Returns the loss of this rank's batch, 0-d, and its rows, as `backward` does."""
         self.gradients.zero()
         train = self.config.train
-        again = train.micro_batches > 1 or train.activation_checkpointing  # else each weight is used once each way
-        with contextlib.ExitStack() as stack:
-            if again:
-                stack.enter_context(quantize_weights_once())
-            if train.micro_batches > 1:
-                stack.enter_context(accumulate_in_place())
+        nothing, several = contextlib.nullcontext(), train.micro_batches > 1
+        again = several or train.activation_checkpointing  # else each weight is used once each way
+        with quantize_weights_once() if again else nothing, accumulate_in_place() if several else nothing:
             return backward(self.model, inputs, targets, train.micro_batches)
 
     def _reduce(self) -> tuple[Tensor]:

@@ -47,19 +47,20 @@ from mxep.runtime.op import count_flops, offer_flops
 from .checks import check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
 from .dtensors import Share, local_tensor, local_weight
-from .formats import LayerConfig, keeps_rows
+from .formats import LayerConfig, Saved, held_colwise, held_rowwise, keeps_rows
 from .layer import (
+    NONE,
     PLAN,
     BackwardInput,
     DeferredWgrads,
     ForwardInput,
     ForwardOutput,
     Needs,
-    Saved,
     WgradInput,
+    backward_pass,
     bias_gradient,
-    layer_backward,
-    layer_forward,
+    forward_pass,
+    pass_of,
     wgrad,
 )
 from .lora import LoRAGradients, LoRAWeights
@@ -151,7 +152,7 @@ class NodeState(NamedTuple):
 
 
 class Layer(torch.autograd.Function):
-    """The node of a forward that `layer_forward` has computed. Returns its out."""
+    """The node of a forward that `forward_pass` has computed. Returns its out."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *rest: Any) -> Tensor:
@@ -173,39 +174,35 @@ class Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        routing = ctx.routing
+        routing, dispatcher, config, retained = ctx.routing, ctx.dispatcher, ctx.config, graph_is_retained()
         if ctx.in_place:
             ctx.main_grads = _own_gradient(ctx, ctx.places[2]), _own_gradient(ctx, ctx.places[3])
-        needs = parameter_needs(ctx.needs_input_grad[2:-1])
         asked = [need and is_wanted(ctx, place) for need, place in zip(ctx.needs_input_grad, ctx.places)]
-        wanted, kept, retained = parameter_needs(asked[2:]), ctx.saved_operands, graph_is_retained()
+        needs, wanted = parameter_needs(ctx.needs_input_grad[2:-1]), parameter_needs(asked[2:])
+        kept = ctx.saved_operands
         if not retained:
             ctx.saved_operands = None
         if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out) and _has(kept.operands, wanted):
             return None, None, *_parameter_gradients(ctx, *_deferred_gradients(ctx, kept.operands, wanted))
+        later = NONE
+        if retained and not needs.lora:
+            later = Needs(*(need and not want for need, want in zip(needs, wanted)))
         (gate_up, down), saved, lora = build(ctx.form, iter(ctx.saved_tensors))
-        given = BackwardInput(
-            d_out if routing.room is None else d_out.contiguous(),
-            routing,
-            saved,
-            gate_up,
-            down,
-            ctx.main_grads[0],
-            ctx.main_grads[1],
-            lora,
-        )
-        del saved, gate_up, down, lora
+        dense = d_out if routing.room is None else d_out.contiguous()
+        given = BackwardInput(dense, routing, saved, gate_up, down, ctx.main_grads[0], ctx.main_grads[1], lora)
+        del gate_up, down, saved, lora, dense
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, tensors are freed once they are used
-        deferred = DeferredWgrads() if retained and not needs.lora else None
         for share in ctx.shares:
             if share is not None and share is not ctx.shares.gate_up_bias:  # the bias is not read
                 share.check()
-        how: dict[str, Any] = {"needs": needs, "wgrad_scale": ctx.wgrad_scale}
-        with ctx.dispatcher.watched():
-            grads = layer_backward(given, ctx.dispatcher, ctx.config, **how, wanted=wanted, deferred=deferred)
+        backward = pass_of(dispatcher, backward_pass, whole=wanted == needs)
+        how: dict[str, Any] = {"config": config, "wanted": wanted, "later": later, "room": routing.room}
+        with dispatcher.watched():
+            colwise = held_colwise(given.gate_up_proj, given.down_proj, given.saved, config)
+            grads = backward(given, colwise, **how, wgrad_scale=ctx.wgrad_scale)
+        if grads.deferred != (None, None):
+            ctx.saved_operands = SavedOperands.of(grads.deferred, d_out)
         dx, d_weights = first_rows(grads.x, len(d_out)), first_rows(grads.weights, len(d_out))
-        if deferred is not None and (deferred.gate_up or deferred.down):
-            ctx.saved_operands = SavedOperands.of(deferred, d_out)
         of_parameters = grads.gate_up_proj, grads.down_proj, grads.gate_up_bias, grads.lora
         return dx, d_weights, *_parameter_gradients(ctx, *of_parameters)
 
@@ -222,14 +219,15 @@ def _deferred_gradients(
     """Gradients of gate_up_proj, down_proj and the bias that an earlier backward left. It exchanges nothing."""
     offs, scale = ctx.routing.plan.offs, ctx.wgrad_scale
     gate_up = down = bias = None
+    how: dict[str, Any] = {"config": ctx.config, "scale": scale}
     if wanted.gate_up_bias and deferred.gate_up is not None:
         bias = bias_gradient(deferred.gate_up[0], offs, scale=scale)
     if wanted.gate_up_proj and deferred.gate_up is not None:
-        given, how = WgradInput(*deferred.gate_up, offs, ctx.main_grads[0]), {"halves": ctx.shares.up_proj is not None}
-        gate_up = wgrad(given, config=ctx.config, scale=scale, dtype=ctx.shares.gate_up_proj.dtype, **how)
+        given, of = WgradInput(*deferred.gate_up, offs, ctx.main_grads[0]), ctx.shares
+        gate_up = wgrad(given, dtype=of.gate_up_proj.dtype, halves=of.up_proj is not None, **how)
     if wanted.down_proj and deferred.down is not None:
         given = WgradInput(*deferred.down, offs, ctx.main_grads[1])
-        down = wgrad(given, config=ctx.config, scale=scale, dtype=ctx.shares.down_proj.dtype)
+        down = wgrad(given, dtype=ctx.shares.down_proj.dtype, **how)
     return gate_up, down, bias
 
 
@@ -311,7 +309,9 @@ def forward_op(
     found.begin(0)  # one graph serves many layers
     given = ForwardInput(x, weights, expert_ids, join_parts(gate_up_proj), down_proj, gate_up_bias)
     with found.watched(), torch.no_grad():
-        made = layer_forward(given, found, config, needs=Needs(*needs) if backward else None, drops=drops)
+        rowwise = held_rowwise(given.gate_up_proj, down_proj, config, dgrad=backward)
+        how: dict[str, Any] = {"config": config, "needs": Needs(*needs) if backward else None, "drops": drops}
+        made = pass_of(found, forward_pass)(given, rowwise, **how)
     kept = [] if made.kept is None else [made.kept]
     if made.saved is None:
         return [made.out, *kept]
@@ -320,7 +320,7 @@ def forward_op(
         # The graph may overwrite its outputs, so held tensors, which come last, are returned as copies.
         own = sum(_num_parts(config.recipe, Needs(*needs)))
         saved[own:] = [part.clone() for part in saved[own:]]
-    return [made.out, *saved, *plan_tensors(made.routing.plan), *kept]
+    return [made.out, *saved, *(getattr(made.routing.plan, name) for name in PLAN), *kept]
 
 
 @forward_op.register_fake
@@ -332,7 +332,7 @@ def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Te
     found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
     plan = fake_plan(ids, weights, found, config)
     saved = fake_saved(x, plan, (join_parts(proj), down_proj), config, Needs(*needs), copied=found.borrows)
-    return [out, *tensors_in(saved), *plan_tensors(plan), *kept]
+    return [out, *tensors_in(saved), *(getattr(plan, name) for name in PLAN), *kept]
 
 
 @torch.library.custom_op("mxep::layer_backward", mutates_args=())
@@ -356,7 +356,8 @@ def backward_op(
     kept = _join_saved(saved[: -len(PLAN)], d_out.dtype, down_proj.dtype, config.recipe, which)
     with found.watched(), torch.no_grad():
         given = BackwardInput(d_out, routing, kept, join_parts(gate_up_proj), down_proj)
-        made = layer_backward(given, found, config, needs=which, wgrad_scale=wgrad_scale)
+        colwise, how = held_colwise(given.gate_up_proj, down_proj, kept, config), {"config": config, "wanted": which}
+        made = pass_of(found, backward_pass)(given, colwise, **how, wgrad_scale=wgrad_scale)
     return tensors_in(made)
 
 
@@ -407,11 +408,6 @@ def _config(device: torch.device, recipe: str, backend: str, activation: Sequenc
 _recipe = functools.cache(Recipe.named)
 
 
-def plan_tensors(plan: RoutingPlan) -> list[Tensor]:
-    """The plan's tensors as an op returns them, in the order of `PLAN`."""
-    return [getattr(plan, name) for name in PLAN]
-
-
 def fake_plan(expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher, config: LayerConfig) -> RoutingPlan:
     """The plan that `dispatch` would make, from fake tensors."""
     sizes = dispatcher.static_tokens(expert_ids.shape[0])
@@ -442,7 +438,7 @@ def fake_saved(
     """The tensors that forward would leave to backward, as fake tensors. copied: the dispatcher `borrows`."""
     recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
     slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
-    num_rows = plan.slot_rows.shape[0] if slots else plan.max_rows
+    num_rows, wide = plan.slot_rows.shape[0] if slots else plan.max_rows, 2 * hidden_dim
 
     def quantized(rows: int, width: int, block: int) -> MXParts:
         scale = x.new_empty(rows, width // block, dtype=torch.float8_e8m0fnu)
@@ -452,7 +448,6 @@ def fake_saved(
     if needs.gate_up_proj:
         plain = recipe.scaling == "none"
         rows = x.new_empty(num_rows, dim) if plain else quantized(num_rows, dim, recipe.block_size or dim)
-    wide = 2 * hidden_dim
     fp8 = recipe.saved_gate_up == "fp8"
     gate_up = quantized(plan.max_rows, wide, wide) if fp8 else x.new_empty(plan.max_rows, wide)
     later = (rowwise_and_saved(w, recipe, config.backend, dgrad=True)[1] for w in weights)
@@ -471,11 +466,9 @@ def _join_saved(
     """`Saved` from its tensors. dtype: of x."""
     of_rows, of_gate_up = _num_parts(recipe, needs)
     rows, gate_up, columns = tensors[:of_rows], tensors[of_rows:][:of_gate_up], tensors[of_rows + of_gate_up :]
-    half, along_rows, both_ways = len(columns) // 2, -1, (-2, -1)
-    gate_up_columns, down_columns = (
-        _joined(part, both_ways, weight_dtype) for part in (columns[:half], columns[half:])
-    )
-    return Saved(_joined(rows, along_rows, dtype), _joined(gate_up, along_rows, dtype), gate_up_columns, down_columns)
+    half = len(columns) // 2
+    of_columns = (_joined(part, (-2, -1), weight_dtype) for part in (columns[:half], columns[half:]))
+    return Saved(_joined(rows, -1, dtype), _joined(gate_up, -1, dtype), *of_columns)
 
 
 def _joined(parts: list[Tensor], axis: Any, dtype: torch.dtype) -> Any:

@@ -33,9 +33,9 @@ from .autograd import (
 from .checks import check_frozen, check_lora, check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher
 from .dtensors import empty_share, init_normal_, local_tensor, local_weight
-from .formats import PLAIN, LayerConfig
+from .formats import PLAIN, LayerConfig, held_rowwise
 from .functional import Weighted, add_down_bias, combine, combine_and_kept, dispatch, expert_mlp
-from .layer import ForwardInput, layer_forward
+from .layer import ForwardInput, forward_pass, pass_of
 from .lora import LoRAWeights
 
 
@@ -219,7 +219,9 @@ def run_experts(
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
             given = ForwardInput(*of_tokens, ids, whole[0], whole[1], mine.gate_up_bias, join_lora(mine, scale))
             needs = parameter_needs(grads) if backward else None
-            made = layer_forward(given, dispatcher, config, needs=needs, drops=drops, room=room)
+            rowwise = held_rowwise(whole[0], whole[1], config, dgrad=backward)
+            forward = pass_of(dispatcher, forward_pass)
+            made = forward(given, rowwise, config=config, needs=needs, drops=drops, room=room)
             made = dataclasses.replace(made, out=first_rows(made.out, len(x)))
         routing, out = made.routing, made.out
         kept = None if made.kept is None else first_rows(made.kept, len(x))

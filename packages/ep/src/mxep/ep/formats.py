@@ -19,9 +19,9 @@ from mxep.comms import gather_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight
-from mxep.gemm.quantize_once import SavedWeight, Weight, rowwise_and_saved
-from mxep.quant import MXFormat, MXTensor, SwiGLU
-from mxep.runtime.bundle import Bundle
+from mxep.gemm.quantize_once import SavedWeight, Weight, is_held, rowwise_and_saved
+from mxep.quant import MXFormat, MXParts, MXTensor, SwiGLU
+from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import replayed
 
 from .dispatchers.base import Payload
@@ -104,6 +104,25 @@ class LayerConfig(Bundle):
     activation: SwiGLU  # without a default, which Dynamo of torch 2.11 cannot read
 
 
+@dataclass(frozen=True)
+class Saved(Operands):
+    """The tensors that forward leaves to backward besides the weights themselves.
+
+    Attributes:
+        rows: (S, D) slots, or (R_max, D) where `keeps_rows`; None if neither gate_up_proj nor LoRA has a gradient.
+        gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8.
+        gate_up_columns, down_columns: see `saved_columns`.
+        gate_up_inner, down_inner: (R_max, r) inner rows of LoRA, if it has gradients.
+    """
+
+    rows: Any
+    gate_up: Any
+    gate_up_columns: Any
+    down_columns: Any
+    gate_up_inner: Tensor | None = None
+    down_inner: Tensor | None = None
+
+
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -140,6 +159,39 @@ def quantize_colwise(gate_up_proj: SavedWeight, down_proj: SavedWeight, *, confi
     """The weights for dgrad. 2-D blocks serve as they are."""
     down = down_proj.colwise(config.recipe, config.backend)
     return ColwiseWeights(gate_up_proj.colwise(config.recipe, config.backend), down)
+
+
+def held_rowwise(
+    gate_up_proj: AnyWeight, down_proj: AnyWeight, config: LayerConfig, *, dgrad: bool
+) -> RowwiseWeights | None:
+    """The weights for forward if `quantize_weights_once` holds them, else None: forward quantizes them."""
+    if not is_held(gate_up_proj, config.recipe):
+        return None
+    return quantize_rowwise.direct(gate_up_proj, down_proj, config=config, dgrad=dgrad)  # type: ignore[no-any-return]
+
+
+def held_colwise(
+    gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved, config: LayerConfig
+) -> ColwiseWeights | None:
+    """The same for dgrad."""
+    if not is_held(gate_up_proj, config.recipe):
+        return None
+    return quantize_colwise.direct(*saved_weights(gate_up_proj, down_proj, saved), config=config)  # type: ignore[no-any-return]
+
+
+def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
+    """What helps to quantize each weight colwise: the amax of its columns, (e, D) and (e, F) fp32, for a backend with
+    one scale a column; 2-D blocks, which serve as they are; or None."""
+    pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
+    gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
+    return gate_up, down
+
+
+def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -> tuple[SavedWeight, SavedWeight]:
+    """The weights as backward finds them: themselves with the amax of their columns, or 2-D blocks."""
+    pairs = (gate_up_proj, saved.gate_up_columns), (down_proj, saved.down_columns)
+    gate_up, down = (SavedWeight(x, None) if isinstance(x, MXParts | MXTensor) else SavedWeight(w, x) for w, x in pairs)
+    return gate_up, down
 
 
 # ── SwiGLU in the recipe's formats ────────────────────────────────────────────────────────────────────────────────

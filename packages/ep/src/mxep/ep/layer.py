@@ -24,6 +24,7 @@ T tokens of this rank, K experts a token, S slots, R_max rows that fit, D model 
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -34,8 +35,7 @@ from torch import Tensor
 
 from mxep.comms import RoutingPlan
 from mxep.gemm.frozen import expanded
-from mxep.gemm.quantize_once import SavedWeight, is_held
-from mxep.quant import MXParts, MXTensor, group_sums
+from mxep.quant import MXParts, group_sums
 from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import Replayed, replayed
 
@@ -45,12 +45,15 @@ from .formats import (
     ColwiseWeights,
     LayerConfig,
     RowwiseWeights,
+    Saved,
     Wire,
     keeps_rows,
     pack,
     quantize_colwise,
     quantize_rowwise,
+    saved_columns,
     saved_gate_up,
+    saved_weights,
     swiglu_backward,
     swiglu_forward,
 )
@@ -58,35 +61,17 @@ from .lora import LoRAGradients, LoRAWeights, add_lora, gradient_of_A, lora_back
 
 
 class Needs(NamedTuple):
-    """The parameters that have gradients."""
+    """A choice of parameters, such as those that have gradients."""
 
-    gate_up_proj: bool
-    down_proj: bool
-    gate_up_bias: bool
+    gate_up_proj: bool = False
+    down_proj: bool = False
+    gate_up_bias: bool = False
     lora: bool = False
 
 
-ALL = Needs(True, True, True, True)
+NONE = Needs()
 
-
-@dataclass(frozen=True)
-class Saved(Operands):
-    """The tensors that forward leaves to backward besides the weights themselves.
-
-    Attributes:
-        rows: (S, D) slots, or (R_max, D) where `keeps_rows`; None if neither gate_up_proj nor LoRA has a gradient.
-        gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8.
-        gate_up_columns, down_columns: what helps to quantize the weights colwise. The amax of their columns, (e, D) and
-            (e, F) fp32, for a backend with one scale a column. 2-D blocks serve as they are. Else None.
-        gate_up_inner, down_inner: (R_max, r) inner rows of LoRA, if it has gradients.
-    """
-
-    rows: Any
-    gate_up: Any
-    gate_up_columns: Any
-    down_columns: Any
-    gate_up_inner: Tensor | None = None
-    down_inner: Tensor | None = None
+# ── forward ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -119,67 +104,6 @@ class ForwardOutput(Bundle):
     kept: Tensor | None
 
 
-@dataclass(frozen=True)
-class BackwardInput(Operands):
-    """Tensors of backward: d_out (T, D), the weights and LoRA as in `ForwardInput`, and fp32 main_grads of the weights'
-    shapes. Weight gradients are added to a main_grad and not returned."""
-
-    d_out: Tensor
-    routing: Routing
-    saved: Saved
-    gate_up_proj: AnyWeight
-    down_proj: AnyWeight
-    gate_up_main_grad: Tensor | None = None
-    down_main_grad: Tensor | None = None
-    lora: LoRAWeights | None = None
-
-
-@dataclass(frozen=True)
-class Gradients(Bundle):
-    """Gradients of x, the routing weights, and parameters. If gate and up are apart, gate_up_proj's is (2, e, F, D).
-    The bias's is fp32. None: not wanted, or added to a main_grad."""
-
-    x: Tensor
-    weights: Tensor
-    gate_up_proj: Tensor | None
-    down_proj: Tensor | None
-    gate_up_bias: Tensor | None
-    lora: LoRAGradients | None = None
-
-
-@dataclass
-class DeferredWgrads:
-    """Operands of weight gradients that a later backward computes: (dy, a) of each weight, or None."""
-
-    gate_up: tuple[Any, Any] | None = None
-    down: tuple[Any, Any] | None = None
-
-
-# ── the two passes ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def layer_forward(
-    given: ForwardInput,
-    dispatcher: TokenDispatcher,
-    config: LayerConfig,
-    *,
-    needs: Needs | None,
-    drops: bool = False,
-    room: int | None = None,
-) -> ForwardOutput:
-    """Forward without autograd or checks, as one record if the dispatcher can be in one.
-
-    needs: of backward; None: there will be none. The exchanges and dx are made in any case, as ranks do not know what
-    the others need. drops: return `kept`. room: of the dispatcher's `room_for`; then tokens are contiguous.
-    """
-    held = is_held(given.gate_up_proj, config.recipe)
-    rowwise = quantize_rowwise.direct(*_weights(given), config=config, dgrad=needs is not None) if held else None
-    how: dict[str, Any] = {"config": config, "needs": needs, "drops": drops, "room": room}
-    if dispatcher.in_graphs:
-        return _Pass.of(dispatcher, forward_pass)(given, rowwise, **how)  # type: ignore[no-any-return]
-    return forward_pass(given, rowwise, dispatcher=dispatcher, **how)
-
-
 def forward_pass(
     given: ForwardInput,
     rowwise: RowwiseWeights | None,
@@ -187,30 +111,30 @@ def forward_pass(
     dispatcher: TokenDispatcher,
     config: LayerConfig,
     needs: Needs | None,
-    drops: bool,
-    room: int | None,
+    drops: bool = False,
+    room: int | None = None,
 ) -> ForwardOutput:
-    """`layer_forward` itself. rowwise: the weights, if `quantize_weights_once` holds them."""
+    """Forward without autograd or checks; `pass_of` makes it one record.
+
+    rowwise: the weights, if `quantize_weights_once` holds them. needs: gradients of backward; None: there will be none.
+    The exchanges and dx are made in any case, as ranks do not know what the others need. drops: return `kept`. room: of
+    the dispatcher's `room_for`; then tokens are contiguous.
+    """
     recipe, keep_rows = config.recipe, needs is not None and (needs.gate_up_proj or needs.lora)
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
-    of_room: dict[str, Any] = {} if room is None else {"room": room}
-    alignment = recipe.group_alignment
-    arriving = dispatcher.dispatch(
-        payload, given.expert_ids, given.weights, alignment=alignment, overlap=True, **of_room
-    )
+    how: dict[str, Any] = {"alignment": recipe.group_alignment} | ({} if room is None else {"room": room})
+    arriving = dispatcher.dispatch(payload, given.expert_ids, given.weights, overlap=True, **how)
     try:
         if rowwise is None:
-            rowwise = quantize_rowwise(*_weights(given), config=config, dgrad=needs is not None)
+            rowwise = quantize_rowwise(given.gate_up_proj, given.down_proj, config=config, dgrad=needs is not None)
     finally:
         slots, routing = arriving.wait()  # nothing stays in flight
     plan = routing.plan
-    # The next exchange overwrites the slots, and the gradients of gate_up_proj and its LoRA need them.
-    copy = keep_rows and dispatcher.borrows
-    weights = rowwise.gate_up, given.gate_up_bias, rowwise.down
-    into_mlp = MLPInput(slots, plan.row_slot, plan.row_weight, plan.offs, *weights, given.lora)
-    mlp = mlp_forward(
-        into_mlp, config=config, wire=wire, copy=copy, keep_rows=keep_rows, keep_gate_up=needs is not None
-    )
+    weights = rowwise.gate_up, given.gate_up_bias, rowwise.down, given.lora
+    into_mlp = MLPInput(slots, plan.row_slot, plan.row_weight, plan.offs, *weights)
+    # The next exchange overwrites borrowed slots, and the gradients of gate_up_proj and its LoRA need them.
+    keep: dict[str, Any] = {"copy": keep_rows and dispatcher.borrows, "keep_rows": keep_rows}
+    mlp = mlp_forward(into_mlp, config=config, wire=wire, keep_gate_up=needs is not None, **keep)
     out, kept = dispatcher.combine(mlp.y, routing, torch.ones_like(plan.row_weight) if drops else None).wait()
     saved = None
     if needs is not None:
@@ -230,12 +154,12 @@ class MLPInput(Operands):
     gate_up_proj: Any
     gate_up_bias: Tensor | None
     down_proj: Any
-    lora: LoRAWeights | None = None
+    lora: LoRAWeights | None
 
 
 class MLPOutput(NamedTuple):
-    """y (R_max, D), and what backward needs: rows, gate_up (R_max, 2F) as `saved_gate_up` has it, and LoRA's inner
-    rows (R_max, r) of both weights; or None."""
+    """y (R_max, D), and what backward needs or None: rows, gate_up (R_max, 2F) of `saved_gate_up`, LoRA's inner rows
+    (R_max, r)."""
 
     y: Tensor
     rows: Any
@@ -249,49 +173,60 @@ def mlp_forward(
     given: MLPInput, *, config: LayerConfig, wire: Wire, copy: bool, keep_rows: bool, keep_gate_up: bool
 ) -> MLPOutput:
     """Both GEMMs and SwiGLU. copy: as in `Wire.rows`."""
-    backend, offs, lora = config.backend, given.offs, given.lora
+    recipe, backend, offs, lora = config.recipe, config.backend, given.offs, given.lora
+    gate_up_inner = down_inner = None
     rows = wire.rows(given.slots, given.row_slot, offs, copy=copy)
     w = expanded(given.gate_up_proj, backend.expand_rowwise)
     gate_up = backend.forward(rows, w, offs, bias=given.gate_up_bias, out_dtype=wire.dtype)
     del w
-    inner = down_inner = None
     if lora is not None:
-        inner = add_lora(gate_up, rows, lora.gate_up_A, lora.gate_up_B, offs, scale=lora.scale)
-    h = swiglu_forward(gate_up, given.row_weight, offs, config.recipe, config.activation, folded=backend.wants_rowwise)
-    kept = saved_gate_up(gate_up, config.recipe) if keep_gate_up else None
+        gate_up_inner = add_lora(gate_up, rows, lora.gate_up_A, lora.gate_up_B, offs, scale=lora.scale)
+    h = swiglu_forward(gate_up, given.row_weight, offs, recipe, config.activation, folded=backend.wants_rowwise)
+    kept = saved_gate_up(gate_up, recipe) if keep_gate_up else None
     del gate_up
-    w = expanded(given.down_proj, backend.expand_rowwise)
-    y = backend.forward(h, w, offs, bias=None, out_dtype=wire.dtype)
+    y = backend.forward(h, expanded(given.down_proj, backend.expand_rowwise), offs, bias=None, out_dtype=wire.dtype)
     if lora is not None:
         down_inner = add_lora(y, h, lora.down_A, lora.down_B, offs, scale=lora.scale)
-    return MLPOutput(y, rows if keep_rows else None, kept, inner, down_inner)
+    return MLPOutput(y, rows if keep_rows else None, kept, gate_up_inner, down_inner)
 
 
-def layer_backward(
-    given: BackwardInput,
-    dispatcher: TokenDispatcher,
-    config: LayerConfig,
-    *,
-    needs: Needs,
-    wgrad_scale: float = 1.0,
-    wanted: Needs = ALL,
-    deferred: DeferredWgrads | None = None,
-) -> Gradients:
-    """Backward, as one record if the dispatcher can be in one. `given` is emptied, and its memory used again.
+# ── backward ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    needs: forward's. wgrad_scale: factor of gradients of parameters. wanted: which of these are computed now. deferred:
-    receives the operands of weight gradients that are computed later. With a room d_out is contiguous.
-    """
-    colwise = None
-    if is_held(given.gate_up_proj, config.recipe):
-        colwise = quantize_colwise.direct(
-            *saved_weights(given.gate_up_proj, given.down_proj, given.saved), config=config
-        )
-    how: dict[str, Any] = {"config": config, "needs": needs, "wgrad_scale": wgrad_scale}
-    now = all(want or not need for want, need in zip(wanted, needs))
-    if dispatcher.in_graphs and deferred is None and now:
-        return _Pass.of(dispatcher, backward_pass)(given, colwise, **how, room=given.routing.room)  # type: ignore[no-any-return]
-    return backward_pass(given, colwise, dispatcher=dispatcher, **how, wanted=wanted, deferred=deferred)
+
+@dataclass(frozen=True)
+class BackwardInput(Operands):
+    """Tensors of backward: d_out (T, D), the weights and LoRA as in `ForwardInput`, and fp32 main_grads of the weights'
+    shapes. Weight gradients are added to a main_grad and not returned."""
+
+    d_out: Tensor
+    routing: Routing
+    saved: Saved
+    gate_up_proj: AnyWeight
+    down_proj: AnyWeight
+    gate_up_main_grad: Tensor | None = None
+    down_main_grad: Tensor | None = None
+    lora: LoRAWeights | None = None
+
+
+class DeferredWgrads(NamedTuple):
+    """Operands of weight gradients that a later backward computes: (dy, a) of each weight, or None."""
+
+    gate_up: tuple[Tensor, Tensor] | None = None
+    down: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Gradients(Bundle):
+    """Gradients of x, the routing weights, and parameters. If gate and up are apart, gate_up_proj's is (2, e, F, D).
+    The bias's is fp32. None: not wanted, or added to a main_grad."""
+
+    x: Tensor
+    weights: Tensor
+    gate_up_proj: Tensor | None
+    down_proj: Tensor | None
+    gate_up_bias: Tensor | None
+    lora: LoRAGradients | None
+    deferred: DeferredWgrads
 
 
 def backward_pass(
@@ -300,60 +235,70 @@ def backward_pass(
     *,
     dispatcher: TokenDispatcher,
     config: LayerConfig,
-    needs: Needs,
-    wgrad_scale: float,
+    wanted: Needs,
+    later: Needs = NONE,
+    wgrad_scale: float = 1.0,
     room: int | None = None,
-    wanted: Needs = ALL,
-    deferred: DeferredWgrads | None = None,
 ) -> Gradients:
-    """`layer_backward` itself. colwise: the weights, if `quantize_weights_once` holds them."""
-    recipe, routing, plan, borrows = config.recipe, given.routing, given.routing.plan, dispatcher.borrows
-    payload = pack(given.d_out, recipe=recipe, fmt=recipe.grad_fmt, room=routing.room)
+    """Backward of `forward_pass`. `given` is emptied, and its memory used again.
+
+    colwise: the weights, if `quantize_weights_once` holds them. wanted: gradients computed now, of those that forward
+    needed. later: weights whose operands are returned in their place. wgrad_scale: factor of gradients of parameters.
+    room: of the routing; then d_out is contiguous.
+    """
+    recipe, routing, saved, borrows = config.recipe, given.routing, given.saved, dispatcher.borrows
+    plan = routing.plan
+    payload = pack(given.d_out, recipe=recipe, fmt=recipe.grad_fmt, room=room)
     wire = Wire.of(given.d_out, recipe, recipe.grad_fmt)
     arriving = dispatcher.redispatch(payload, routing, overlap=True)
     del payload
     if colwise is None:
-        colwise = quantize_colwise(*saved_weights(given.gate_up_proj, given.down_proj, given.saved), config=config)
+        colwise = quantize_colwise(*saved_weights(given.gate_up_proj, given.down_proj, saved), config=config)
     index = None if keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=borrows) else plan.row_slot
-    rows, gate_up, main_grad = _under(index, given.saved.rows), given.saved.gate_up, given.gate_up_main_grad
+    rows, gate_up_main_grad = _under(index, saved.rows), given.gate_up_main_grad
     halves, dtypes = type(given.gate_up_proj) is tuple, (_dtype(given.gate_up_proj), _dtype(given.down_proj))
-    later = deferred is not None and needs.down_proj and not wanted.down_proj
-    weights = colwise.down, colwise.gate_up, given.down_main_grad
-    lora: dict[str, Any] = {"lora": given.lora}
-    if needs.lora and wanted.lora:
-        lora |= {"rows": rows, "gate_up_inner": given.saved.gate_up_inner, "down_inner": given.saved.down_inner}
-    slots = arriving.wait()
-    into_mlp = [MLPGradientInput(slots, plan.row_slot, plan.row_weight, plan.offs, gate_up, *weights, **lora)]
+    into_mlp = [
+        MLPGradientInput(
+            arriving.wait(),
+            plan.row_slot,
+            plan.row_weight,
+            plan.offs,
+            saved.gate_up,
+            colwise.down,
+            colwise.gate_up,
+            given.down_main_grad,
+            given.lora,
+            *((rows, saved.gate_up_inner, saved.down_inner) if wanted.lora else ()),
+        )
+    ]
     given.release("saved")
-    del gate_up, weights, colwise, arriving, slots, lora
-    of_mlp: dict[str, Any] = {"down_grad": needs.down_proj and (later or wanted.down_proj), "copy": later and borrows}
-    of_mlp |= {"config": config, "wire": wire, "later": later, "scale": wgrad_scale, "dtype": dtypes[1]}
-    mlp = mlp_backward(into_mlp.pop(), **of_mlp)
-    if later and deferred is not None:
-        deferred.down = mlp.d_y, mlp.h
+    del saved, colwise, arriving
+    of_down: dict[str, Any] = {"down_grad": wanted.down_proj, "later": later.down_proj, "dtype": dtypes[1]}
+    how: dict[str, Any] = {"config": config, "scale": wgrad_scale}
+    # d_y is borrowed until the next exchange.
+    mlp = mlp_backward(into_mlp.pop(), wire=wire, copy=later.down_proj and borrows, **of_down, **how)
     arriving_home = dispatcher.combine(mlp.d_rows, routing, mlp.d_row_weight, overlap=True)
-    d_gate_up, d_down_proj, d_lora = mlp.d_gate_up, mlp.d_down_proj, mlp.d_lora
+    d_gate_up, d_down_proj, d_lora, down_operands = mlp.d_gate_up, mlp.d_down_proj, mlp.d_lora, mlp.operands
     del mlp
-    d_bias = d_gate_up_proj = None
-    if needs.gate_up_bias and wanted.gate_up_bias:
-        d_bias = bias_gradient(d_gate_up, plan.offs, scale=wgrad_scale)
-    if not needs.gate_up_proj:
+    gate_up_operands = (d_gate_up, rows) if later.gate_up_proj else None
+    d_bias = bias_gradient(d_gate_up, plan.offs, scale=wgrad_scale) if wanted.gate_up_bias else None
+    d_gate_up_proj = None
+    if wanted.gate_up_proj:
+        operands = WgradInput(d_gate_up, rows, plan.offs, gate_up_main_grad)
         del d_gate_up, rows
-    elif wanted.gate_up_proj:
-        operands = WgradInput(d_gate_up, rows, plan.offs, main_grad)
+        d_gate_up_proj = wgrad(operands, dtype=dtypes[0], halves=halves, **how)
+    else:
         del d_gate_up, rows
-        d_gate_up_proj = wgrad(operands, config=config, scale=wgrad_scale, dtype=dtypes[0], halves=halves)
-    elif deferred is not None:
-        deferred.gate_up = d_gate_up, rows
     dx, d_weights = arriving_home.wait()
     assert d_weights is not None
-    return Gradients(dx, d_weights, d_gate_up_proj, d_down_proj, d_bias, d_lora)
+    deferred = DeferredWgrads(gate_up_operands, down_operands)
+    return Gradients(dx, d_weights, d_gate_up_proj, d_down_proj, d_bias, d_lora, deferred)
 
 
 @dataclass(frozen=True)
 class MLPGradientInput(Operands):
     """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, weights as dgrad multiplies them and
-    their LoRA. gate_up_inner, down_inner, rows: of forward, if the gradients of LoRA are wanted."""
+    their LoRA. rows, gate_up_inner, down_inner: of forward, if the gradients of LoRA are wanted."""
 
     slots: Payload
     row_slot: Tensor
@@ -364,9 +309,9 @@ class MLPGradientInput(Operands):
     gate_up_proj: Any
     down_main_grad: Tensor | None
     lora: LoRAWeights | None = None
+    rows: Any = None
     gate_up_inner: Tensor | None = None
     down_inner: Tensor | None = None
-    rows: Any = None
 
 
 class MLPGradients(NamedTuple):
@@ -378,8 +323,7 @@ class MLPGradients(NamedTuple):
     d_gate_up: Any
     d_down_proj: Tensor | None
     d_lora: LoRAGradients | None
-    d_y: Any
-    h: Any
+    operands: tuple[Any, Any] | None
 
 
 @replayed
@@ -396,49 +340,43 @@ def mlp_backward(
 ) -> MLPGradients:
     """Backward of `mlp_forward`, but for the gradient of gate_up_proj. It is given gate_up and the weights to use up.
 
-    down_grad: down_proj has a gradient, of `dtype`. later: return its operands instead.
+    down_grad: compute the gradient of down_proj, of `dtype`. later: return its operands.
     """
-    backend, offs, row_weight, lora = config.backend, given.offs, given.row_weight, given.lora
-    d_y = wire.rows(given.slots, given.row_slot, offs, copy=copy)
-    w = expanded(given.down_proj, backend.expand_colwise)
-    d_h = backend.dgrad(d_y, w, offs, out_dtype=wire.dtype)
-    del w
-    d_inner: Tensor | None = None
-    d_lora = d_A = d_B = None
+    backend, offs, lora, gate_up = config.backend, given.offs, given.lora, given.gate_up
+    lora_grads, d_inner, d_down_A, d_down_B, d_lora = given.down_inner is not None, None, None, None, None
     of_lora: dict[str, Any] = {"scale": 0.0 if lora is None else lora.scale, "wgrad_scale": scale}
-    lora_grads = given.down_inner is not None
+    d_y = wire.rows(given.slots, given.row_slot, offs, copy=copy)
+    d_h = backend.dgrad(d_y, expanded(given.down_proj, backend.expand_colwise), offs, out_dtype=wire.dtype)
     if lora is not None:
-        d_inner, d_B = lora_backward(d_y, d_h, lora.down_A, lora.down_B, given.down_inner, offs, **of_lora)
-    gate_up = given.gate_up
+        d_inner, d_down_B = lora_backward(d_y, d_h, lora.down_A, lora.down_B, given.down_inner, offs, **of_lora)
     given.release("slots", "down_proj", "gate_up", "down_inner")
-    with_h = down_grad or lora_grads
-    options: dict[str, Any] = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h}
-    how = config.recipe, config.activation
-    d_gate_up, d_row_weight, h = swiglu_backward(d_h, gate_up, row_weight, offs, *how, **options)
+    with_h = down_grad or later or lora_grads
+    how: dict[str, Any] = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h}
+    d_gate_up, d_row_weight, h = swiglu_backward(
+        d_h, gate_up, given.row_weight, offs, config.recipe, config.activation, **how
+    )
     del d_h, gate_up
-    if lora_grads:
-        assert lora is not None
+    if lora is not None and lora_grads:
         assert d_inner is not None
         assert h is not None
-        d_A = gradient_of_A(d_inner, h, lora.down_A, offs, wgrad_scale=scale)
-    del d_inner
-    d_down_proj, operands = None, (d_y, h) if later else (None, None)
-    if down_grad and not later:  # d_y is borrowed until the next exchange
+        d_down_A = gradient_of_A(d_inner, h, lora.down_A, offs, wgrad_scale=scale)
+    operands, d_down_proj = (d_y, h) if later else None, None
+    if down_grad:
         of_wgrad = WgradInput(d_y, h, offs, given.down_main_grad)
-        del d_y, h
+        del d_y, h, d_inner
         d_down_proj = wgrad.function(of_wgrad, config=config, scale=scale, dtype=dtype)
     else:
-        del d_y, h
+        del d_y, h, d_inner
     w = expanded(given.gate_up_proj, backend.expand_colwise)
     d_rows = backend.dgrad(d_gate_up, w, offs, out_dtype=wire.dtype)
     del w
     if lora is not None:
-        pair = lora.gate_up_A, lora.gate_up_B
-        d_inner, d_gate_up_B = lora_backward(d_gate_up, d_rows, *pair, given.gate_up_inner, offs, **of_lora)
+        of_gate_up = lora.gate_up_A, lora.gate_up_B, given.gate_up_inner
+        d_inner, d_gate_up_B = lora_backward(d_gate_up, d_rows, *of_gate_up, offs, **of_lora)
         if lora_grads:
             d_gate_up_A = gradient_of_A(d_inner, given.rows, lora.gate_up_A, offs, wgrad_scale=scale)
-            d_lora = LoRAGradients(d_gate_up_A, d_gate_up_B, d_A, d_B)
-    return MLPGradients(d_rows, d_row_weight, d_gate_up, d_down_proj, d_lora, *operands)
+            d_lora = LoRAGradients(d_gate_up_A, d_gate_up_B, d_down_A, d_down_B)
+    return MLPGradients(d_rows, d_row_weight, d_gate_up, d_down_proj, d_lora, operands)
 
 
 @dataclass(frozen=True)
@@ -461,13 +399,11 @@ def wgrad(
     """
     dy, a, offs = given.dy, given.a, given.offs
     given.release("dy", "a")
-    shape = 2, len(offs), dy.shape[1] // 2, a.shape[1]
+    both = offs.new_empty((2, len(offs), dy.shape[1] // 2, a.shape[1]), dtype=dtype) if halves else None
     operands = config.backend.prepare_wgrad(dy, a, offs, config.recipe)
     del dy, a
-    both = offs.new_empty(shape, dtype=dtype) if halves else None
-    gradient: Tensor | None = config.backend.wgrad(
-        operands, offs, out_dtype=dtype, scale=scale, accumulate_into=given.main_grad, halves=both
-    )
+    how: dict[str, Any] = {"out_dtype": dtype, "scale": scale, "accumulate_into": given.main_grad, "halves": both}
+    gradient: Tensor | None = config.backend.wgrad(operands, offs, **how)
     return gradient if both is None else both
 
 
@@ -475,6 +411,24 @@ def wgrad(
 def bias_gradient(d_gate_up: Tensor, offs: Tensor, *, scale: float) -> Tensor:
     """scale * the sum of each expert's rows of d_gate_up (R_max, 2F): (e, 2F) fp32."""
     return group_sums(d_gate_up, offs).mul_(scale)
+
+
+# ── a pass as a record ────────────────────────────────────────────────────────────────────────────────────────────
+
+PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
+"""Names of the plan's tensors."""
+
+
+def pass_of(dispatcher: TokenDispatcher, function: Callable[..., Any], *, whole: bool = True) -> Callable[..., Any]:
+    """`forward_pass` or `backward_pass` through this dispatcher, as one record if it can be in one.
+
+    whole: it computes everything that its kind does.
+    """
+    if not (dispatcher.in_graphs and whole):
+        return functools.partial(function, dispatcher=dispatcher)
+    if function not in dispatcher.passes:
+        dispatcher.passes[function] = _Pass(function, dispatcher)
+    return dispatcher.passes[function]
 
 
 class _Pass(Replayed):
@@ -486,46 +440,17 @@ class _Pass(Replayed):
         self._dispatcher: TokenDispatcher = weakref.proxy(dispatcher)
         # x, weights and expert_ids; or d_out, and the expert_ids behind the plan of its routing.
         self._of_tokens = (0, 1, 2) if function is forward_pass else (0, 1 + len(PLAN))
-
-    @staticmethod
-    def of(dispatcher: TokenDispatcher, function: Callable[..., Any]) -> "_Pass":
-        if function not in dispatcher.passes:
-            dispatcher.passes[function] = _Pass(function, dispatcher)
-        return dispatcher.passes[function]  # type: ignore[return-value]
+        # Its functions join parts.
+        self.direct = functools.partial(function, dispatcher=self._dispatcher)  # type: ignore[method-assign]
 
     def state(self) -> Hashable | None:
         return self._dispatcher.graph_state()
 
     def moving(self, **how: Any) -> tuple[int, ...]:
-        return () if how["room"] is None else self._of_tokens
+        return () if how.get("room") is None else self._of_tokens
 
     def launched(self) -> None:
         self._dispatcher.launched(2)
-
-    def direct(self, *args: Any, **how: Any) -> Any:
-        return self.function(*args, dispatcher=self._dispatcher, **how)  # its functions join parts
-
-
-PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
-"""Names of the plan's tensors."""
-
-
-def _weights(given: ForwardInput) -> tuple[AnyWeight, AnyWeight]:
-    return given.gate_up_proj, given.down_proj
-
-
-def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
-    """The columns that `Saved` keeps of both weights: 2-D blocks, or the amax of columns."""
-    pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
-    gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
-    return gate_up, down
-
-
-def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -> tuple[SavedWeight, SavedWeight]:
-    """The weights as backward finds them: themselves with the amax of their columns, or 2-D blocks."""
-    pairs = (gate_up_proj, saved.gate_up_columns), (down_proj, saved.down_columns)
-    gate_up, down = (SavedWeight(x, None) if isinstance(x, MXParts | MXTensor) else SavedWeight(w, x) for w, x in pairs)
-    return gate_up, down
 
 
 def _under(index: Tensor | None, rows: Any) -> Any:

@@ -26,7 +26,6 @@ from mxep.gemm import Recipe, linear
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.functional import between_graphs
 from mxep.gemm.product import is_wanted
-from mxep.gemm.quantize_once import is_held
 from mxep.gemm.recipe import check_linear, check_weight
 from mxep.quant import SwiGLU
 from mxep.runtime.bundle import Bundle, Operands, build, take_apart
@@ -38,14 +37,17 @@ from .formats import (
     ColwiseWeights,
     LayerConfig,
     RowwiseWeights,
-    quantize_colwise,
+    Saved,
+    held_colwise,
+    held_rowwise,
     quantize_rowwise,
+    saved_columns,
     saved_gate_up,
+    saved_weights,
     swiglu_backward,
     swiglu_forward,
 )
 from .functional import swiglu
-from .layer import Saved, saved_columns, saved_weights
 
 
 class SharedExpert(nn.Module):
@@ -127,8 +129,7 @@ class _SharedMLP(torch.autograd.Function):
         main_grads: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         needs, weights = ctx.needs_input_grad[:3], (gate_up_proj.unsqueeze(0), down_proj.unsqueeze(0))
-        held = is_held(weights[0], config.recipe)
-        rowwise = quantize_rowwise.direct(*weights, config=config, dgrad=any(needs)) if held else None
+        rowwise = held_rowwise(*weights, config, dgrad=any(needs))
         made = _forward(x, *weights, rowwise, config=config, needs=needs)
         saved, ctx.form = take_apart(made.saved)
         ctx.save_for_backward(*weights, *saved)
@@ -145,11 +146,7 @@ class _SharedMLP(torch.autograd.Function):
         into = (None if main_grad is None else main_grad.unsqueeze(0) for main_grad in ctx.main_grads)
         given = _BackwardInput(d_out, gate_up_proj, down_proj, build(ctx.form, iter(saved)), *into)
         del saved
-        colwise = None
-        if is_held(gate_up_proj, config.recipe):
-            colwise = quantize_colwise.direct(
-                *saved_weights(given.gate_up_proj, given.down_proj, given.saved), config=config
-            )
+        colwise = held_colwise(gate_up_proj, down_proj, given.saved, config)
         return *_backward(given, colwise, config=config, wanted=wanted), None, None
 
 
