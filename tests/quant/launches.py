@@ -64,12 +64,12 @@ def swiglu_backward(F: int, h: bool):
     return lambda: swiglu.swiglu_backward(x(T, F), *gate_up(F), x(T, 2 * F), *how)
 
 
-def in_groups(groups: int) -> dict[str, Callable[[], object]]:
+def in_groups(count: int) -> dict[str, Callable[[], object]]:
     """The kernels that hold a number for every group."""
     return {
-        f"pad_index {groups} groups": lambda: groups.pad_index(ends(groups), T, 32),
-        f"gather_swizzled {groups} groups": lambda: groups.gather_swizzled(*mx(), index(), ends(groups)),
-        f"fold_for_wgrad {groups} groups": lambda: fold.fold_for_wgrad(*mx(), None, *mx(), None, ends(groups), 128),
+        f"pad_index {count} groups": lambda: groups.pad_index(ends(count), T, 32),
+        f"gather_swizzled {count} groups": lambda: groups.gather_swizzled(*mx(), index(), ends(count)),
+        f"fold_for_wgrad {count} groups": lambda: fold.fold_for_wgrad(*mx(), None, *mx(), None, ends(count), 128),
     }
 
 
@@ -140,7 +140,7 @@ LAUNCHES = {
     "gather_swizzled": lambda: groups.gather_swizzled(*mx(), index(), ends()),
     "swizzle_scales": lambda: groups.swizzle_scales(mx()[1], None),
     "fold_for_wgrad": lambda: fold.fold_for_wgrad(*slots(7168), index(), *mx(), None, ends(), 128),
-    **{name: launch for groups in (1, 32, 256, 512, 1024) for name, launch in in_groups(groups).items()},
+    **{name: launch for count in (1, 32, 256, 512, 1024) for name, launch in in_groups(count).items()},
     "fold_for_wgrad E5M2": lambda: fold.fold_for_wgrad(*mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1),
     "group_sums": lambda: groups.group_sums(x(), None, 1, ends()),
     "group_sums 32": lambda: groups.group_sums(*mx(), 32, ends()),
