@@ -111,6 +111,23 @@ def test_autograd_accumulates_where_it_must(added: list[int], prepare: Any) -> N
     assert not added
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_main_grad_goes_before_a_grad(both: bool) -> None:
+    runs = []
+    for in_place in (False, True):
+        moe = layer()
+        held = [moe.experts.down_proj, *([moe.experts.gate_up_proj] if both else [])]
+        for weight in held:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        random = torch.Generator().manual_seed(0)
+        with accumulate_in_place() if in_place else nullcontext():
+            for n in (33, 64, 17):
+                moe(torch.randn(n, 64, generator=random).bfloat16()).square().sum().backward()
+        assert all(weight.grad is None for weight in held)
+        runs.append([getattr(weight, "main_grad", weight.grad) for weight in moe.experts.parameters()])
+    assert_same(*runs)
+
+
 def test_without_the_context_and_after_it_autograd_accumulates(added: list[int]) -> None:
     with pytest.raises(RuntimeError, match="mine"), accumulate_in_place():
         raise RuntimeError("mine")

@@ -112,11 +112,11 @@ def accumulate_in_place() -> Iterator[None]:
                 model(x).sum().backward()
         optimizer.step()
 
-    The bits are those of autograd's own sum, in half the memory traffic (on `hopper`). It holds for all forwards that
-    run while it is open. Call `.backward()`: `torch.autograd.grad` of an expert weight would add to ``.grad``, too, and
-    find no gradient. Autograd sums what this does not serve: gate and up as two parameters, weights with hooks, views
-    or casts of parameters, a gradient of another dtype or layout, recipes ``*_wgrad_bf16``. A compiled layer breaks
-    its graph while it is open.
+    On `hopper` the bits are those of autograd's own sum, in half the memory traffic; on others, too, where 1 / ranks is
+    a power of two, but `triton` rounds once. It holds for all forwards while it is open. Call `.backward()`:
+    `torch.autograd.grad` of an expert weight would add to ``.grad``, too. ``main_grad`` goes before. Autograd sums what
+    this does not serve: gate and up as two parameters, weights with hooks, views or casts of parameters, a gradient of
+    another dtype or layout, recipes ``*_wgrad_bf16``. A compiled layer breaks its graph while it is open.
     """
     global _accumulating
     before, _accumulating = _accumulating, True
@@ -126,16 +126,17 @@ def accumulate_in_place() -> Iterator[None]:
         _accumulating = before
 
 
-def _own_gradient(ctx: Any, place: int) -> Tensor | None:
-    """This rank's part of the ``.grad`` that the node's gradient is added to; None if autograd must do it."""
-    node = ctx.next_functions[place][0]
+def _accumulator(ctx: Any, i: int) -> Tensor | None:
+    """What the gradient of gate_up_proj (0) or down_proj (1) is added to here: main_grad, ``.grad``, or None."""
+    if (main_grad := ctx.main_grads[i]) is not None or not ctx.in_place:
+        return main_grad  # type: ignore[no-any-return]
+    node = ctx.next_functions[ctx.places[2 + i]][0]
     leaf: Any = getattr(node, "variable", None)
     grad = None if leaf is None else leaf.grad
     if grad is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
         return None
     fits = type(grad) is type(leaf.data) and grad.dtype == leaf.dtype and grad.is_contiguous()
-    if isinstance(grad, DTensor):
-        fits = fits and grad.placements == leaf.placements
+    fits = fits and (not isinstance(grad, DTensor) or grad.placements == leaf.placements)
     return local_tensor(grad) if fits and not grad.requires_grad else None
 
 
@@ -175,21 +176,20 @@ class Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         routing, dispatcher, config, retained = ctx.routing, ctx.dispatcher, ctx.config, graph_is_retained()
-        if ctx.in_place:
-            ctx.main_grads = _own_gradient(ctx, ctx.places[2]), _own_gradient(ctx, ctx.places[3])
+        main_grads = _accumulator(ctx, 0), _accumulator(ctx, 1)
         asked = [need and is_wanted(ctx, place) for need, place in zip(ctx.needs_input_grad, ctx.places)]
         needs, wanted = parameter_needs(ctx.needs_input_grad[2:-1]), parameter_needs(asked[2:])
         kept = ctx.saved_operands
         if not retained:
             ctx.saved_operands = None
         if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out) and _has(kept.operands, wanted):
-            return None, None, *_parameter_gradients(ctx, *_deferred_gradients(ctx, kept.operands, wanted))
+            return None, None, *_parameter_gradients(ctx, *_deferred_gradients(ctx, kept.operands, wanted, *main_grads))
         later = NONE
         if retained and not needs.lora:
             later = Needs(*(need and not want for need, want in zip(needs, wanted)))
         (gate_up, down), saved, lora = build(ctx.form, iter(ctx.saved_tensors))
         dense = d_out if routing.room is None else d_out.contiguous()
-        given = BackwardInput(dense, routing, saved, gate_up, down, ctx.main_grads[0], ctx.main_grads[1], lora)
+        given = BackwardInput(dense, routing, saved, gate_up, down, *main_grads, lora)
         del gate_up, down, saved, lora, dense
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, tensors are freed once they are used
         for share in ctx.shares:
@@ -214,7 +214,7 @@ def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
 
 
 def _deferred_gradients(
-    ctx: Any, deferred: DeferredWgrads, wanted: Needs
+    ctx: Any, deferred: DeferredWgrads, wanted: Needs, gate_up_main_grad: Tensor | None, down_main_grad: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of gate_up_proj, down_proj and the bias that an earlier backward left. It exchanges nothing."""
     offs, scale = ctx.routing.plan.offs, ctx.wgrad_scale
@@ -223,10 +223,10 @@ def _deferred_gradients(
     if wanted.gate_up_bias and deferred.gate_up is not None:
         bias = bias_gradient(deferred.gate_up[0], offs, scale=scale)
     if wanted.gate_up_proj and deferred.gate_up is not None:
-        given, of = WgradInput(*deferred.gate_up, offs, ctx.main_grads[0]), ctx.shares
+        given, of = WgradInput(*deferred.gate_up, offs, gate_up_main_grad), ctx.shares
         gate_up = wgrad(given, dtype=of.gate_up_proj.dtype, halves=of.up_proj is not None, **how)
     if wanted.down_proj and deferred.down is not None:
-        given = WgradInput(*deferred.down, offs, ctx.main_grads[1])
+        given = WgradInput(*deferred.down, offs, down_main_grad)
         down = wgrad(given, dtype=ctx.shares.down_proj.dtype, **how)
     return gate_up, down, bias
 

@@ -195,8 +195,8 @@ def mlp_forward(
 
 @dataclass(frozen=True)
 class BackwardInput(Operands):
-    """Tensors of backward: d_out (T, D), the weights and LoRA as in `ForwardInput`, and fp32 main_grads of the weights'
-    shapes. Weight gradients are added to a main_grad and not returned."""
+    """Tensors of backward: d_out (T, D), the weights and LoRA as in `ForwardInput`, and main_grads of the weights'
+    shapes. Weight gradients are added to a main_grad, in its dtype, and not returned."""
 
     d_out: Tensor
     routing: Routing
@@ -381,7 +381,7 @@ def mlp_backward(
 
 @dataclass(frozen=True)
 class WgradInput(Operands):
-    """dy (R_max, N), a (R_max, K), offs, and an fp32 main_grad (e, N, K) or None."""
+    """dy (R_max, N), a (R_max, K), offs, and a main_grad (e, N, K) or None."""
 
     dy: Any
     a: Any
