@@ -45,6 +45,7 @@ from .experts import (
     KEY,
     Implementation,
     Layer,
+    implementation_of,
     is_experts,
     layers,
     say_where_max_tokens_is_set,
@@ -120,7 +121,7 @@ def _why_no_load(model: nn.Module) -> str | None:
     if not (found := list(layers(model))):
         return None
     configs = [model.get_submodule(name).config for name, layer in found if not layer.parallel]
-    if configs and not any(map(_implementation, configs)):
+    if configs and not any(map(implementation_of, configs)):
         name = getattr(configs[0], "_experts_implementation", None)
         return f"experts_implementation is {name!r} now, of whose forwards mxep knows nothing"
     if all(layer.last_routing is None for _, layer in found):
@@ -153,7 +154,7 @@ def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]
         if layer is not None and layer.called and _reaches_mxep(module.forward):
             continue
         own = getattr(module, "config", config)
-        wanted, named = _implementation(config), _implementation(own)
+        wanted, named = implementation_of(config), implementation_of(own)
         kind = type(module).__name__
         if not is_experts(module):
             if named is not None:
@@ -193,11 +194,6 @@ def _modules_of_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]
         if holds and name and not any(inner.startswith(f"{name}.") for inner in decorated):
             inside.append(name)
             yield name, module, configs[name]
-
-
-def _implementation(config: Any) -> Implementation | None:
-    found = ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None), None)
-    return found if isinstance(found, Implementation) else None
 
 
 def _reaches_mxep(forward: Any, depth: int = 6) -> bool:

@@ -456,3 +456,11 @@ def implementation_of(config: Any) -> Implementation | None:
     """mxep's implementation that a config names."""
     found = ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None), None)
     return found if isinstance(found, Implementation) else None
+
+
+def registered(implementation: str) -> Implementation:
+    """The implementation of a name. ValueError if mxep registered none."""
+    how = ALL_EXPERTS_FUNCTIONS.get(implementation, None)
+    if not isinstance(how, Implementation):
+        raise ValueError(f"implementation: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")
+    return how

@@ -48,7 +48,7 @@ from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXTensor, quantize, quantize
 from mxep.quant.checkpoint import INDEX
 
 from ..metrics import LIMIT, snr
-from .experts import ALL_EXPERTS_FUNCTIONS, Implementation, is_experts, weight_names
+from .experts import implementation_of, is_experts, weight_names
 from .quantized import CONVERSIONS, FrozenExperts
 
 Format = Literal["mxfp8", "mxfp4", "fp8_block"]
@@ -196,11 +196,11 @@ def _mx(source: MXTensor | Tensor, fmt: str, module: Any) -> MXTensor:
         if fmt == "mxfp8" or source.qdata.dtype == E2M1.dtype:
             return to_mxfp8(source) if fmt == "mxfp8" else source
         return quantize(source.dequantize(torch.bfloat16), fmt=E2M1)
-    how = ALL_EXPERTS_FUNCTIONS.get(getattr(module.config, "_experts_implementation", None), None)
-    recipe = how.recipe if isinstance(how, Implementation) else None
+    how = implementation_of(module.config)
+    recipe = None if how is None else how.recipe
     if fmt == "mxfp4" or not isinstance(recipe, Recipe) or recipe.scaling == "none" or recipe.fmt != E4M3:
         return quantize(source, fmt=E2M1 if fmt == "mxfp4" else E4M3)
-    assert isinstance(how, Implementation)
+    assert how is not None
     forward: Any = select(how.backend, source.device).quantize_weight_rowwise(source, recipe)[0]
     rows, columns = (size // scales for size, scales in zip(source.shape[-2:], forward.scale.shape[-2:]))
     scale = forward.scale.view(torch.uint8).repeat_interleave(rows, -2).repeat_interleave(columns // BLOCK, -1)

@@ -40,7 +40,7 @@ from mxep.ep.lora import RANK_MULTIPLE, LoRAWeights
 from mxep.gemm import FrozenWeight
 from mxep.gemm.frozen import FrozenFormat
 
-from .experts import ALL_EXPERTS_FUNCTIONS, KEY, Implementation, is_experts, weight_names
+from .experts import KEY, Implementation, implementation_of, is_experts, weight_names
 from .parallel import check_adapters, replicate
 from .quantized import FrozenExperts, freeze_module, own_names, thaw
 
@@ -76,9 +76,8 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
 
     def _low_rank(self, experts: Any, active: list[str]) -> Implementation | None:
         """What runs experts that are not frozen with LoRA; None: PEFT adds B A to their weights."""
-        run = ALL_EXPERTS_FUNCTIONS.get(getattr(experts.config, "_experts_implementation", None), None)
-        layers = _wrappers(self)
-        if not isinstance(run, Implementation) or len(layers) < 2 or len(active) > 1 or self.merged:
+        run, layers = implementation_of(experts.config), _wrappers(self)
+        if run is None or len(layers) < 2 or len(active) > 1 or self.merged:
             return None
         if any(layer.r[active[0]] % RANK_MULTIPLE or layer.get_param().requires_grad for layer in layers.values()):
             return None

@@ -29,9 +29,11 @@ from .experts import (
     Implementation,
     check_experts,
     check_features,
+    implementation_of,
     is_experts,
     own_expert_parallel,
     own_tensor_parallel,
+    registered,
 )
 
 
@@ -78,8 +80,8 @@ def check_tensor_parallelism() -> None:
 
     class MxepExpertsParallel(type(styles[style])):  # type: ignore[misc]
         def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
-            how = ALL_EXPERTS_FUNCTIONS.get(getattr(module.config, "_experts_implementation", None), None)
-            if isinstance(how, Implementation) and is_experts(module):
+            how = implementation_of(module.config)
+            if how is not None and is_experts(module):
                 check_features(module, how.name, how.recipe, mesh.size())
             return super().install_forward(module, mesh)
 
@@ -123,9 +125,7 @@ def expert_parallel(
     that transformers' registry reaches, experts that do not divide or that cannot be served, and adapters on experts
     over a part of the ranks.
     """
-    how = ALL_EXPERTS_FUNCTIONS.get(implementation, None)
-    if not isinstance(how, Implementation):
-        raise ValueError(f"implementation: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")
+    how = registered(implementation)
     group_of(mesh)
     found: dict[str, Any] = {name: module for name, module in model.named_modules() if is_experts(module)}
     if not found:

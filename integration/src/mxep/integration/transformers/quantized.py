@@ -55,7 +55,7 @@ from mxep.gemm.frozen import FORMATS, FrozenFormat
 from mxep.quant import BLOCK, BlockFP8, MXTensor, rescale_blocks, to_mxfp8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
 
-from .experts import ALL_EXPERTS_FUNCTIONS, KEY, Implementation, is_experts, weight_names
+from .experts import ALL_EXPERTS_FUNCTIONS, KEY, Implementation, implementation_of, is_experts, weight_names
 from .parallel import adapters_on_experts, expert_parallel
 
 
@@ -93,9 +93,8 @@ class FrozenExperts(nn.Module):
 
         ValueError if the config's experts_implementation is none of mxep's: others multiply floating-point weights.
         """
-        name = getattr(self.config, "_experts_implementation", None)
-        run = ALL_EXPERTS_FUNCTIONS.get(name, None)
-        if not isinstance(run, Implementation):
+        if (run := implementation_of(self.config)) is None:
+            name = getattr(self.config, "_experts_implementation", None)
             raise ValueError(
                 f"experts_implementation: expected one of mxep for frozen experts, got {name!r}: "
                 "model.set_experts_implementation('mxep_mxfp8')"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .experts import ALL_EXPERTS_FUNCTIONS, Implementation, default_apply_gate
+from .experts import ALL_EXPERTS_FUNCTIONS, default_apply_gate, registered
 
 
 def route_llama4(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[str]:
@@ -27,7 +27,7 @@ def route_llama4(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[s
     In place. Parameters stay what and where they are. `expert_parallel` may follow.
     ValueError for a model without such experts, or a name that is none.
     """
-    _raise_unless_registered(implementation)
+    registered(implementation)
     block, routed_block, routed_experts = _classes()
     found = {name: module for name, module in model.named_modules() if isinstance(module, block)}
     if not found:
@@ -46,7 +46,7 @@ def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[
     In place. Parameters stay what and where they are. `expert_parallel` may follow, but for LongCat's zero experts.
     ValueError for a model without such experts, or a name that is none.
     """
-    _raise_unless_registered(implementation)
+    registered(implementation)
     found = [(name, kind, module) for name, module in model.named_modules() if (kind := _routed(type(module)))]  # type: ignore[arg-type]
     if not found:
         raise ValueError(f"{type(model).__name__}: got no experts of Step 3.7 or LongCat-Flash, want some")
@@ -55,11 +55,6 @@ def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[
     for _, kind, module in found:
         _decorate(module, kind, config, is_transposed=False)
     return [name for name, *_ in found]
-
-
-def _raise_unless_registered(implementation: str) -> None:
-    if not isinstance(ALL_EXPERTS_FUNCTIONS.get(implementation, None), Implementation):
-        raise ValueError(f"implementation: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")
 
 
 def _decorate(experts: Any, kind: type, config: Any, *, is_transposed: bool) -> None:
