@@ -16,15 +16,10 @@ Tasks of their own: `compare` (task=compare: losses over seeds), `estimate` with
 
 Scripts, `python integration/benchmarks/NAME.py`, each with its command in its docstring:
 
-    accuracy      SNR of one scale an expert, and of gate_up kept in FP8
-    attention     an attention with bf16 and MXFP8 projections
-    before_after  eager layers of two commits in turn
     front_page    the README's picture, from docs/results
-    layer_forms   what two ideas of the layer buy
+    frozen        layers whose experts are frozen in MXFP8 or MXFP4
     lengths       steps of lengths that never come twice
-    marathon      ten thousand rounds of exchanges, each checked on the device
-    memory_table  what a layer holds, for docs/guides/dispatchers.md
-    parity        runs of task=train, in one file
+    lora_model    LoRA of whole models
     peers         layers and GEMMs of peers and of mxep, each in its own process (docs/lab/peers.md)
     step          a whole training step with its optimizer, in TFLOP/s as NVIDIA counts them
     titan         torchtitan 0.2's trainer with its experts and with mxep's

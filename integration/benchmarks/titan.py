@@ -1,7 +1,6 @@
 """torchtitan 0.2's own trainer on GPUs, with its experts and with mxep's: tokens/s and losses, one case a launch.
 
     torchrun --nproc-per-node 4 integration/benchmarks/titan.py --model qwen3-30b --case mxfp8 --out titan.jsonl
-    python integration/benchmarks/titan.py --table titan.jsonl
 
 The model is torchtitan's with fewer layers, the text Python's standard library in words, so that losses fall. What is
 measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/guides/torchtitan.md says what to
@@ -10,7 +9,6 @@ install and runs all cases.
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import json
 import os
@@ -21,14 +19,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from mxep.ep import layer
 from mxep.integration.launch import NO_MULTICAST
-from mxep.runtime.bundle import build, take_apart, tensors_in
 
 MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 16), "deepseek-16b": ("deepseek_v3", "16B", 16)}
 """Name -> torchtitan's model, its flavor, layers unless given."""
@@ -113,7 +108,6 @@ def make_config(args: argparse.Namespace) -> Any:
     config.parallelism.expert_parallel_degree = int(os.environ["WORLD_SIZE"])
     config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option = args.checkpoint, "op"
     config.compile.enable = args.compile
-    config.profiling.enable_profiling, config.profiling.profile_freq = args.profile, args.steps
     if args.case == "torchtitan-fp8":
         config.model.converters = ["quantize.grouped_mm.float8"]
         config.quantize.grouped_mm.float8.fqns = ["moe.experts"]
@@ -146,72 +140,11 @@ def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
     result |= {name: max(found[name] for found in logged.steps.values()) for name in ("gib", "active_gib")}
     result["losses"] = {step: found["loss"] for step, found in logged.steps.items()}
     result["loads"] = {step: found["load"] for step, found in logged.steps.items()}
-    modules = [module for part in trainer.model_parts for module in part.modules()]
-    dispatchers = {id(each): each for module in modules if (each := getattr(module, "dispatcher", None)) is not None}
-    passes = [each for dispatcher in dispatchers.values() for each in dispatcher.passes.values()]
-    result["replays"] = {each.__name__: [each.replays, each.refused] for each in passes}
-    if args.profile:
-        result["profile"] = kernels_of(Path(trainer.job_config.job.dump_folder), int(os.environ["RANK"]))
     return result
-
-
-def kernels_of(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank's GPU did in the profiled step: kernels by ms, the ms in which any ran, first to last."""
-    trace = json.loads(next(folder.rglob(f"rank{rank}_trace.json")).read_text())
-    ran = [one for one in trace["traceEvents"] if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    took: collections.Counter[str] = collections.Counter()
-    busy, until, calls = 0.0, 0.0, collections.Counter(one["name"] for one in ran)
-    for one in sorted(ran, key=lambda one: one["ts"]):
-        took[one["name"]] += one["dur"] / 1e3
-        end = one["ts"] + one["dur"]
-        busy, until = busy + max(0.0, end - max(until, one["ts"])) / 1e3, max(until, end)
-    kernels = [[name[:100], calls[name], round(ms, 3)] for name, ms in took.most_common(80)]
-    return {"busy_ms": busy, "ms": (until - min(one["ts"] for one in ran)) / 1e3, "kernels": kernels}
-
-
-@contextlib.contextmanager
-def checked_passes() -> Iterator[None]:
-    """Each pass of a layer that is replayed is computed by its function, too, and has to have the same bits.
-
-    All ranks replay the same passes, as the function makes its exchanges.
-    """
-    called = layer._Pass.__call__
-
-    def call(self: Any, *args: Any, **static: Any) -> Any:
-        tensors, form = take_apart(args)
-        before, copies = self.replays, build(form, iter([x.clone() for x in tensors]))
-        results = called(self, *args, **static)
-        if self.replays > before:
-            wanted = self.direct(*copies, **static)
-            # Behind out there are rows that nobody writes.
-            forward = self.__name__ == "forward_pass"
-            given = (results.out, wanted.out) if forward else (results, wanted)
-            alike = [torch.equal(a, b) for a, b in zip(*map(tensors_in, given), strict=True)]
-            assert all(alike), f"{self.__name__}: {alike} after {before} replays"
-        return results
-
-    with mock.patch.object(layer._Pass, "__call__", call):
-        yield
-
-
-def print_table(file: Path) -> None:
-    """Markdown of the results in a file, those of a model beside each other."""
-    runs = [json.loads(line) for line in file.read_text().splitlines()]
-    print("| model | layers | case | compile | checkpoint | tokens/s | x torchtitan | GiB | losses |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for run in runs:
-        speed = run["tokens_per_second"]
-        alike = ("model", "layers", "compile", "checkpoint", "batch", "length", "ranks")
-        own = [r for r in runs if r["case"] == "torchtitan" and all(r.get(key) == run[key] for key in alike)]
-        ratio = f"{speed / own[-1]['tokens_per_second']:.2f}" if own and speed and own[-1]["tokens_per_second"] else ""
-        losses = ", ".join(f"{run['losses'][step]:.3f}" for step in run["losses"])
-        cells = run["model"], run["layers"], run["case"], run["compile"], run["checkpoint"]
-        print(f"| {' | '.join(map(str, cells))} | {speed and round(speed)} | {ratio} | {run['gib']:.1f} | {losses} |")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="torchtitan 0.2's trainer with its experts or mxep's, under torchrun")
-    parser.add_argument("--table", type=Path, help="print the results in this file and do nothing else")
     parser.add_argument("--model", choices=[*MODELS, *DEBUG], default="qwen3-30b")
     parser.add_argument("--case", choices=CASES, default="mxfp8")
     parser.add_argument("--layers", type=int)
@@ -222,24 +155,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="none", help="of activations")
     parser.add_argument("--dispatcher", choices=("symmetric", "all_to_all"), default="symmetric")
     parser.add_argument("--capacity", type=float, help="rows that fit, in balanced loads; default: the worst case")
-    parser.add_argument("--check", action="store_true", help="replayed passes against their functions, bit for bit")
-    parser.add_argument("--profile", action="store_true", help="the last step's kernels, by their time")
     parser.add_argument("--out", type=Path, default=Path("titan.jsonl"))
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    args = parse()
-    if args.table:
-        print_table(args.table)
-        return
     from torchtitan.tools.logging import init_logger
 
+    args = parse()
     os.environ.update(NO_MULTICAST)
     init_logger()
     trainer = make_trainer(args)
-    with checked_passes() if args.check else contextlib.nullcontext():
-        result = measure(trainer, args)
+    result = measure(trainer, args)
     trainer.close()
     if int(os.environ["RANK"]) == 0:
         with args.out.open("a") as stream:

@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = (
-    "accuracy",
-    "attention",
-    "before_after",
-    "folds",
-    "layer_forms",
-    "lengths",
-    "marathon",
-    "memory_table",
-    "titan",
-)
+SCRIPTS = "lengths", "titan"
 """Of integration/benchmarks: they run alone, with torch's defaults."""
 SOURCES = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("integration/**/*.py")]
 SOURCES = [path for path in SOURCES if not (path.parent.name == "benchmarks" and path.stem in SCRIPTS)]

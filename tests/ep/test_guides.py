@@ -1,4 +1,4 @@
-"""The pages of docs/guides: their code runs on a CPU and prints what they say, and their tables are what the code has.
+"""The pages of docs/guides: their code runs on a CPU and prints what they say.
 
 Pages without Python are left out, and so are those of OWN_TESTS.
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from benchmarks.memory_table import computed_table
 from ranks import Context, distributed
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -44,19 +43,6 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(
     printed = capsys.readouterr().out.splitlines()
     for said in re.findall(r"^ *print\(.*\)  # ([^:\n]+)", "\n".join(found), re.MULTILINE):
         assert said in printed
-
-
-def columns(table: str, numbers: tuple[int, ...]) -> str:
-    """Some columns of a Markdown table."""
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    lines = [f"| {' | '.join(row[i] for i in numbers)} |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(numbers), *lines[1:]])
-
-
-def test_the_table_of_memory_is_what_the_code_has() -> None:
-    guide = (GUIDES / "dispatchers.md").read_text()
-    picked = columns(computed_table(), (0, 1, 2, 7, 8, 9, 11, 13, 15, 16))
-    assert picked in guide, f"integration/benchmarks/memory_table.py has new ones:\n{picked}"
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from benchmarks.baseline import BaselineLayer, Groups
 from benchmarks.comms import Traffic
 from benchmarks.layer import Event, breakdown
 from benchmarks.layer_cases import BASELINE, MX, Case, Problem, Shape
-from benchmarks.memory_table import kept_by_the_standard_layer
 from mxep.integration import metrics as snr_module
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
@@ -111,20 +110,6 @@ def test_the_standard_layer_is_the_dense_layer(ranks: int):
     # fp32 rounds at 2^-24: 150 dB a sum of one; sums of 64 terms in another order lose up to 10 log10(64) = 18 dB.
     for found in run_ranks(compare_with_dense, world_size=ranks, device="cpu", timeout=60):
         assert min(found) > 120, found
-
-
-def test_the_standard_layer_keeps_what_the_table_of_memory_says():
-    sizes = tokens, dim, hidden, experts, top_k = 64, 32, 24, 4, 2
-    x, w13, w2 = torch.ones(tokens, dim), torch.ones(experts, 2 * hidden, dim), torch.ones(experts, hidden, dim).mT
-    leaves = [each.bfloat16().contiguous().requires_grad_() for each in (x, w13, w2)]
-    ids, kept = torch.arange(tokens * top_k).int().view(tokens, top_k) % experts, {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        BaselineLayer(*leaves[1:])(leaves[0], ids, torch.ones(tokens, top_k, requires_grad=True))
-    of_rows = [t for t in kept.values() if t.dtype == torch.bfloat16 and t.dim() == 2]
-    rows = max(map(len, of_rows))
-    padding = (rows - tokens * top_k) * 2 * (dim + 3 * hidden)
-    silu = rows * 2 * hidden  # which compiled kernels compute again
-    assert sum(t.nbytes for t in of_rows) == kept_by_the_standard_layer(*sizes) + padding + silu
 
 
 def test_a_function_of_the_baseline_raises_at_dynamos_limit_instead_of_running_eagerly(monkeypatch):

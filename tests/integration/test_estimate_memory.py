@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -150,3 +151,18 @@ def test_slots_and_buffers_of_two_nodes_are_the_dispatchers(capacity: Capacity):
     ids, row = 4 * (slots * (shape.top_k + 1) + shape.tokens * nodes), 4 * shape.top_k
     flat = memory(dataclasses.replace(of, what="bf16/symmetric"))
     assert memory(of).kept - flat.kept == ids + row * (ranks // nodes * slots - ranks * shape.tokens)
+
+
+def test_the_table_in_the_guide_to_dispatchers_is_computed_so() -> None:
+    guide = (RESULTS.parent / "guides" / "dispatchers.md").read_text()
+    cases = (MX, 1.25), (MX, 1.0), (f"{MX}, gate_up_fp8", 1.25), (MX, None), ("bf16/symmetric", 1.25)
+    for name, (sizes,) in yaml.safe_load((RESULTS.parents[1] / "configs/bench/layer.yaml").read_text())[
+        "shapes"
+    ].items():
+        found = [
+            memory(Layout(Shape(*sizes), 4, what, Capacity.factor(c) if c else Capacity.worst_case()))
+            for what, c in cases
+        ]
+        first, *others = (f"{each.kept / 2**30:.2f}" for each in found)
+        cells = name, ", ".join(map(str, sizes)), f"{found[0].buffers / 2**30:.2f}", f"**{first}**", *others
+        assert name == "host" or f"| {' | '.join(cells)} |" in guide, cells
