@@ -12,7 +12,7 @@
 A bench is a module with SECTIONS (name -> results.Section, its tables) and measure(Bench) -> (section, row), one after
 the other. `names` has what a config may name, without torch; `runner` runs it, `timer` times, `plot` draws.
 
-Tasks of their own: `compare` (task=compare: losses over seeds), `estimate` with `estimate_costs` (task=estimate).
+Tasks of their own: `compare` (task=compare: losses over seeds), `estimate` (task=estimate).
 
 Scripts, `python integration/benchmarks/NAME.py`, each with its command in its docstring:
 

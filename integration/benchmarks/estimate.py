@@ -1,72 +1,312 @@
-"""task=estimate: what a stack of MoE layers would take on machines that nobody has here. Needs no GPU.
+"""task=estimate: time, bytes and memory of a stack of MoE layers on machines that nobody has here. Needs no GPU.
 
-    layouts   recipe x dispatcher x EP: a step's ms of one layer, wire bytes, memory of a rank, tokens/s of the stack
+    layouts   recipe x dispatcher x EP: ms of a layer's step, bytes sent, memory of a rank, tokens/s of the stack
     stages, memory   of each recipe's best layout: most tokens/s of those that have room
-    time_errors, memory_errors   every measured row (model, GPUs) beside its estimate; times by factors that were
-              fitted on the other models
 
-Costs are of `estimate_costs`. Besides:
+Times are rough. A stage takes its work (layer_cases.work) times the median us per byte or flop in profiles that
+bench=layer wrote, and a step the sum of its stages times the median of measured steps over such sums, by recipe.
 
-    gradients   of experts are reduced over their copies, in a ring, beside micro-batches: the longer counts
-    FSDP        weights, gradients and the optimizer over copies of experts. Weights are gathered for forward and again
-                for backward of each micro-batch, a layer beside the next one's; gradients are scattered once a step
+    NVLink and the network   ranks of a group lie side by side. all_to_all takes as long as the slower of both. The
+                network has the share of its nominal speed that NCCL had on NVLink
+    routing     is even: a token needs a rank with e of E experts with probability 1 - C(E - e, K) / C(E, K).
+                imbalance: load of the busiest rank over the mean, for GEMMs and their rows
+    gradients   of experts are reduced over their copies, in a ring, next to micro-batches: the longer counts
+    FSDP        weights, gradients and optimizer over copies of experts. Weights are gathered for forward and again for
+                backward of each micro-batch, a layer next to the next one's; gradients are scattered once a step
     pipeline    S stages of M micro-batches take (M + S - 1) / M times as long as one; the first keeps min(S, M) of them
     memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
                 besides, and exchange buffers, which all share. Nothing but experts, no library's
     over        more than a rank may take: never the best
-    ~           no measurement covers it: the letters are in docs/guides/scaling.md. j, a part of the job's
-                ranks where NVSHMEM takes all, is there to compare with, never the best
+    ~           no measurement covers it (docs/guides/scaling.md)
+
+T tokens a rank, D model dim, F hidden dim, E experts, K a token, e of a rank, N = T K pairs, R rows that fit, W ranks.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
 import json
 import math
+import statistics
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
 
 from mxep.comms import Capacity
+from mxep.comms.layout import Layout as Buffer
+from mxep.comms.layout import round_up
+from mxep.ep.dispatchers.hierarchical import share_of_node, slots_per_node
+from mxep.ep.formats import keeps_rows
 from mxep.ep.moe import rows_per_expert
-from mxep.integration.config import ConfigError
+from mxep.gemm import Recipe
+from mxep.gemm.kernels import HOPPER_BLOCK_K
+from mxep.integration.config import ConfigError, unknown
 from mxep.integration.model import make_capacity
 from mxep.integration.report import Report, Row, Section
-from mxep.integration.schema import CASES, ESTIMATES, KEPT_IN_FP8, SIZE_NAMES, Config, moe_layers, sizes_of
+from mxep.integration.schema import SIZE_NAMES, Config, moe_layers, sizes_of
+from mxep.quant.shapes import padded_rows
 
-from .estimate_costs import MOST_RANKS, Layout, Rates, fit, memory, read
-from .layer_cases import BASELINE, WIRE, Shape
+from .layer_cases import BASELINE, MX, WIRE, Case, Problem, Shape, row_bytes, work
 
 GIB = 1 << 30
 RATES = Path(__file__).parents[2] / "docs" / "results"
-BOUNDS = ("worst_case", "exact")  # capacities that a case of bench=layer names
-MEASURED_RANKS, MEASURED_ROWS = 4, 2048  # most ranks, fewest rows an expert, of what was fitted
-_OFF = {"off": "+.1%"}
-_SECTIONS = (
-    Section(
+RENAMED = {"push": "dispatch", "return": "combine", "split fold": "fold for wgrad", "standard bf16": BASELINE}
+"""Names in results of 21 November 2026 -> names now."""
+MEASURED_RANKS, MEASURED_ROWS, MOST_RANKS = 4, 2048, 512  # most ranks and fewest rows an expert of profiles; most tried
+SECTIONS = {
+    "layouts": Section(
         "ms and MB sent of a layer by layout and EP; ~: extrapolated (docs/guides/scaling.md)",
         ("layout",),
         {"ms": ".2f", "NVL MB": ".0f", "net MB": ".0f", "GiB": ".0f", "ktok/s": ".0f"},
     ),
-    Section("best layouts: us of a layer's step", ("layout", "stage"), {"us": ".0f", "of step": ".0%"}),
-    Section("best layouts: GiB of a rank", ("layout", "what"), {"GiB": ".2f"}),
-    Section(
-        "time of rows, by factors fitted on the other models", ("model", "what"), _OFF | {"ms": ".2f", "est.": ".2f"}
-    ),
-    Section("memory of rows in the allocator", ("model", "what"), _OFF | {"GiB": ".2f", "est.": ".2f"}),
-)
-SECTIONS = dict(zip(ESTIMATES, _SECTIONS))
+    "stages": Section("best layouts: us of a layer's step", ("layout", "stage"), {"us": ".0f", "of step": ".0%"}),
+    "memory": Section("best layouts: GiB of a rank", ("layout", "what"), {"GiB": ".2f"}),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layer over W ranks, and its Traffic (comms) with even routing: rows on average.
+
+    what: a case of bench=layer. imbalance: load of the busiest rank over the mean. node: ranks that NVLink connects.
+    nodes_per_token: the most nodes of a token, where a router limits them, of hierarchical.
+    """
+
+    shape: Shape
+    ranks: int
+    what: str
+    capacity: Capacity = field(default_factory=Capacity.worst_case)
+    imbalance: float = 1.0
+    node: int = MOST_RANKS
+    nodes_per_token: int | None = None
+
+    @property
+    def case(self) -> Case:
+        return Case(self.what)
+
+    @property
+    def near(self) -> int:
+        """Ranks of this node."""
+        return min(self.ranks, self.node)
+
+    @property
+    def most_pairs(self) -> float:
+        return self.imbalance * self.shape.tokens * self.shape.top_k
+
+    @property
+    def needs(self) -> float:
+        """Probability that a token has an expert of a rank."""
+        others = self.shape.experts * (self.ranks - 1) // self.ranks
+        return 1 - math.comb(others, self.shape.top_k) / math.comb(self.shape.experts, self.shape.top_k)
+
+    def leaving(self, *, combine: bool = False) -> tuple[float, float]:
+        others = self.ranks - 1
+        return self.shape.tokens * others * self.needs, self.shape.tokens * self.shape.top_k * others / self.ranks
+
+    @property
+    def slots(self) -> int:
+        """Rows that a rank of hierarchical sends to all nodes, its own included, used or not."""
+        nodes, shape = self.ranks // self.near, self.shape
+        share = share_of_node(nodes, min(self.nodes_per_token or nodes, nodes), shape.experts // nodes, shape.top_k)
+        return nodes * slots_per_node(self.capacity, shape.tokens, share)
+
+    @property
+    def wire(self) -> tuple[float, float]:
+        """Bytes that a rank sends in a step over NVLink and over the network, on average; as many come back to it."""
+        shape, nodes, dispatcher = self.shape, self.ranks // self.near, self.case.dispatcher
+        row = 2 * (row_bytes(self.case.recipe, shape.dim) + row_bytes("bf16", shape.dim))
+        each = shape.tokens * (shape.top_k / self.ranks if dispatcher == "all_to_all" else self.needs)
+        if dispatcher == "hierarchical":  # ranks of a node share what came; all slots of other nodes cross
+            return row * each * (self.ranks - nodes), row * self.slots / nodes * (nodes - 1)
+        return row * each * (self.near - 1), row * each * (self.ranks - self.near)
+
+    @property
+    def work(self) -> dict[str, float]:
+        """Bytes or flop of each stage; of "rest" and "gap", times."""
+        case, rows, shape = self.case, self.most_pairs, self.shape
+        own = shape.experts // self.ranks
+        sizes: dict[str, tuple[int, ...]] = {"ids": (shape.tokens, shape.top_k), "x": (shape.tokens, shape.dim)}
+        sizes |= {"w13": (own, 2 * shape.hidden, shape.dim), "w2": (own, shape.dim, shape.hidden)}
+        tensors = {name: torch.empty(size, device="meta", dtype=torch.float32) for name, size in sizes.items()}
+        p = cast(Problem, SimpleNamespace(shape=shape, traffic=self, **tensors))
+        like = case if case.baseline else Case(f"{MX}, {case.suffix}" if case.kept or case.kept_in_fp8 else MX)
+        todo = {stage: float(amount) for stage, (_, amount) in work(p, like).items()}
+        todo["GEMMs"] *= 1 + TILE / 2 * own / rows
+        if case.baseline:
+            return todo | {"gap": 1.0}
+        sums = 2 * shape.dim * (self.slots if case.dispatcher == "hierarchical" else shape.tokens)
+        sent = self.wire[0] / (row_bytes(case.recipe, shape.dim) + row_bytes("bf16", shape.dim))
+        todo |= {"dispatch": sent * row_bytes(case.recipe, shape.dim), "rest": 1.0}
+        todo["combine"] = sent * row_bytes("bf16", shape.dim) + 2 * sums
+        if case.recipe == "bf16":
+            todo = {stage: todo[stage] for stage in ("GEMMs", "dispatch", "combine", "rest")}
+            todo |= {"SwiGLU": 18.0 * rows * shape.hidden, "gather + fold": 8.0 * rows * shape.dim}
+        return todo
+
+
+TILE = 128  # rows of a GEMM's tile: half of one is lost in each group
+
+
+@dataclass(frozen=True)
+class Rates:
+    """us: by (case, stage), of a byte, flop or time. steps: measured steps over sums of stages, by recipe. host: us of
+    a step's launches by case, the least that it takes eagerly."""
+
+    us: Mapping[tuple[str, str], float]
+    steps: Mapping[str, float]
+    host: Mapping[str, float]
+
+    def stages(self, layout: Layout, nvlink: float = WIRE, network: float = WIRE) -> dict[str, float]:
+        """us of a step by stage. nvlink, network: GB/s of a GPU in each direction."""
+        case, shape, todo = layout.case, layout.shape, layout.work
+        near, far = (sent * WIRE / speed for sent, speed in zip(layout.wire, (nvlink, network)))
+        for stage in ("dispatch", "combine") if not case.baseline else ():
+            todo[stage] *= WIRE / nvlink
+        copied, pairs = 0.0, shape.tokens * shape.top_k
+        row, back = row_bytes(case.recipe, shape.dim), row_bytes("bf16", shape.dim)
+        if case.dispatcher == "all_to_all":  # each way a row is copied three times, and summed
+            del todo["dispatch"], todo["combine"]
+            todo |= {"NCCL": max(near, far), "gap": 1.0}
+            sums = pairs + 2 * shape.tokens * min(shape.top_k, layout.ranks) + shape.tokens
+            copied = 2 * (6 * pairs * (row + back) + sums * back)
+        elif case.dispatcher == "hierarchical":
+            todo["NCCL"] = far
+            copied = 2 * (shape.tokens + layout.slots) * (2 * row + back)
+        if copied:
+            todo["permute + pointwise"] = copied
+        step = self.steps.get(BASELINE if case.baseline else case.recipe, self.steps.get("mxfp8", 1.0))
+        found = {stage: step * amount * self._us(case, stage) for stage, amount in todo.items()}
+        if (wait := self.host.get(layout.what, 0.0) - sum(found.values())) > 0:
+            found["host"] = wait
+        return found
+
+    def _us(self, case: Case, stage: str) -> float:
+        plain = case.baseline or (case.recipe == "bf16" and stage in ("GEMMs", "SwiGLU"))
+        return self.us[BASELINE if plain or (MX, stage) not in self.us else MX, stage]
+
+
+def read(files: Iterable[str]) -> list[Row]:
+    """All rows of results that bench=layer wrote, with "section", and names as they are now."""
+    rows = []
+    for results in (json.loads(Path(file).read_text()) for file in files):
+        for run in results.get("runs", [results]):
+            for section, found in run["sections"].items():
+                for row in found:
+                    names = {key: RENAMED.get(row[key], row[key]) for key in ("what", "stage") if key in row}
+                    rows.append({**row, **names, "section": section})
+    return rows
+
+
+def fit(rows: Sequence[Row]) -> Rates:
+    """Medians over profiles, and over times on most GPUs, with even routing. ConfigError if there is none."""
+    rows = [row for row in rows if not row.get("skew") and "error" not in row]
+    profiles: dict[Layout, dict[str, float]] = collections.defaultdict(dict)
+    for row in rows:
+        if row["section"] == "stages" and "us" in row and row["what"] in (MX, BASELINE):
+            profiles[Layout(Shape(*row["shape"]), row["ranks"], row["what"])][row["stage"]] = row["us"]
+    ratios: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    for layout, found in profiles.items():
+        todo = layout.work
+        found["gap"] = found["whole"] - found["busy"]
+        found["rest"] = sum(us for stage, us in found.items() if stage not in (*todo, "sum", "busy", "whole", "gap"))
+        for stage, amount in todo.items():
+            ratios[layout.what, stage].append(found[stage] / amount)
+    if {MX, BASELINE} - {what for what, _ in ratios}:
+        wanted = f"{MX} and {BASELINE}"
+        raise ConfigError(f"estimate.rates: no section stages of {wanted}: wanted what bench=layer wrote")
+    # The fastest of NCCL: with few bytes it is latency.
+    us = {key: min(each) if key[1] == "NCCL" else statistics.median(each) for key, each in ratios.items()}
+    rates = Rates(us, {}, {})
+    most, steps = max(layout.ranks for layout in profiles), {}
+    for name, what in (("mxfp8", MX), ("bf16", "bf16/symmetric"), (BASELINE, BASELINE)):
+        timed = [row for row in rows if row["section"] == "layer" and row["what"] == what and "ms" in row]
+        layouts = {row["ms"]: Layout(Shape(*row["shape"]), most, what) for row in timed if row["ranks"] == most}
+        if layouts:
+            steps[name] = statistics.median(1e3 * ms / sum(rates.stages(of).values()) for ms, of in layouts.items())
+    host = {row["what"]: 1e3 * row["ms"] for row in rows if row["section"] == "host" and "ms" in row}
+    return Rates(rates.us, steps, host)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a layer of bf16 weights on Hopper.
+
+    kept: until its backward. work: besides at its peak, with all gradients and the output. buffers: of exchanges.
+    """
+
+    kept: float
+    work: float
+    buffers: float
+
+
+def memory(layout: Layout) -> Memory:
+    """Of one layer of a layout."""
+    (tokens, dim, hidden, experts, top_k), ranks, capacity = layout.shape, layout.ranks, layout.capacity
+    own, recipe, dispatcher = experts // ranks, Recipe.named(layout.case.whole_recipe), layout.case.dispatcher
+    quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
+    sources, crossing = 1 if dispatcher == "local" else ranks, layout.slots if dispatcher == "hierarchical" else 0
+    slots = layout.near * crossing or sources * tokens
+    if dispatcher == "all_to_all":  # with room for a 32nd more, on average
+        slots = math.ceil(layout.imbalance * pairs * 33 / 32)
+        rows = round_up(slots + own * (align - 1), align)
+    elif capacity.kind == "exact":  # half of the padding, on average
+        rows = round_up(math.ceil(layout.imbalance * pairs) + own * (align - 1) // 2, align)
+    else:
+        rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
+    row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
+    copied = dispatcher in ("symmetric", "hierarchical")
+    saved = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
+    gate_up, of_forward = 4 * rows * hidden, 2 * rows * dim  # besides at forward's peak
+    if recipe.saved_gate_up == "fp8":
+        gate_up, of_forward = rows * (2 * hidden + 1), max(gate_up, of_forward)
+    h, d_h = rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
+    plan = 8 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
+    plan += 4 * (crossing * (top_k + 1) + tokens * (ranks // layout.near)) if crossing else 0
+    plan += 4 * tokens * (2 * top_k + min(top_k, ranks) * (top_k + 1)) * (dispatcher == "all_to_all")
+    amax = 4 * own * (dim + hidden) * quantized
+    kept = saved + gate_up + plan + amax
+    folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
+    # Backward, in order: what is left of what is kept, what there is besides. out is the caller's all the while.
+    w, d_rows, out = own * dim * hidden, 2 * rows * dim, 2 * tokens * dim
+    d_gate_up = d_h if quantized else 2 * d_h  # quantized: in d_h's place
+    d_y = (rows * (dim + 1), 0, folded * (dim + hidden)) if quantized else (d_rows,) * 3  # for d_h, then, for wgrad
+    d_slots = slots * row if quantized and not copied else 0  # of d_out
+    colwise = 2 * w * quantized  # of gate_up_proj
+    swiglu = h + d_gate_up * (not quantized)
+    # Beside the last weight gradient: dx, and its rows where an exchange may still hold them.
+    late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher == "all_to_all")
+    operands = folded * (2 * hidden + dim)
+    forward = kept + h + of_forward + 1.5 * colwise  # where there is no out yet
+    backward = [
+        (kept, 1.5 * colwise + d_slots + d_y[0] + d_h),
+        (kept, colwise + d_slots + d_y[1] + d_h + swiglu),
+        # Then down_proj's gradient, dx's rows, the gradient of gate_up_proj.
+        (saved + plan, colwise + d_slots + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized)),
+        (saved + plan, 2 * w + colwise + d_gate_up + d_rows),
+        (saved + plan, 2 * w + late + operands + d_gate_up),
+        (plan if quantized else saved + plan, 6 * w + late + operands + d_gate_up * (not quantized)),
+    ]
+    if dispatcher == "all_to_all":  # rows gathered, joined, received and split
+        backward.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w))
+    called = max(forward, *(out + left + besides for left, besides in backward))
+    of_node = Buffer(layout.near if crossing else ranks, crossing or tokens, top_k, round_up(2 * dim, 16)).nbytes
+    return Memory(kept, called - kept, 2 * of_node * copied)
 
 
 def estimate(config: Config) -> Report:
     """What `config.estimate` names. ConfigError for a model or rates that cannot be used."""
     begin, wanted = time.monotonic(), config.estimate
+    for complaint in unknown("estimate.sections", wanted.sections or (), SECTIONS):
+        raise ConfigError(complaint)
     with _json_of("estimate.rates"):
-        rows = read(wanted.rates or [str(RATES / f"{name}-h200.json") for name in ("eager", "host", "layer")])
-        rates = fit(rows)
+        rates = fit(read(wanted.rates or [str(RATES / f"{name}-h200.json") for name in ("host", "layer")]))
     with _json_of("estimate.model"):
         shape, layers = model_of(config)
     if wanted.layers is None and wanted.pipeline_stages > layers:
@@ -79,8 +319,7 @@ def estimate(config: Config) -> Report:
     report = Report(f"mxep estimate, {wanted.nodes} x {wanted.gpus_per_node} GPUs", speeds, sections)
     found = [{"layers": layers, "shape": list(shape), **row} for row in layouts(config, rates, shape, layers)]
     for section in report.sections:
-        made = errors(section, rows) if section.endswith("errors") else _of_best(section, found)
-        for row in found if section == "layouts" else made:
+        for row in found if section == "layouts" else _of_best(section, found):
             report.add(section, row)
     report.about["sentence"] = sentence(found, config)
     report.remarks = textwrap.wrap(report.about["sentence"], 80)
@@ -89,33 +328,19 @@ def estimate(config: Config) -> Report:
 
 
 def sentence(found: list[Row], config: Config) -> str:
-    """The layout with most tokens/s of those that have room, and the next one."""
-    can_run = sorted((row for row in found if row["dispatcher"] != "nvshmem"), key=lambda row: -row["ktok/s"])
-    fit = [row for row in can_run if "best" in row or row["GiB"] <= config.estimate.memory]
-    if not fit:
-        least = min(can_run, key=lambda row: row["GiB"])
-        more = "more GPUs, pipeline stages, or fewer tokens a rank"
-        return f"Nothing fits in {config.estimate.memory:g} GiB; the least is {_said(least, config)}: take {more}"
-    best = fit[0]
-    others = [row for row in fit if row["recipe"] == best["recipe"] and row is not best]
-    others = others or fit[1:]
-    after = f"; next best: {_said(others[0], config)}" if others else "; no other layout fits"
-    return f"{_said(best, config)}{after}"
-
-
-def _said(row: Row, config: Config) -> str:
-    wanted, ep = config.estimate, row["EP"]
-    where = "inside a node" if ep <= wanted.gpus_per_node else f"over {ep // wanted.gpus_per_node} nodes"
+    """The layout with most tokens/s of those that have room."""
+    wanted, fit = config.estimate, [row for row in found if row["GiB"] <= config.estimate.memory]
+    best = max(fit, key=lambda row: row["ktok/s"]) if fit else min(found, key=lambda row: row["GiB"])
+    where = (
+        "inside a node" if (ep := best["EP"]) <= wanted.gpus_per_node else f"over {ep // wanted.gpus_per_node} nodes"
+    )
     copies = wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages // ep
-    what = f"{copies} {'copy' if copies == 1 else 'copies'}{' sharded by FSDP2' * row['fsdp']}"
-    stages = f", {wanted.pipeline_stages} pipeline stages" * (wanted.pipeline_stages > 1)
-    fits = "fits with" if row["GiB"] <= wanted.memory else "takes"
-    kind = f"{row['recipe']}/{row['dispatcher']}"
-    return f"EP {ep} {where}, {what}{stages}, {fits} {_room(row['GiB'])} ({kind}, {row['ktok/s']:.0f} ktok/s)"
-
-
-def _room(gib: float) -> str:
-    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{math.ceil(gib * 1024)} MiB"
+    said = f"EP {ep} {where}, {copies} {'copy' if copies == 1 else 'copies'}{' sharded by FSDP2' * best['fsdp']}"
+    said += f", {wanted.pipeline_stages} pipeline stages" * (wanted.pipeline_stages > 1)
+    gib = f"{best['GiB']:.1f} GiB" if best["GiB"] >= 0.1 else f"{math.ceil(best['GiB'] * 1024)} MiB"
+    said += f", {'fits with' if fit else 'takes'} {gib} ({best['layout']}, {best['ktok/s']:.0f} ktok/s)"
+    more = "more GPUs, pipeline stages, or fewer tokens a rank"
+    return said if fit else f"Nothing fits in {wanted.memory:g} GiB; the least is {said}: take {more}"
 
 
 @contextlib.contextmanager
@@ -139,7 +364,6 @@ def model_of(config: Config) -> tuple[Shape, int]:
     if missing := [key for key in ("dim", "layers", "experts", "top_k", "hidden_dim") if key not in sizes]:
         names = " or ".join(SIZE_NAMES[missing[0]])
         raise ConfigError(f"estimate.model: {file} has no {names}: wanted one of an MoE model")
-
     shape = Shape(tokens, sizes["dim"], sizes["hidden_dim"], sizes["experts"], sizes["top_k"])
     return shape, moe_layers(found, sizes["layers"])
 
@@ -153,34 +377,17 @@ def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator
     for recipe in wanted.recipes:
         found, (base, _, change) = [], recipe.partition("_")
         for ep in (ep for ep in sizes if not (node % ep if ep <= node else ep % node)):
-            kinds = ("symmetric" if ep <= node else "hierarchical", "all_to_all", "nvshmem") if ep > 1 else ("local",)
-            found += [
-                _row(
-                    config,
-                    rates,
-                    Layout(shape, ep, ", ".join(filter(None, (f"{base}/{kind}", change))), *bounds),
-                    layers,
-                )
-                for kind in kinds
-            ]
-        can_run = [row for row in found if row["dispatcher"] != "nvshmem"]  # whose times are lower bounds
-        if fit := [row for row in can_run if row["GiB"] <= wanted.memory]:
+            for kind in ("symmetric" if ep <= node else "hierarchical", "all_to_all") if ep > 1 else ("local",):
+                what = ", ".join(filter(None, (f"{base}/{kind}", change)))
+                found.append(_row(config, rates, Layout(shape, ep, what, *bounds), layers))
+        if fit := [row for row in found if row["GiB"] <= wanted.memory]:
             best = max(fit, key=lambda row: row["ktok/s"])
             best |= {"best": True, "note": f"best {best['note']}".strip()}
         yield from found
 
 
-def _row(config: Config, rates: Rates, layout: Layout, layers: int) -> Row:
+def _row(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: bool = False) -> Row:
     """Of a layout whose states are whole on each rank, or sharded over its copies, as `estimate.fsdp` says."""
-    wanted = config.estimate
-    whole = _row_of(config, rates, layout, layers, fsdp=False)
-    copies = wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages // layout.ranks
-    if copies == 1 or wanted.fsdp is False or (wanted.fsdp is None and whole["GiB"] <= wanted.memory):
-        return whole
-    return _row_of(config, rates, layout, layers, fsdp=True)
-
-
-def _row_of(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: bool) -> Row:
     wanted, shape, ep, dispatcher = config.estimate, layout.shape, layout.ranks, layout.case.dispatcher
     node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages
     stages = rates.stages(layout, wanted.nvlink, wanted.network)
@@ -190,29 +397,25 @@ def _row_of(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: 
     once = 2 * weights * (replicas - 1) / replicas  # bytes of a gather, or a scatter, in bf16 that a rank sends
     ring = once * ((2 * wanted.micro_batches + 1) if fsdp else 2)
     lanes = [ring / wanted.nvlink if near > 1 else 0.0, ring / near / wanted.network if replicas > near else 0.0]
-    grad_ms = rates.us[BASELINE, "NCCL"][0] * WIRE * max(lanes) / 1e3 / wanted.micro_batches
-    of_layer = memory(layout)
-    parameters = {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
-    shards, gathered = (replicas, 3) if fsdp else (1, 0)  # two layers' weights and the gradients of one are whole
-    sizes = {name: float(layers * weights * size) / shards for name, size in parameters.items()}
+    grad_ms = rates.us[BASELINE, "NCCL"] * WIRE * max(lanes) / 1e3 / wanted.micro_batches
+    of_layer, parameters = memory(layout), {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
+    sizes = {name: float(layers * weights * size) / (replicas if fsdp else 1) for name, size in parameters.items()}
     in_flight = min(wanted.pipeline_stages, wanted.micro_batches)
     sizes |= {"kept": in_flight * layers * of_layer.kept, "work": of_layer.work}
-    sizes |= {"gathered": float(gathered * 2 * weights)} if fsdp else {}
+    sizes |= {"gathered": 6.0 * weights} if fsdp else {}  # two layers' weights and the gradients of one are whole
     sizes |= {"buffers": of_layer.buffers}
     gib = sum(sizes.values()) / GIB
+    if replicas > 1 and not fsdp and (wanted.fsdp or (wanted.fsdp is None and gib > wanted.memory)):
+        return _row(config, rates, layout, layers, fsdp=True)
     few_rows = rows_per_expert(shape.tokens, shape.top_k, ep, shape.experts) < MEASURED_ROWS
-    marks = {"a": dispatcher == "all_to_all", "e": ep > MEASURED_RANKS, "n": ep > node}
-    marks |= {"f": layout.case.recipe == "fp8", "r": few_rows}
-    marks |= {"g": grad_ms > ms, "h": dispatcher == "hierarchical", "p": dispatcher == "nvshmem"}
-    marks["j"] = dispatcher == "nvshmem" and ep < world
-    note = "".join(mark for mark, holds in marks.items() if holds)
-    row = {"layout": f"{layout.what} {ep}", "recipe": layout.case.whole_recipe, "dispatcher": dispatcher, "EP": ep}
-    row |= zip(("NVL MB", "net MB"), (sum(leg) / 1e6 for leg in zip(*layout.wire)))
-    row |= {"ms": ms, "grad ms": grad_ms, "GiB": gib, "fsdp": fsdp}
+    unlike = ep > MEASURED_RANKS or few_rows or dispatcher != "symmetric" or layout.case.recipe == "fp8"
     waiting = (wanted.micro_batches + wanted.pipeline_stages - 1) / wanted.micro_batches
+    row = {"layout": f"{layout.what} {ep}", "recipe": layout.case.whole_recipe, "dispatcher": dispatcher, "EP": ep}
+    row |= {name: sent / 1e6 for name, sent in zip(("NVL MB", "net MB"), layout.wire)}
+    row |= {"ms": ms, "grad ms": grad_ms, "GiB": gib, "fsdp": fsdp}
     return row | {
         "ktok/s": shape.tokens * world / layers / max(ms, grad_ms) / waiting,
-        "note": " ".join(filter(None, ["fsdp" * fsdp, "over" * (gib > wanted.memory), note and f"~{note}"])),
+        "note": " ".join(filter(None, ["fsdp" * fsdp, "over" * (gib > wanted.memory), "~" * unlike])),
         "stages": stages,
         "memory": {name: size / GIB for name, size in sizes.items()},
     }
@@ -220,41 +423,11 @@ def _row_of(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: 
 
 def _of_best(section: str, found: list[Row]) -> Iterator[Row]:
     for row in found:
-        if row.get("best"):
-            labels = {"layout": row["layout"]}
-            for name, value in row[section].items():
-                figures = {"us": value, "of step": value / 1e3 / row["ms"]} if section == "stages" else {"GiB": value}
-                yield labels | {"stage" if section == "stages" else "what": name} | figures
-
-
-def errors(section: str, rows: list[Row]) -> Iterator[Row]:
-    """Of all rows of sections layer, skew, eager and memory that there is a formula for."""
-    fitted: dict[str, Rates] = {}
-    for row in rows:
-        what, _, suffix = (name := row.get("what", "")).partition(", ")
-        capacity, skewed = row.get("capacity"), bool(row.get("skew"))
-        formula = (what in CASES and suffix in ("", "kept", KEPT_IN_FP8, *BOUNDS)) or name == BASELINE
-        if row["section"] not in ("layer", "skew", "eager", "memory") or not formula or (skewed and not capacity):
-            continue
-        model, ranks, quantized_once = row["model"], row["ranks"], suffix == "kept"
-        fits = Capacity(suffix) if suffix in BOUNDS else Capacity.factor(capacity or 1.0)
-        imbalance = capacity if skewed and capacity else 1.0
-        layout = dataclasses.replace(Layout.of(row), capacity=fits, imbalance=imbalance)
-        notes = ["skew"] * skewed + [f"T {layout.shape.tokens}"] * (row["section"] == "eager")
-        out: Row = {"model": f"{model}, {ranks}", "what": name, "note": " ".join(notes)}
-        out |= {"section": row["section"], "shape": list(layout.shape), "commit": row["commit"]}
-        if section == "time_errors" and "ms" in row:
-            if model not in fitted:
-                fitted[model] = fit(rows, without=model)
-            ms = sum(fitted[model].stages(layout).values()) / 1e3
-            yield out | {"ms": row["ms"], "est.": ms, "off": ms / row["ms"] - 1}
-        unlike = quantized_once or name == BASELINE or not row.get("graphs GiB", 0) < 0.01  # graphs had a pool once
-        if section == "memory_errors" and "peak GiB" in row and not unlike:
-            found = memory(layout)
-            here = found.buffers if ranks == 1 else 0.0  # which are no peers' then, and torch's
-            wanted = (found.kept + found.work + here) / GIB
-            gib = row["peak GiB"] - row["outside GiB"]
-            yield out | {"GiB": gib, "est.": wanted, "off": wanted / gib - 1}
+        for name, value in row[section].items() if row.get("best") else ():
+            if section == "stages":
+                yield {"layout": row["layout"], "stage": name, "us": value, "of step": value / 1e3 / row["ms"]}
+            else:
+                yield {"layout": row["layout"], "what": name, "GiB": value}
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
