@@ -10,7 +10,7 @@
     model     whole models of transformers, with mxep's experts, the baseline's or their own
 
 A bench is a module with SECTIONS (name -> results.Section, its tables) and measure(Bench) -> (section, row), one after
-the other. `names` has what a config may name, without torch; `runner` runs it, `timer` times, `plot` draws.
+the other. `names` has what a config may name, without torch; `runner` runs it, `timer` times.
 
 Tasks of their own: `compare` (task=compare: losses over seeds), `estimate` (task=estimate).
 

@@ -1,45 +1,34 @@
 """bench=layer: the layer of mxep.ep on all ranks, forward and backward, beside the baseline in bf16, in one run.
 
-    layer    every case of layer_cases, balanced routing
-    eager    some of them, launched by the host as a user's own loop does, not as graphs
+    layer    every case of layer_cases, balanced routing, mxep's as replays of one CUDA graph a step
+    eager    some of them, launched by the host as a user's own loop does
     stages   kernels of mxep and of the baseline, by stage
     skew     some cases, where expert i is as likely as 1 / (i + 1)
     memory   peak memory, and what backward finds, by capacity
     host     what calls cost the host that launches them, at a small shape, "host"
 
-ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's. mxep's are
-               replays of one CUDA graph a step, but in eager
+ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's
 x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
-TF             flops of valid rows over ms (layer_cases)
+TF             flops of valid rows over ms; floor ms: the least time; of floor: floor over ms (layer_cases)
+dB             of the output and the gradients against the baseline's, the least of all tensors and ranks; a case below
+               its bound fails
 peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
 outside GiB    peers' memory, libraries' buffers
 kept GiB       in the allocator between forward and backward, above operands, parameters and the output
-caller's ms    of section host: forward and backward, with backward in the caller's thread instead of autograd's
 launches, ...  of forward and backward (counts)
-floor ms       least time, of which the formula is in layer_cases; of floor: floor over ms
-within MB      of rows that a rank sends to its node in a step, at most, as the plan counts; across MB: to other nodes,
-               which are `dispatcher.ranks_per_node` ranks each, else hosts
-sockets MB     of section eager: what the host's network interfaces sent in a step, of a rank on average, loopback's
-               included; nothing of NVLink, shared memory and InfiniBand is in it
-dB             of the output and the gradients against the baseline's, the least of all tensors and ranks, checked on
-               what is timed and before that; a case below its bound fails
 
 In section host ms are the host's clock around calls back to back, which wait for the device only between stretches.
-The GPU is nearly idle, so that is what launching costs, but where sizes are read from the device (all_to_all, the
-baseline). On a CPU the operators' own work is in the figures, so they say nothing.
 
-Section stages: a step's kernels as the profiler sees them, summed up by stage, beside what each stage must do.
+Section stages: a step's kernels as the profiler sees them, summed by stage. A kernel's stage follows from its name, by
+the first pattern of STAGES that it has. The profiler looks at few steps, at higher clocks than sustained ones: shares
+count, not sums.
 
     us          of a stage's kernels, one after the other, in one step; mean over ranks
     bytes, flop that the stage must move or compute (layer_cases.work); wire bytes where it is bound by those
     share       of the ceiling: rate over that of a copy, of a dense product, or over 450 GB/s
     left us     what a stage at its ceiling would save
-
     sum         of all stages            whole   from the first kernel's start to the last one's end
     busy        when any kernel ran      sum - busy is what overlaps, whole - busy what nobody uses
-
-A kernel's stage follows from its name, by the first pattern of STAGES that it has; what has none is "other", and the
-row says which. The profiler looks at few steps, at higher clocks than sustained ones: shares count, not sums.
 """
 
 from __future__ import annotations
@@ -50,7 +39,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +51,7 @@ from mxep.integration.report import Row
 from mxep.integration.verify import Results as Tensors
 
 from .gemm import ceilings
-from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape, floor_ms, flop, rate, sent_mb, work
+from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape, floor_ms, flop, rate, work
 from .runner import Bench, models, table
 from .timer import Alternative, Call, Run, Timer, failure, free_memory, synchronize
 
@@ -78,19 +66,16 @@ CASES_OF = {
 """Section -> its cases where the config names none."""
 HOST = "host"  # the model that section host takes, with the experts of a rank
 FORWARD_SECONDS = 0.5
-STEPS = 4  # in which bytes are counted
 GIB = 1 << 30
 
-TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, within MB, across MB, dB"
+TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, dB"
 SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
-    "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", f"{TIMES}, sockets MB"),
+    "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
     "memory": table("memory", "model, what", "peak GiB, outside GiB, kept GiB"),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
-    "host": table(
-        "host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, caller's ms, launches, allocations, ops"
-    ),
+    "host": table("host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, launches, allocations, ops"),
 }
 
 
@@ -163,8 +148,6 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             step = at.prepare(layer, layer.step, lambda got, case=case, row=row: _compare(case, reference, got, row))  # type: ignore[misc]
             runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
             layers[name] = layer
-            row |= sent_mb(at.p, case, layer.num_slots)
-            row |= _through_sockets(at, layer, step) if at.section == "eager" else {}
             row |= {"note": step.note} if step.note else {}
         except FailedOnRanks as error:
             if name == BASELINE:
@@ -186,26 +169,6 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             if (floor := floor_ms(at.p, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
         yield row
-
-
-def _through_sockets(at: At, layer: Layer, run: Run) -> Row:
-    """A few KiB of what tells ranks when to begin and to end are in it. Collective."""
-
-    def steps() -> None:
-        for _ in range(STEPS):
-            run.replay()
-        synchronize(at.bench.device)
-
-    before = on_all_ranks(_transmitted)
-    on_all_ranks(steps)
-    sent = max(from_all_ranks(lambda: _transmitted() - before))
-    return {"sockets MB": sent / 1e6 / at.p.ranks_per_host / STEPS / run.calls / layer.micro_batches}
-
-
-def _transmitted() -> int:
-    """Bytes that the host's network interfaces have sent, as Linux counts them."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
 def _compare(case: Case, reference: list[Tensors], got: Tensors, row: Row) -> None:
@@ -243,7 +206,7 @@ def _host(at: At, names: tuple[str, ...]) -> Iterator[Row]:
     for name in names:
         try:
             layer = layers[name] = at.make(Case(name))
-            kinds = {"fwd ms": layer.forward, "ms": layer.step, "caller's ms": _in_callers_thread(layer.step)}
+            kinds = {"fwd ms": layer.forward, "ms": layer.step}
             calls |= {f"{name}: {kind}": Alternative(lambda c=c: [c], check=layer.check) for kind, c in kinds.items()}  # type: ignore[misc]
         except FailedOnRanks as error:
             rows[name] |= failure(error)
@@ -254,14 +217,6 @@ def _host(at: At, names: tuple[str, ...]) -> Iterator[Row]:
         if "ms" in row:  # counted after all have been called often: the first calls are captured
             row |= from_all_ranks(lambda name=name: counts(layers[name].step, at.bench.device))[0]  # type: ignore[misc]
         yield row
-
-
-def _in_callers_thread(step: Call) -> Call:
-    def call() -> object:
-        with torch.autograd.set_multithreading_enabled(False):
-            return step()
-
-    return call
 
 
 def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
@@ -295,13 +250,15 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
     if device.type != "cuda":
         return {}
     free_memory(device)
-    before = Memory.now()
+    allocated, outside = torch.cuda.memory_allocated(), _outside()
     for _ in range(4):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
     torch.cuda.synchronize()
-    row = before.row(Memory.now(), torch.cuda.max_memory_allocated())
+    added = max(0, _outside() - outside)  # what other steps left outside is none of its
+    peak = torch.cuda.max_memory_allocated() - allocated + added
+    row: Row = {"peak GiB": peak / GIB, "outside GiB": added / GIB}
     if forward is not None:
         allocated = torch.cuda.memory_allocated()
         out = forward()
@@ -309,23 +266,10 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
     return row
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the current GPU: in tensors, and outside of torch's allocator."""
-
-    allocated: int
-    outside: int
-
-    @classmethod
-    def now(cls) -> Memory:
-        free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
-        return cls(torch.cuda.memory_allocated(), outside)
-
-    def row(self, after: Memory, peak: int) -> Row:
-        """What a step added; peak: in tensors. What other steps left outside is none of its."""
-        outside = max(0, after.outside - self.outside)
-        return {"peak GiB": (peak - self.allocated + outside) / GIB, "outside GiB": outside / GIB}
+def _outside() -> int:
+    """Bytes of the current GPU outside of torch's allocator."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())
 
 
 STEPS = 3

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mxep.comms import Capacity
-from mxep.ep import HierarchicalDispatcher, MoE
+from mxep.ep import MoE
 from mxep.gemm import grouped_mm, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.integration.launch import Rank
@@ -77,12 +76,11 @@ class Problem:
     """Operands on this rank. Collective, but with a rank of one.
 
     x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D), w2: (e, D, F).
-    traffic: of all ranks. capacity: of a plan, times the balanced load. ranks_per_node: a host's unless given.
+    traffic: of all ranks. capacity: of a plan, times the balanced load. ranks_per_node: None: a host's.
     """
 
     def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int, ranks_per_node: int | None = None) -> None:
-        self.ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-        self.ranks_per_node = ranks_per_node or self.ranks_per_host
+        self.ranks_per_node = ranks_per_node
         self.shape, self.rank, self.ranks, self.device = shape, rank.rank, rank.world_size, rank.device
         tokens, dim, hidden, experts, top_k = shape
         generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
@@ -151,14 +149,10 @@ class Case:
 
 
 class Layer:
-    """A layer on a problem. in_graph: whether it is made for a CUDA graph. leaves: x, weights, w13, w2.
-
-    num_slots: that the hierarchical dispatcher sends to each node.
-    """
+    """A layer on a problem. in_graph: whether it is made for a CUDA graph. leaves: x, weights, w13, w2."""
 
     micro_batches = 1  # in a step
     in_graph = False
-    num_slots = 0
     p: Problem
     leaves: tuple[Tensor, ...]
 
@@ -208,8 +202,6 @@ class Mxep(Layer):
             gradient_reduction="sum",  # as the baseline's
             device=p.device,
         )
-        if isinstance(self.moe.dispatcher, HierarchicalDispatcher):
-            self.num_slots = self.moe.dispatcher.slots_per_node(p.shape.tokens, p.shape.top_k)
         experts = self.moe.experts
         experts.gate_up_proj = nn.Parameter(share(p.w13, experts.gate_up_proj))
         experts.down_proj = nn.Parameter(share(p.w2, experts.down_proj))
@@ -292,28 +284,6 @@ def wire_bytes(p: Problem, recipe: str, *, pairs: bool = False) -> tuple[int, in
     """(dispatched, combined) by the rank that sends most, forward and backward together; pairs: a row for each."""
     out, back = (p.traffic.leaving(combine=combine)[pairs] for combine in (False, True))
     return 2 * out * row_bytes(recipe, p.shape.dim), 2 * back * row_bytes("bf16", p.shape.dim)
-
-
-def sent_mb(p: Problem, case: Case, num_slots: int = 0) -> dict[str, float]:
-    """MB of rows that a rank sends in a step, at most, within its node and across to others.
-
-    num_slots: that the hierarchical dispatcher has for a node. All of them cross, used or not.
-    """
-    of_pairs, rank, size = (
-        case.baseline or case.dispatcher == "all_to_all",
-        torch.arange(p.ranks, dtype=torch.int64),
-        p.ranks_per_node,
-    )
-    rows = torch.tensor(p.traffic.pairs if of_pairs else p.traffic.tokens, dtype=torch.float64)
-    near = rank[:, None] // size == rank // size
-    if case.dispatcher == "hierarchical":  # a rank passes on what came to it from those of its index
-        alike = (rank[:, None] % size == rank % size).double()
-        rows = near * (alike @ rows) + ~near * alike * num_slots
-    rows.fill_diagonal_(0)
-    dispatched = "bf16" if case.baseline else case.recipe
-    sent = 2 * (rows * row_bytes(dispatched, p.shape.dim) + rows.T * row_bytes("bf16", p.shape.dim)) / 1e6
-    within, across = (float((sent * leg).sum(1).max()) for leg in (near, ~near))
-    return {"ranks per node": size, "within MB": within, "across MB": across}
 
 
 def memory_bytes(p: Problem, *, kept: bool) -> int:

@@ -164,7 +164,6 @@ def test_what_is_known_of_a_bench_without_torch_is_what_it_has(name: str):
     assert known.cases == tuple(getattr(module, "CASES", known.cases))
     of_sections = getattr(module, "CASES_OF", {})
     assert {case for cases in of_sections.values() for case in cases} <= set(known.cases)
-    assert set(known.pictured) <= set(known.sections)
 
 
 def prepared(*overrides: str) -> Config:

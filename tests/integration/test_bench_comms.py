@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import comms, plot, runner
+from benchmarks import comms, runner
 from benchmarks.comms import CALLS, Exchange, Problem, Shape, Traffic, differences, routing
 from benchmarks.timer import Alternative
 from mxep.integration.config import ConfigError
@@ -35,9 +35,9 @@ def leaving(shape: Shape, skew: float = 0.0) -> dict[str, int]:
 
 
 def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path: Path):
-    out, drawn = tmp_path / "out.json", tmp_path / "picture.svg"
+    out = tmp_path / "out.json"
     on_cpu = ("task=bench", "bench=comms", "bench.device=cpu", "parallel.ranks=2", "parallel.timeout=120")
-    finished = mxep(*on_cpu, SHAPES, f"bench.out={out}", f"bench.picture={drawn}", "bench.commit=abc1234")
+    finished = mxep(*on_cpu, SHAPES, f"bench.out={out}", "bench.commit=abc1234")
     assert finished.code == 0, finished.out + finished.err
     results = json.loads(out.read_text())
     assert {"what", "device", "versions", "date", "command", "seconds", "ceilings", "commit"} <= results.keys()
@@ -75,7 +75,6 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
             assert row["x bf16"] == pytest.approx(us[peer] / us[what], rel=1e-3)
             assert row.get("x 8-bit") == (pytest.approx(us["gloo 8-bit"] / us[what], rel=1e-3) if narrow else None)
     assert "combine bf16, values, 32 SMs" in finished.out
-    assert "<svg" in drawn.read_text()
 
 
 def test_traffic_counts_a_token_once_a_rank_and_a_pair_each_time():
@@ -153,18 +152,6 @@ def test_a_failure_of_one_rank_is_known_to_all_and_the_slowest_rank_counts():
     assert ranks[0]["works"]["us"] >= 4000
 
 
-def test_a_picture_is_drawn_from_results_alone(tmp_path: Path):
-    row = {"shape": [1, 32, 4, 2], "what": "NCCL bf16", "us": 1.0, "wire bytes": 10, "logical bytes": 20}
-    row |= {"wire GB/s": 0.1, "logical GB/s": 0.2}
-    broken = {"shape": [1, 32, 4, 2], "what": "combine bf16", "error": "RuntimeError"}
-    file = tmp_path / "picture.svg"
-    results = {"device": "NVIDIA H200", "ceilings": {"put GB/s": 355.0}, "sections": {"headline": [row, broken]}}
-    plot.draw(results, file)
-    assert "<svg" in file.read_text()
-    with pytest.raises(ValueError, match="needs section products, sweep, headline or stages: got no figures"):
-        plot.draw({"sections": {"sweep": [broken]}}, file)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -173,7 +160,6 @@ def test_a_picture_is_drawn_from_results_alone(tmp_path: Path):
         (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of headline; skew; sweep"),
         (["bench.shapes.skew=[[8,48,4,2]]"], "got [8, 48, 4, 2], wanted 4 tokens, dim, experts, top-k, multiples of ["),
         (["bench.shapes.sweep=[[8,32,4,5]]"], "got [8, 32, 4, 5], wanted 4 tokens, dim, experts, top-k"),
-        (["bench.picture=/no/such/folder/x.svg"], "bench.picture: no such folder: /no/such/folder"),
     ],
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gemm, plot, runner, timer
+from benchmarks import gemm, runner, timer
 from benchmarks.gemm import PRODUCTS, Problem
 from benchmarks.timer import Alternative, Timer
 from mxep.gemm import BACKENDS, Backend
@@ -164,8 +164,8 @@ def test_what_is_inspected_is_the_first_result_after_a_reset():
 
 @needs_row_scales
 def test_all_sections_are_measured_on_a_cpu_from_end_to_end(mxep, tmp_path: Path):
-    out, picture = tmp_path / "out.json", tmp_path / "roofline.svg"
-    finished = mxep(*ON_CPU, SHAPES, f"bench.out={out}", f"bench.picture={picture}", "bench.commit=abc1234")
+    out = tmp_path / "out.json"
+    finished = mxep(*ON_CPU, SHAPES, f"bench.out={out}", "bench.commit=abc1234")
     assert finished.code == 0, finished.out + finished.err
     results = json.loads(out.read_text())
     assert {"what", "device", "versions", "date", "command", "seconds", "ceilings"} <= results.keys()
@@ -186,7 +186,6 @@ def test_all_sections_are_measured_on_a_cpu_from_end_to_end(mxep, tmp_path: Path
     products = {(row["product"], row["what"]): row for row in results["sections"]["products"]}
     assert max(row.get("of dense", 0) for (_, what), row in products.items() if what.startswith("dense")) == 1
     assert "mxep mxfp8, pre-quantized" in finished.out
-    assert "<svg" in picture.read_text()
 
 
 def test_a_shape_that_fails_leaves_the_others(make_config, monkeypatch: pytest.MonkeyPatch):
@@ -213,18 +212,6 @@ def test_ratios_are_to_each_of_the_others_whichever_came_first():
     assert mxep == {"note": "no"}
 
 
-def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
-    row = {"product": "wgrad", "shape": [1, 1, 1, 1], "what": "mxep", "us": 1.0, "flop": 4e12, "bytes": 2e9, "TF": 1200}
-    dense = {**row, "what": "dense fp8, row", "TF": 1300.0}
-    broken = {"product": "dgrad", "what": "mxep", "error": "RuntimeError"}
-    results = {"device": "NVIDIA H200", "ceilings": {"copy TB/s": 4.2}, "sections": {"products": [row, dense, broken]}}
-    file = tmp_path / "picture.svg"
-    plot.draw(results, file)
-    assert "<svg" in file.read_text()
-    with pytest.raises(ValueError, match="needs section products, sweep, headline or stages: got no figures"):
-        plot.draw({"sections": {"products": [broken]}}, file)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -234,8 +221,6 @@ def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
         (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of layers"),
         (["bench.shapes.layers=[[64,64,32]]"], "bench.shapes.layers: got [64, 64, 32], wanted 4 rows, N, K, g"),
         (["bench.shapes.layers=[[64,48,32,2]]"], "bench.shapes.layers: got [64, 48, 32, 2], wanted 4 rows, N, K, gro"),
-        (["bench.picture=/no/such/folder/x.svg"], "bench.picture: no such folder: /no/such/folder"),
-        (["bench.picture=x.svg", "bench.sections=[steps]"], "bench.picture: wants section products"),
     ],
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):

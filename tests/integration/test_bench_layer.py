@@ -42,8 +42,8 @@ CASES = (
 
 def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path: Path):
     """Stages and what calls cost the host of few cases: torch's profiler takes a second a case to list operators."""
-    picture, sections = tmp_path / "picture.svg", {}
-    for names, cases, *files in ((TIMED, CASES), (COUNTED, ("baseline fp8", MX), f"bench.picture={picture}")):
+    sections = {}
+    for names, cases in ((TIMED, CASES), (COUNTED, ("baseline fp8", MX))):
         out = (
             f"bench.out={tmp_path / 'out.json'}",
             f"hydra.run.dir={tmp_path / names[0]}",
@@ -51,7 +51,7 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
             f"bench.sections=[{','.join(names)}]",
         )
         wanted = f"bench.cases=[{','.join(json.dumps(case) for case in cases)}]"
-        finished = mxep(*ON_CPU, "parallel.ranks=2", "bench.models=[tiny,host]", wanted, *out, *files)
+        finished = mxep(*ON_CPU, "parallel.ranks=2", "bench.models=[tiny,host]", wanted, *out)
         assert finished.code == 0, finished.out + finished.err
         results = json.loads((tmp_path / "out.json").read_text())
         assert results["what"] == "mxep layer, 2 ranks"
@@ -78,13 +78,12 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     host = {row["what"]: row for row in sections["host"]}
     assert list(host) == [BASELINE, "baseline fp8", MX]
     assert host.pop("baseline fp8").keys() >= {"note"}
-    assert all(min(row["fwd ms"], row["ms"], row["caller's ms"], row["ops"]) > 0 for row in host.values())
+    assert all(min(row["fwd ms"], row["ms"], row["ops"]) > 0 for row in host.values())
     for what in (MX, BASELINE):
         us = {row["stage"]: row["us"] for row in sections["stages"] if row["what"] == what}
         totals = {total: us.pop(total) for total in layer.TOTALS}
         assert sum(us.values()) == pytest.approx(totals["sum"], rel=1e-3)
         assert totals["busy"] <= totals["whole"] * 1.001
-    assert "<svg" in picture.read_text()
 
 
 def compare_with_dense(rank: Rank) -> list[float]:
@@ -190,43 +189,6 @@ def test_stages_are_summed_by_name_and_overlap_shows():
 
 
 @pytest.mark.parametrize(
-    ("name", "within", "across"),
-    [
-        # Rank 1 sends most within: 5 pairs to rank 0, and home the 8 that came; rank 0 across: 9 + 10, and 9 + 13.
-        ("mxfp8/all_to_all", 2 * (5 * 33 + 8 * 64), 2 * (19 * 33 + 22 * 64)),
-        (BASELINE, 2 * (5 * 64 + 8 * 64), 2 * (19 * 64 + 22 * 64)),
-        ("mxfp8/symmetric", 2 * (2 * 33 + 3 * 64), 2 * (8 * 33 + 7 * 64)),
-        # Rank 1 passes rank 0 its 2 tokens and rank 3's 4, and home go 3 + 4. All 5 slots cross.
-        ("mxfp8/hierarchical", 2 * (6 * 33 + 7 * 64), 2 * (5 * 33 + 5 * 64)),
-    ],
-)
-def test_bytes_of_both_legs_are_those_counted_by_hand(name: str, within: int, across: int):
-    """Two nodes of two ranks, rows of 32 elements."""
-    tokens = [[2, 3, 4, 4], [2, 4, 3, 3], [3, 4, 4, 2], [4, 3, 2, 4]]
-    pairs = [[2, 8, 9, 10], [5, 4, 3, 3], [9, 4, 4, 2], [13, 3, 2, 4]]
-    p = SimpleNamespace(shape=Shape(5, 32, 64, 8, 4), ranks=4, ranks_per_node=2, traffic=Traffic(tokens, pairs))
-    found = layer_cases.sent_mb(p, Case(name), num_slots=5)
-    assert found["within MB"] == pytest.approx(within / 1e6)
-    assert found["across MB"] == pytest.approx(across / 1e6)
-
-
-def test_rows_say_what_each_leg_carries_where_two_ranks_are_two_nodes(mxep, tmp_path: Path):
-    cases = "mxfp8/hierarchical", "mxfp8/all_to_all", MX
-    wanted = f"bench.cases=[{','.join(json.dumps(case) for case in cases)}]", "bench.sections=[eager]"
-    finished = mxep(*ON_CPU, "parallel.ranks=2", "bench.models=[tiny,host]", *wanted, "dispatcher.ranks_per_node=1")
-    assert finished.code == 0, finished.out + finished.err
-    rows = json.loads((tmp_path / "run" / "bench.json").read_text())["sections"]["eager"]
-    found = {row["what"]: row for row in rows}
-    assert list(found) == [BASELINE, *cases]
-    assert all(row["ranks per node"] == 1 and row["within MB"] == 0 < row["across MB"] for row in rows)
-    # As many slots as tokens, each once, where pairs go one by one otherwise.
-    assert found["mxfp8/hierarchical"]["across MB"] == pytest.approx(2 * 24 * (66 + 128) / 1e6)
-    for row in rows:
-        if row["what"] != MX:  # whose peers' memory is mapped
-            assert row["sockets MB"] > row["across MB"]
-
-
-@pytest.mark.parametrize(
     ("kernel", "stage"),
     [
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
@@ -276,17 +238,16 @@ def spoil(rank: Rank, config: BenchConfig) -> list[dict[str, object]]:
 def test_a_step_is_charged_for_what_it_adds(monkeypatch: pytest.MonkeyPatch):
     """2 GiB of tensors and 1 outside before; a step adds 3 and 0.5."""
     gib, called = layer.GIB, []
-    found = iter([layer.Memory(2 * gib, gib), layer.Memory(2 * gib, 3 * gib // 2)])
-    monkeypatch.setattr(layer.Memory, "now", lambda: next(found))
+    outside = iter([gib, 3 * gib // 2])
+    monkeypatch.setattr(layer, "_outside", lambda: next(outside))
     monkeypatch.setattr(layer, "free_memory", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 * gib)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * gib)
     row = layer.memory_of(lambda: called.append("step"), torch.device("cuda"))
     assert row == {"peak GiB": 3.5, "outside GiB": 0.5}
     assert called == ["step"] * 4
-    less = layer.Memory(0, 4).row(layer.Memory(0, 2), 0)  # what goes meanwhile is no gain of the step's
-    assert set(less.values()) == {0.0}
 
 
 def test_a_layer_that_is_wrong_or_fails_has_no_figures_but_an_error(make_config):
@@ -319,8 +280,6 @@ def test_a_layer_that_is_wrong_or_fails_has_no_figures_but_an_error(make_config)
             ["bench.shapes.mixtral_8x7b=[[8,64,32,4,5]]"],
             "got [8, 64, 32, 4, 5], wanted 5 tokens, dim, hidden dim",
         ),
-        (["bench.picture=/no/such/folder/x.svg"], "bench.picture: no such folder: /no/such/folder"),
-        (["bench.picture=x.svg", "bench.sections=[skew]"], "bench.picture: wants section stages in"),
     ],
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):
