@@ -4,7 +4,7 @@
 
     quant     kernels of mxep.quant
     gemm      grouped GEMMs, and forward + backward of them
-    linear    linears, and the router's
+    linear    linears
     comms     dispatch and combine on all ranks, beside all-to-alls
     layer     the MoE layer on all ranks, beside the baseline: layer_cases has what is compared and what it must do
     model     whole models of transformers, with mxep's experts, the baseline's or their own

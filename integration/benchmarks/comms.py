@@ -4,20 +4,16 @@
     skew       where expert i is as likely as 1 / (i + 1)
     sweep      over tokens, dim and top-k
 
-us            median over rounds of the slowest rank, barriers included; dispatch includes tables and plan
-wire GB/s     payload that leaves the rank which sends most, over that time; ids, tables and signals do not count
-logical GB/s  the same as if a row left for each (token, expert) pair, as a plain all-to-all sends them
-of wire       wire GB/s over the wire's ceiling of the same run: the faster of copy engines and of a put of large rows
-x bf16        how many times as fast as the all-to-all of the same pairs in bf16; x 8-bit: in MXFP8
+us          median over rounds of the slowest rank, barriers included; dispatch includes tables and plan
+wire GB/s   payload that leaves the rank which sends most, over that time; ids, tables and signals do not count
+of wire     of 450 GB/s, NVLink of an H200 in each direction by its data sheet
+x bf16      how many times as fast as the all-to-all of the same pairs in bf16; x 8-bit: in MXFP8
 
-The all-to-all is NCCL's on GPUs, gloo's on CPU ranks. Dispatch and combine are verified before, bit by bit.
-All ranks start together on the device: a barrier, then a pause in which the hosts enqueue what follows, so that none
-waits for its own host. Inputs are not rotated: the smallest shapes find them in the L2 cache, as after the kernel that
-made them.
-
-    mxep        dispatch (tables, rows, plan, barriers), again (rows alone), plan, combine
-    collective  all_to_all_single, one row for each (token, expert) pair: split sizes known on the host beforehand, rows
-                permuted already, nothing unpermuted after: its best case
+The all-to-all is NCCL's on GPUs, gloo's on CPU ranks: one row for each (token, expert) pair, split sizes known on the
+host beforehand, rows permuted already, nothing unpermuted after: its best case. Dispatch and combine are verified
+before, bit by bit. All ranks start together on the device: a barrier, then a pause in which the hosts enqueue what
+follows, so that none waits for its own host. Inputs are not rotated: the smallest shapes find them in the L2 cache, as
+after the kernel that made them.
 
 T tokens a rank, D elements of a row, E experts, K experts a token, W ranks. A row of MXFP8 is D qdata and D/32 scales.
 """
@@ -57,12 +53,12 @@ FEW = 32
 """Multiprocessors that a caller may spare."""
 TIMEOUT = 30.0
 PAUSE = 1_000_000  # cycles, half a millisecond: longer than the launch of a graph
-WIRE_ROWS = {"cuda": (16384, 16384), "cpu": (64, 1024)}
-"""Rows and their bytes, of the measurement of the wire."""
+WIRE = 450.0
+"""GB/s a direction, NVLink of an H200 by its data sheet."""
 SKEWS = {"headline": 0.0, "skew": 1.0, "sweep": 0.0}
 """Section -> exponent of the experts' popularity."""
 
-FIGURES = "us, wire GB/s, logical GB/s, of wire, x bf16, x 8-bit"
+FIGURES = "us, wire GB/s, of wire, x bf16, x 8-bit"
 TITLE = "x: how many times as fast as the library's all-to-all, its sizes known, nothing permuted"
 SECTIONS = {name: table(f"{name}; {TITLE}", "shape, what", FIGURES) for name in SKEWS}
 
@@ -77,7 +73,6 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """All sections. Collective, with the same rows on all ranks."""
     if bench.rank.world_size < 2:
         raise ConfigError("bench=comms wants at least 2 ranks, got 1: parallel.ranks=N")
-    bench.ceilings.update(ceilings(bench.rank))
     for name in bench.report.sections:
         for shape in (Shape(*sizes) for sizes in bench.config.shapes.get(name, ())):
             about = {"shape": list(shape), "ranks": bench.rank.world_size, "skew": SKEWS[name]}
@@ -101,10 +96,10 @@ def _rows(bench: Bench, section: str, shape: Shape) -> dict[str, Row]:
         peers = {"x bf16": f"{peer} bf16, combine" if "combine" in name else f"{peer} bf16"}
         if is_narrow(name):
             peers["x 8-bit"] = f"{peer} 8-bit"
-        for kind, sent in zip(("wire", "logical"), leaving(name, p) if name != "plan" else ()):
-            rows[name] |= {f"{kind} GB/s": sent / us[name] / 1e3, f"{kind} bytes": sent}
-            rows[name] |= {column: us[other] / us[name] for column, other in peers.items() if other in us}
-            rows[name]["of wire"] = rows[name]["wire GB/s"] / max(bench.ceilings.values())
+        sent = leaving(name, p)
+        rate = sent / us[name] / 1e3
+        rows[name] |= {"wire GB/s": rate, "of wire": rate / WIRE, "wire bytes": sent}
+        rows[name] |= {column: us[other] / us[name] for column, other in peers.items() if other in us}
     return rows
 
 
@@ -137,41 +132,8 @@ def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]
         name + suffix: Alternative(lambda call=call, made=made: [lambda: call(made)], check=p.transport.check)  # type: ignore[misc]
         for suffix, made in exchanges.items()
         for name, call in CALLS.items()
-        if not (name == "plan" and suffix)
     }
     return alternatives | {name: Alternative(lambda call=call: [call], "may") for name, call in peers.items()}  # type: ignore[misc]
-
-
-def ceilings(rank: Rank) -> dict[str, float]:
-    """GB/s that leave a rank when each sends the same to all others: by copies, and by mxep's put of large rows."""
-    transport = open_transport(rank)
-    tokens, dim = WIRE_ROWS[rank.device.type]
-    peers = [(rank.rank + i) % rank.world_size for i in range(1, rank.world_size)]
-    x = torch.ones(tokens, dim, dtype=torch.uint8, device=rank.device)
-    piece = tokens // len(peers) * dim
-    buffer = transport.allocate(rank.world_size * piece)
-    workspace = Workspace(transport, max_tokens=tokens, top_k=1, dim=dim, row_bytes=dim, num_experts=rank.world_size)
-    ids = torch.tensor(peers, dtype=torch.int32, device=rank.device)[
-        torch.arange(tokens, dtype=torch.int64) % len(peers), None
-    ]
-
-    def copies() -> None:
-        for peer in peers:
-            buffer.peers[peer][rank.rank * piece :][:piece].copy_(x.view(-1)[:piece])
-
-    def put() -> None:
-        dispatch(workspace, [x], ids).wait()
-
-    alternatives = {  # copies are slower in a graph
-        "copy engines GB/s": Alternative(lambda: [copies], "never", check=transport.check),
-        "put of large rows GB/s": Alternative(lambda: [put], check=transport.check),
-    }
-    rows = make_timer(transport).compare(alternatives)
-    transport.close()
-    if failures := [row["error"] for row in rows.values() if "error" in row]:
-        raise FailedOnRanks(failures[0])
-    sent = {"copy engines GB/s": len(peers) * piece, "put of large rows GB/s": tokens * dim}
-    return {name: sent[name] / row["us"] / 1e3 for name, row in rows.items()}
 
 
 BLOCK = 32  # elements that share a scale; groups are padded to as many rows
@@ -234,7 +196,7 @@ def routing(tokens: int, experts: int, top_k: int, skew: float, generator: torch
 
 
 class Problem:
-    """Operands of one shape on this rank. tables: what a dispatch brings of all ranks' routing. Collective."""
+    """Operands of one shape on this rank. Collective."""
 
     def __init__(self, transport: Transport, shape: Shape, skew: float, seed: int) -> None:
         self.transport, self.shape = transport, shape
@@ -251,8 +213,6 @@ class Problem:
         self.all_ids = all_gather_tensor(self.ids)
         self.traffic = Traffic.of(self.all_ids, shape.experts)
         self.local_experts = shape.experts // self.ranks
-        tokens = torch.full((self.ranks,), shape.tokens, dtype=torch.int32, device=self.device)
-        self.tables = self.all_ids, all_gather_tensor(self.weights), tokens
 
     @functools.cached_property
     def capacity(self) -> Capacity:
@@ -281,7 +241,6 @@ class Exchange:
         self.workspace = Workspace(p.transport, **sizes, num_sms=num_sms)
         _, self.plan = self.dispatch(p.mxfp8)
         self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **p.options)
-        self.values = torch.rand(rows, **p.options, dtype=torch.float32)
 
     def dispatch(self, payload: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], RoutingPlan]:
         """Everything that a first dispatch needs: the plan is made while rows travel."""
@@ -294,8 +253,8 @@ class Exchange:
         """A dispatch whose plan is there."""
         return dispatch(self.workspace, payload, self.problem.ids).wait()
 
-    def combine(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values).wait()
+    def combine(self) -> tuple[Tensor, Tensor | None]:
+        return combine(self.workspace, self.rows, self.plan, self.problem.ids).wait()
 
 
 def differences(e: Exchange) -> list[str]:
@@ -350,17 +309,15 @@ CALLS: dict[str, Callable[[Exchange], object]] = {
     "dispatch bf16": lambda e: e.dispatch(e.problem.bf16),
     "combine bf16": lambda e: e.combine(),
     "dispatch mxfp8, again": lambda e: e.again(e.problem.mxfp8),
-    "combine bf16, values": lambda e: e.combine(e.values),
-    "plan": lambda e: e.problem.plan_of(e.problem.tables),
 }
 """What is timed of an exchange."""
 
 
-def leaving(name: str, p: Problem) -> tuple[int, int]:
-    """Bytes that leave the rank which sends most: as what is called `name` sends them, and by a row for each pair."""
+def leaving(name: str, p: Problem) -> int:
+    """Bytes that leave the rank which sends most."""
     tokens, pairs = p.traffic.leaving(combine="combine" in name)
     row_bytes = p.shape.dim + p.shape.dim // BLOCK if is_narrow(name) else 2 * p.shape.dim
-    return (tokens if name.startswith(tuple(CALLS)) else pairs) * row_bytes, pairs * row_bytes
+    return (tokens if name.startswith(tuple(CALLS)) else pairs) * row_bytes
 
 
 def is_narrow(name: str) -> bool:

@@ -53,7 +53,8 @@ from mxep.integration.report import Report, Row, Section
 from mxep.integration.schema import SIZE_NAMES, Config, moe_layers, sizes_of
 from mxep.quant.shapes import padded_rows
 
-from .layer_cases import BASELINE, MX, WIRE, Case, Problem, Shape, row_bytes, work
+from .comms import WIRE
+from .layer_cases import BASELINE, MX, Case, Problem, Shape, row_bytes, work
 
 GIB = 1 << 30
 RATES = Path(__file__).parents[2] / "docs" / "results"

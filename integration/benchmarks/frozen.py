@@ -13,7 +13,6 @@ LoRA of rank 16 on both weights, and its gradients. In turn, five stretches of t
 import functools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from benchmarks.baseline import BaselineLayer
@@ -30,6 +28,7 @@ from mxep.ep.dispatchers import LocalDispatcher
 from mxep.ep.lora import LoRAWeights
 from mxep.gemm import Recipe, freeze
 from mxep.gemm.backends import BACKENDS
+from mxep.integration.report import provenance, write_json
 
 RANK = 16
 SHAPES = {  # D, F, experts, top-k, tokens
@@ -129,16 +128,12 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    result |= {"triton": triton.__version__, "commit": commit.stdout.strip(), "command": " ".join(sys.argv)}
-    result["shapes"] = {}
+    result = provenance(" ".join(sys.argv), None) | {"shapes": {}}
     for name in SHAPES:
-        found = result["shapes"][name] = measure(name)
-        print(name, json.dumps(found), flush=True)
+        result["shapes"][name] = measure(name)
+        print(name, json.dumps(result["shapes"][name]), flush=True)
         torch.cuda.empty_cache()
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
+    write_json(result, [Path(file) for file in sys.argv[1:]])
 
 
 if __name__ == "__main__":

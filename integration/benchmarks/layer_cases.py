@@ -53,7 +53,7 @@ from mxep.integration.verify import Results
 from mxep.quant import BLOCK
 
 from .baseline import PAD, BaselineLayer, Product, bf16_product
-from .comms import Traffic, routing
+from .comms import WIRE, Traffic, routing
 from .gemm import torchao_product
 
 KEPT = 4
@@ -262,9 +262,6 @@ class Baseline(Layer):
     def close(self) -> None:
         dist.destroy_process_group(self.group)
 
-
-WIRE = 450.0
-"""GB/s a direction, NVLink of an H200 by its data sheet."""
 
 Work = tuple[str, float]
 """("bytes", "flop" or "wire bytes", how many)."""

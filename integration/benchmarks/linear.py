@@ -2,7 +2,6 @@
 
 linear   x (T, K) -> (T, N): both gradients of one weight                                  shapes "linear"
 qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
-router   `fp32_linear` of x bf16 and w fp32, `top_k`, and their backward, beside torch's    shapes "router"
 host     what a linear costs the host, and what q, k and v do, with the GPU idle           shapes "host"
 
 A weight is quantized at each call, once along K and once along N: once a step of one micro-batch. Operands are bf16.
@@ -25,22 +24,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxep.gemm import Backend, Recipe, linear, linear_together, quantize_input
-from mxep.gemm.router_ops import dgrad_op, linear_op, top_k_backward_op, top_k_op, wgrad_op
 from mxep.integration.report import Row
 
 from . import gemm
 from .gemm import At, beside, sweep
 from .layer import counts
 from .runner import table
-from .timer import Alternative, Call, Timer, rotations
+from .timer import Alternative, Call, Timer
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
-TOP_K = 8
 STEP = "us, TF, x bf16, MHz, W"
 SECTIONS = {
     "linear": table("Forward and backward of a linear", "shape, what", STEP),
     "qkv": table("Forward and backward of q, k and v", "shape, what", STEP),
-    "router": table("Router; TB/s of the bytes that exist", "product, shape, what", "us, TF, x torch, TB/s"),
     "host": table("Host, a forward and backward", "shape, what", "us, launches, allocations, ops"),
 }
 
@@ -137,36 +133,6 @@ def _steps(at: At) -> Iterator[Row]:
         yield beside(row, {"x bf16": rows["bf16"]})
 
 
-def router_calls(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, tuple[Call, Call]]:
-    """By product: mxep's, torch's. Torch's backward has its fp32 copy of x since forward. top_k: of dy, as logits."""
-    x_fp32, k = x.float(), min(TOP_K, w.shape[0])
-    ids, weights, chosen = top_k_op(dy, None, k, True)
-    given = weights, weights, ids, chosen, w.shape[0], True
-    return {
-        "forward": (lambda: linear_op(x, w), lambda: x.float() @ w.t()),
-        "dgrad": (lambda: dgrad_op(dy, w, x.dtype), lambda: (dy @ w).to(x.dtype)),
-        "wgrad": (lambda: wgrad_op(dy, x, w.dtype), lambda: dy.t() @ x_fp32),
-        "top_k": (lambda: top_k_op(dy, None, k, True), lambda: top_k_op.reference(dy, None, k, True)),
-        "top_k backward": (lambda: top_k_backward_op(*given), lambda: top_k_backward_op.reference(*given)),
-    }
-
-
-def _router(at: At) -> Iterator[Row]:
-    T, D, E = at.shape
-    draw = functools.partial(torch.randn, generator=at.generator, device=at.generator.device, dtype=torch.float32)
-    product_bytes, top_k_bytes = 2 * T * D + 4 * E * D + 4 * T * E, 4 * T * E + 12 * T * min(TOP_K, E)
-    sets = rotations(product_bytes, at.timer.device)
-    problems = [router_calls(draw(T, D).bfloat16(), draw(E, D), draw(T, E)) for _ in range(sets)]
-    for product in problems[0]:
-        is_top_k = product.startswith("top_k")
-        makers = {name: lambda p, i=i: p[product][i] for i, name in enumerate(("mxep", "torch fp32"))}  # noqa: B023
-        rows = at.compare(makers, problems, 0 if is_top_k else 2 * T * D * E)
-        for row in rows.values():
-            row |= {"product": product, "bytes": top_k_bytes if is_top_k else product_bytes}
-            row |= {"TB/s": row["bytes"] / row["us"] / 1e6} if "us" in row else {}
-            yield beside(row, {"x torch": rows["torch fp32"]})
-
-
 def _host(at: At) -> Iterator[Row]:
     several = Problem.gaussian(at.shape, at.generator)
     one = Problem(several.x, several.weights[:1], several.gradients[:1])
@@ -185,6 +151,6 @@ def _host(at: At) -> Iterator[Row]:
         yield row | {"what": name} | (counts(made[name], at.timer.device) if "us" in row else {})
 
 
-MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "router": _router, "host": _host}
+MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "host": _host}
 """Section -> what measures its rows, at a shape."""
 measure = functools.partial(sweep, measured=MEASURED)

@@ -21,7 +21,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,7 +28,6 @@ from typing import Any
 
 import peft
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
@@ -40,6 +38,7 @@ from benchmarks.step import SIZES
 from mxep.ep.frozen import register_frozen
 from mxep.gemm import freeze
 from mxep.gemm.frozen import FORMATS
+from mxep.integration.report import provenance, write_json
 from mxep.integration.transformers.experts import is_experts, weight_names
 from mxep.integration.transformers.quantized import keep_names, strip
 from mxep.quant import MXTensor, quantize
@@ -49,17 +48,9 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-30b": (Qwen3MoeConfig, SIZES["qwen3"] | {"num_hidden_layers": 48, "norm_topk_prob": True}),
     "gpt-oss-120b": (
         GptOssConfig,
-        {
-            "hidden_size": 2880,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "intermediate_size": 2880,
-            "vocab_size": 201088,
-        },
+        {"hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8}
+        | {"head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4, "intermediate_size": 2880}
+        | {"vocab_size": 201088},
     ),
 }
 
@@ -172,14 +163,8 @@ def main(given: list[str] | None = None) -> list[dict[str, Any]]:
     sizes = args.sizes | ({} if args.layers is None else {"num_hidden_layers": args.layers})
     config_class, own = MODELS[args.model]
     config = config_class(**own | {"use_cache": False} | sizes)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    about: dict[str, Any] = {
-        "model": args.model,
-        "commit": commit,
-        "command": " ".join(["lora_model.py", *sys.argv[1:]]),
-    }
-    about |= {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
-    about["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    about = provenance(" ".join(["lora_model.py", *sys.argv[1:]]), None)
+    about |= {"model": args.model, "peft": peft.__version__}
     rows: list[dict[str, Any]] = []
     for kind in args.kinds:
         try:
@@ -192,7 +177,7 @@ def main(given: list[str] | None = None) -> list[dict[str, Any]]:
             torch.cuda.reset_peak_memory_stats()
         print(json.dumps(rows[-1]), flush=True)
         if args.out:
-            args.out.write_text(json.dumps(about | {"rows": rows}, indent=1))
+            write_json(about | {"rows": rows}, [args.out])
     return rows
 
 

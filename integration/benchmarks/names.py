@@ -34,8 +34,8 @@ class Known:
 
 KERNELS = (
     *("rows", "rows_e2m1", "rows_per_row", "columns", "weights_per_row", "weights_2d", "requantize"),
-    *("requantize_gathered", "fold", "fold_e2m1", "fold_for_wgrad", "swiglu", "swiglu_folded", "swiglu_backward"),
-    *("swiglu_backward_folded", "swiglu_backward_and_h", "pad", "unpad", "gather_swizzled", "cast"),
+    *("fold", "fold_e2m1", "fold_for_wgrad", "swiglu", "swiglu_folded", "swiglu_backward"),
+    *("swiglu_backward_folded", "swiglu_backward_and_h", "gather_swizzled"),
 )
 LAYERS = (
     *(f"baseline {recipe}" for recipe in RECIPES),
@@ -55,8 +55,8 @@ BENCH = {
         backends=BACKENDS,
     ),
     "linear": Known(
-        ("linear", "qkv", "router", "host"),
-        {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "router": (1, 1, 1), "host": (1, 32, 32, 32)},
+        ("linear", "qkv", "host"),
+        {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "host": (1, 32, 32, 32)},
         "tokens, K, N (of q), N of k and v",
         backends=BACKENDS,
     ),

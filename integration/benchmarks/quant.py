@@ -26,7 +26,7 @@ from torch import Tensor
 from mxep.integration.report import Row
 from mxep.quant import BLOCK, E2M1, E4M3, ScaleMode
 from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.shapes import padded_rows, round_up
+from mxep.quant.shapes import round_up
 
 from .runner import Bench, table
 from .timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
@@ -90,21 +90,10 @@ class Inputs:
         """One per row."""
         return torch.rand(self.rows, **self._where, dtype=torch.float32)
 
-    def padding(self) -> Tensor:
-        """The row index of groups padded to 32."""
-        sizes = torch.diff(self.offs(1), prepend=torch.zeros(1, dtype=torch.int32, device=self.generator.device))
-        index: Tensor = ops.pad_index(sizes, self.rows, BLOCK)[1]
-        return index
-
 
 def mx(elements: int) -> int:
     """Bytes of qdata and their scales."""
     return elements + elements // BLOCK
-
-
-def padded(rows: int) -> int:
-    """The capacity of `pad_groups`."""
-    return padded_rows(rows, GROUPS, BLOCK)
 
 
 def swizzled(rows: int, width: int) -> int:
@@ -166,8 +155,6 @@ CASES = {
                           lambda x: ops.quantize_2d(x, *HOW, BLOCK)),
     "requantize": Case("rows", 0.85, lambda r, k: 2 * mx(r * k), Inputs.mx,
                        lambda qdata, scale: ops.requantize(qdata, scale, 1, BLOCK, None, None, *HOW)),
-    "requantize_gathered": Case("rows", 0.85, lambda r, k: 2 * mx(r * k) + 4 * (r + GROUPS), _gathered,
-                                lambda qdata, scale, *rows: ops.requantize(qdata, scale, 1, BLOCK, *rows, *HOW)),
     "fold": Case("rows", 0.93, lambda r, k: mx(r * k) + 4 * (r + GROUPS) + r * k + r, _gathered,
                  lambda qdata, *rest: ops.fold(qdata, *rest)),
     "fold_e2m1": Case("rows", 0.85, lambda r, k: mx(r * k) - r * k // 2 + r * k + r, Inputs.mxfp4,
@@ -184,15 +171,8 @@ CASES = {
                                    _swiglu_backward(True)),
     "swiglu_backward_and_h": Case("rows", 0.88, lambda r, k: 9 * r * k // 2 + 4 * (2 * r + GROUPS) + 2 * r,
                                   _d_h, _swiglu_backward(True, with_h=True)),
-    "pad": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * padded(r) + 2 * padded(r) * k,
-                lambda i: (i.values(), i.padding()), lambda *args: ops.pad_rows(*args)),
-    "unpad": Case("rows", 0.90, lambda r, k: 4 * r * k + 4 * padded(r),  # rows of padding are not read
-                  lambda i: (i.values(padded(i.rows), i.shape[1]), i.padding(), i.rows),
-                  lambda *args: ops.unpad_rows(*args)),
     "gather_swizzled": Case("rows", 0.90, lambda r, k: mx(r * k) + 4 * r + r * k + swizzled(r, k), Inputs.slots,
                             lambda *args: ops.gather_swizzled(*args, None)),
-    # torch's own cast, without a scale: what a small shape takes at least.
-    "cast": Case("rows", None, lambda r, k: 3 * r * k, _values, lambda x: (x.to(E4M3.dtype),)),
 }  # fmt: skip
 
 

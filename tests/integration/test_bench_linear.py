@@ -7,12 +7,9 @@ import torch
 
 from benchmarks import linear as bench
 from benchmarks import runner
-from benchmarks.gemm import PRODUCTS
 from mxep.gemm import BACKENDS
 from mxep.integration.metrics import snr
 from mxep.integration.schema import Config
-
-ROUTER = (*PRODUCTS, "top_k", "top_k backward")
 
 
 @pytest.mark.parametrize("shape", [(37, 64, 96), (37, 64, 96, 32)])
@@ -31,22 +28,12 @@ def test_alternatives_give_the_gradients_of_x_and_all_weights(shape: tuple[int, 
             assert all(snr(want, x) > 23 for want, x in zip(wanted, got, strict=True)), name
 
 
-def test_products_of_a_router_are_torchs():
-    random = torch.Generator().manual_seed(0)
-    x, w, dy = (torch.randn(shape, generator=random) for shape in ((40, 64), (12, 64), (40, 12)))
-    products = bench.router_calls(x.bfloat16(), w, dy)
-    assert tuple(products) == ROUTER
-    for ours, torchs in products.values():
-        torch.testing.assert_close(ours(), torchs())
-
-
 def test_every_section_has_rows_without_errors(make_config: Callable[..., Config]):
     config = make_config("task=bench", "bench=linear").bench
     config.device, config.backend = "cpu", "reference"
     config.shapes = {
         "linear": [[64, 64, 96]],
         "qkv": [[64, 64, 96, 32]],
-        "router": [[40, 64, 12]],
         "host": [[32, 64, 64, 32]],
     }
     report = runner.run(None, config, 0, quiet=True)
@@ -60,9 +47,6 @@ def test_every_section_has_rows_without_errors(make_config: Callable[..., Config
             assert measured["bf16"]["x bf16"] == 1
             noted = {row["what"] for row in section.rows if "note" in row}
             assert noted == {"torchao rowwise", "scaled_mm row, products"}
-        if name == "router":
-            assert [row["product"] for row in section.rows] == [p for p in ROUTER for _ in ("mxep", "torch fp32")]
-            assert measured["torch fp32"]["x torch"] == 1
         if name == "host":
             assert {"mxep mxfp8", "q, k, v: bf16", "q, k, v: mxep mxfp8, together"} <= measured.keys()
             assert all(row["ops"] for row in measured.values())
