@@ -84,29 +84,27 @@ def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["bench.cases=[rows,diagonals]"], "bench.cases: got 'diagonals', wanted some of rows; rows_e2m1"),
-        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of rows; weights; small"),
-        (["bench.shapes.rows=[[64]]"], "bench.shapes.rows: got [64], wanted 2 sizes, multiples of [32, 64]"),
-        (["bench.shapes.rows=[[64,96]]"], "bench.shapes.rows: got [64, 96], wanted 2 sizes, multiples of [32, 64]"),
-        (["bench.shapes.weights=[[2,48,64]]"], "got [2, 48, 64], wanted 3 sizes, multiples of [1, 32, 64]"),
-        (["bench.picture=x.svg"], "bench.picture: got x.svg, wanted null: bench=quant draws none"),
-    ],
-)
-def test_a_case_or_shape_that_there_is_not_is_named(make_config, overrides: list[str], message: str):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        runner.run(None, make_config("task=bench", *overrides).bench, 0, quiet=True)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
         ("bench.name=chess", "bench.name: got 'chess', wanted one of quant, gemm"),
         ("bench.out=/no/such/folder/x.json", "bench.out: no such folder: /no/such/folder"),
+        ("bench=gemm bench.device=tpu", "bench.device: got 'tpu', wanted one of cuda, cpu"),
+        ("bench=quant bench.device=cpu", "bench.device: got 'cpu', and bench=quant measures CUDA devices alone"),
+        ("bench=quant bench.cases=[rows,x]", "bench.cases: got 'x', wanted some of rows; rows_e2m1"),
+        ("bench=quant +bench.shapes.cubes=[[1,2]]", "bench.shapes: got 'cubes', wanted some of rows; weights; small"),
+        ("bench=quant bench.shapes.rows=[[64]]", "bench.shapes.rows: got [64], wanted 2 sizes, multiples of [32, 64]"),
+        ("bench=quant bench.shapes.rows=[[64,96]]", "got [64, 96], wanted 2 sizes, multiples of [32, 64]"),
+        ("bench=quant bench.picture=x.svg", "bench.picture: got x.svg, wanted null: bench=quant draws none"),
+        ("bench=gemm bench.backend=abacus", "bench.backend: got 'abacus', wanted some of reference; dequant; hopper"),
+        ("bench=gemm bench.sections=[x]", "bench.sections: got 'x', wanted some of products; steps"),
+        ("bench=comms bench.shapes.sweep=[[8,32,4,5]]", "got [8, 32, 4, 5], wanted 4 tokens, dim, experts, top-k"),
+        ("bench=layer bench.models=[gpt2]", "bench.models: got 'gpt2', wanted some of deepseek_v3; "),
+        ("bench=layer bench.optimizer=adamw", "bench.optimizer: got 'adamw', wanted null"),
+        ("bench=layer bench.activation_checkpointing=true", "got true, wanted false: bench=layer has none"),
+        ("bench=model bench.optimizer=sgd", "bench.optimizer: got 'sgd', wanted some of adamw"),
     ],
 )
-def test_a_bench_or_folder_that_there_is_not_is_named(make_config, override: str, message: str):
+def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        make_config("task=bench", override)
+        make_config("task=bench", *overrides.split())
 
 
 @pytest.mark.parametrize("task", ["bench", "compare", "estimate"])

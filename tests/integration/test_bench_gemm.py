@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from benchmarks import gemm, runner, timer
 from benchmarks.gemm import PRODUCTS, Problem
 from benchmarks.timer import Alternative, Timer
 from mxep.gemm import BACKENDS, Backend
-from mxep.integration.config import ConfigError
 from mxep.integration.metrics import snr
 
 CPU = torch.device("cpu")
@@ -210,27 +208,6 @@ def test_ratios_are_to_each_of_the_others_whichever_came_first():
     bf16, torchao, mxep = (gemm.beside(row, {"x bf16": rows["bf16"], "x ao": rows["torchao"]}) for row in rows.values())
     assert (bf16["x bf16"], bf16["x ao"], torchao["x bf16"], torchao["x ao"]) == (1, 4, 0.25, 1)
     assert mxep == {"note": "no"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["bench.device=tpu"], "bench.device: got 'tpu', wanted one of cuda, cpu"),
-        (["bench.backend=abacus"], "bench.backend: got 'abacus', wanted some of reference; dequant; hopper"),
-        (["bench.sections=[products,colors]"], "bench.sections: got 'colors', wanted some of products; steps"),
-        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of layers"),
-        (["bench.shapes.layers=[[64,64,32]]"], "bench.shapes.layers: got [64, 64, 32], wanted 4 rows, N, K, g"),
-        (["bench.shapes.layers=[[64,48,32,2]]"], "bench.shapes.layers: got [64, 48, 32, 2], wanted 4 rows, N, K, gro"),
-    ],
-)
-def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        runner.run(None, make_config("task=bench", "bench=gemm", *overrides).bench, 0, quiet=True)
-
-
-def test_bench_quant_measures_cuda_alone(make_config):
-    with pytest.raises(ConfigError, match=r"bench\.device: got 'cpu', and bench=quant measures CUDA devices alone"):
-        runner.run(None, make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, quiet=True)
 
 
 @needs_cuda
