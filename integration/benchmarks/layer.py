@@ -106,6 +106,8 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
                 skew = float(section == "skew")
                 p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
                 timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)  # main_grad adds up
+                if section == HOST:
+                    timer = Timer(bench.device, seconds=0.0, rounds=7, host=True)
                 yield from MEASURED.get(section, _timed)(At(bench, p, timer, opened, section), names)
         except FailedOnRanks as error:
             yield {"what": "all", **failure(error)}
@@ -168,6 +170,8 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             row["TF"] = flop(at.p, at.p.ids.numel()) / row["ms"] / 1e9
             if (floor := floor_ms(at.p, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
+            if at.section == HOST:  # counted after all have been called often: the first calls are captured
+                row |= from_all_ranks(lambda name=name: counts(layers[name].step, at.bench.device))[0]  # type: ignore[misc]
         yield row
 
 
@@ -199,26 +203,6 @@ def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             yield {"what": name, "stage": "all", **failure(error)}
 
 
-def _host(at: At, names: tuple[str, ...]) -> Iterator[Row]:
-    rows: dict[str, Row] = {name: {"what": name} for name in names}
-    layers: dict[str, Layer] = {}
-    calls: dict[str, Alternative] = {}
-    for name in names:
-        try:
-            layer = layers[name] = at.make(Case(name))
-            kinds = {"fwd ms": layer.forward, "ms": layer.step}
-            calls |= {f"{name}: {kind}": Alternative(lambda c=c: [c], check=layer.check) for kind, c in kinds.items()}  # type: ignore[misc]
-        except FailedOnRanks as error:
-            rows[name] |= failure(error)
-    for key, timed in Timer(at.bench.device, seconds=0.0, rounds=7, host=True).compare(calls).items():
-        name, _, kind = key.partition(": ")
-        rows[name] |= {kind: timed["us"] / 1e3} if "us" in timed else timed
-    for name, row in rows.items():
-        if "ms" in row:  # counted after all have been called often: the first calls are captured
-            row |= from_all_ranks(lambda name=name: counts(layers[name].step, at.bench.device))[0]  # type: ignore[misc]
-        yield row
-
-
 def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
     """Each layer is closed before the next, which else would be spared what both use."""
     for name in names:
@@ -234,9 +218,7 @@ def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
         yield row
 
 
-MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {
-    "stages": _stages, "memory": _memory, HOST: _host
-}  # fmt: skip
+MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {"stages": _stages, "memory": _memory}
 """Section -> what measures its rows, if that is not `_timed`."""
 
 
@@ -273,7 +255,6 @@ def _outside() -> int:
 
 
 STEPS = 3
-OTHERS = 3  # names that a row of "other" lists
 TOTALS = ("sum", "busy", "whole")
 
 STAGES: tuple[tuple[str, str], ...] = (
@@ -295,45 +276,31 @@ STAGES: tuple[tuple[str, str], ...] = (
 """Pattern in a kernel's name, whatever its case -> stage."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """A kernel's name, and when it ran, us."""
-
-    name: str
-    start: float
-    end: float
+Event = tuple[float, float, str]
+"""When a kernel began and ended, us, and its name."""
 
 
 def stage_of(name: str) -> str:
     return next((stage for pattern, stage in STAGES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """us: by stage, and TOTALS. others: names of what has no stage, the longest first."""
-
-    us: Mapping[str, float]
-    others: Sequence[str] = ()
-
-
-def breakdown(events: Iterable[Event], steps: int = 1) -> Breakdown:
-    """Of `steps` steps; figures are of one. ValueError without events."""
-    events = sorted(events, key=lambda event: event.start)
+def breakdown(events: Iterable[Event], steps: int = 1) -> tuple[dict[str, float], list[str]]:
+    """us of one step by stage, and TOTALS; names of what has no stage, the longest first. ValueError without events."""
+    events = sorted(events)
     if not events:
         raise ValueError("the profiler saw no kernels")
     us: dict[str, float] = collections.defaultdict(float)
     others: dict[str, float] = collections.defaultdict(float)
     busy, until = 0.0, float("-inf")
-    for event in events:
-        stage = stage_of(event.name)
-        us[stage] += event.end - event.start
+    for start, end, name in events:
+        stage = stage_of(name)
+        us[stage] += end - start
         if stage == "other":
-            others[event.name] += event.end - event.start
-        busy += max(0.0, event.end - max(event.start, until))
-        until = max(until, event.end)
-    us = us | {"sum": sum(us.values()), "busy": busy, "whole": until - events[0].start}
-    names = sorted(others, key=lambda name: -others[name])[:OTHERS]
-    return Breakdown({stage: time / steps for stage, time in us.items()}, names)
+            others[name] += end - start
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    us = us | {"sum": sum(us.values()), "busy": busy, "whole": until - events[0][0]}
+    return {stage: time / steps for stage, time in us.items()}, sorted(others, key=lambda name: -others[name])
 
 
 def profiled(call: Call, steps: int, device: torch.device, *activities: ProfilerActivity) -> list[Any]:
@@ -349,14 +316,14 @@ def profiled(call: Call, steps: int, device: torch.device, *activities: Profiler
     return list(seen.events() or ())
 
 
-def breakdown_of(call: Call, device: torch.device) -> Breakdown:
+def breakdown_of(call: Call, device: torch.device) -> tuple[dict[str, float], list[str]]:
     """Of kernels in STEPS calls; on a CPU, where listing takes long, of the outermost operators in one. Collective, if
     the call is."""
     cuda = device.type == "cuda"
     activity, wanted = (ProfilerActivity.CUDA, DeviceType.CUDA) if cuda else (ProfilerActivity.CPU, DeviceType.CPU)
     steps = STEPS if cuda else 1
     events = [
-        Event(event.name, event.time_range.start, event.time_range.end)
+        (event.time_range.start, event.time_range.end, event.name)
         for event in profiled(call, steps, device, activity)
         if event.device_type == wanted
         and not getattr(event, "is_user_annotation", False)
@@ -365,10 +332,12 @@ def breakdown_of(call: Call, device: torch.device) -> Breakdown:
     return breakdown(events, steps)
 
 
-def stage_rows(p: Problem, case: Case, seen: Sequence[Breakdown], ceilings: Mapping[str, float]) -> Iterator[Row]:
-    """One for each stage, and for TOTALS. seen: each rank's, of the same case."""
-    stages = dict.fromkeys(stage for each in seen for stage in each.us)
-    us = {stage: sum(each.us.get(stage, 0.0) for each in seen) / len(seen) for stage in stages}
+def stage_rows(
+    p: Problem, case: Case, seen: Sequence[tuple[dict[str, float], list[str]]], ceilings: Mapping[str, float]
+) -> Iterator[Row]:
+    """One for each stage, and for TOTALS. seen: each rank's breakdown, of the same case."""
+    stages = dict.fromkeys(stage for us, _ in seen for stage in us)
+    us = {stage: sum(each.get(stage, 0.0) for each, _ in seen) / len(seen) for stage in stages}
     todo = work(p, case)
     for stage in (*sorted(us.keys() - TOTALS, key=lambda stage: -us[stage]), *TOTALS):
         row: Row = {"stage": stage, "us": us[stage]}
@@ -380,7 +349,7 @@ def stage_rows(p: Problem, case: Case, seen: Sequence[Breakdown], ceilings: Mapp
                 least = row[kind] / ceiling / 1e6
                 row |= {"share": least / us[stage], "left us": us[stage] - least}
         if stage == "other":
-            row["note"] = ", ".join(dict.fromkeys(name for each in seen for name in each.others))[:200]
+            row["note"] = ", ".join(dict.fromkeys(name for _, others in seen for name in others))[:200]
         yield row
 
 
