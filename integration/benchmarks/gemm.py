@@ -39,8 +39,8 @@ from .timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
 T = TypeVar("T")
 DENSE = 8192  # of the square products that are ceilings
 SECTIONS = {
-    "products": table("Products alone", "product, shape, what", "us, TF, x bf16, x fp8 row, of dense, MHz, W"),
-    "steps": table("Steps, from and to bf16", "shape, what", "us, TF, x bf16, x torchao, MHz, W"),
+    "products": table("Products alone", "product, shape, what", "us, TF, x bf16, x fp8 row, of dense"),
+    "steps": table("Steps, from and to bf16", "shape, what", "us, TF, x bf16, x torchao"),
 }
 
 

@@ -68,7 +68,7 @@ HOST = "host"  # the model that section host takes, with the experts of a rank
 FORWARD_SECONDS = 0.5
 GIB = 1 << 30
 
-TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, dB"
+TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, dB"
 SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", TIMES),

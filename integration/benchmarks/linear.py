@@ -33,7 +33,7 @@ from .runner import table
 from .timer import Alternative, Call, Timer
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
-STEP = "us, TF, x bf16, MHz, W"
+STEP = "us, TF, x bf16"
 SECTIONS = {
     "linear": table("Forward and backward of a linear", "shape, what", STEP),
     "qkv": table("Forward and backward of q, k and v", "shape, what", STEP),

@@ -75,7 +75,7 @@ CAPACITY = 2.0  # times the balanced load; random routers stay below, and check(
 LEAST_SNR = 12.0  # experts flip between any two kinds of products, the more the more layers; without experts: up to 10
 
 LINEAR = ", linear"
-FIGURES = "tokens/s, TFLOP/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB, MHz, W"
+FIGURES = "tokens/s, TFLOP/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB"
 TITLE = f"whole models of vocabulary {VOCABULARY}; x: how many times as fast as {BASELINE}"
 SECTIONS = {"model": table(TITLE, "model, tokens, what", FIGURES)}
 

@@ -99,5 +99,5 @@ def table(title: str, labels: str, figures: str) -> Section:
 
 FORMATS = {"of sum": ".0%", "of step": ".0%", "tokens/s": ".0f", "loss": ".5f"}
 FORMATS |= dict.fromkeys(("us", "left us", "dB"), ".1f")
-FORMATS |= dict.fromkeys(("TF", "TFLOP/s", "MHz", "W", "wire GB/s"), ".0f")
+FORMATS |= dict.fromkeys(("TF", "TFLOP/s", "wire GB/s"), ".0f")
 FORMATS |= dict.fromkeys(("launches", "allocations", "ops"), ".0f")

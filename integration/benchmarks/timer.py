@@ -7,8 +7,7 @@
                than the shortest
 
 A chip at its power limit is as fast as whatever ran before left it cool. So each stretch warms the chip itself, for
-LEAD_SECONDS, and neighbours change. Clock and power are read meanwhile. CPU ranks make each call once a stretch, by the
-host's clock.
+LEAD_SECONDS, and neighbours change. CPU ranks make each call once a stretch, by the host's clock.
 
 Inputs that would fit the L2 cache come in several sets (`rotations`), each with outputs of its own: a call finds
 nothing there, as in a model, where others ran in between. A small shape's time holds what a graph needs between two
@@ -17,23 +16,20 @@ kernels.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import math
 import random
 import statistics
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mxep.integration.mesh import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
+from mxep.integration.mesh import FailedOnRanks, from_all_ranks, on_all_ranks
 from mxep.integration.report import Row
 from mxep.integration.train import capturing
 
@@ -43,7 +39,6 @@ GRAPH_CALLS = 200
 COPY_BYTES = 1 << 30
 COPIES = 10
 L2_SIZES = 4  # bytes that pass, in L2 caches, before a set of inputs comes again
-READ_EVERY = 0.05  # seconds
 
 Call = Callable[[], Any]
 
@@ -74,7 +69,7 @@ class Alternative:
 @dataclass
 class Run:
     """An alternative, ready. calls: in a `replay`. repeats: replays in a stretch, lead: before it. kept: the calls, and
-    so the operands, which a graph does not hold. samples: MHz and watts."""
+    so the operands, which a graph does not hold."""
 
     alternative: Alternative
     replay: Call
@@ -83,7 +78,6 @@ class Run:
     kept: Sequence[Call]
     lead: int = 0
     note: str | None = None
-    samples: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -103,13 +97,12 @@ class Timer:
 
     def __post_init__(self) -> None:
         self.cuda = self.device.type == "cuda"
-        self._read = None if self.host else open_meter(self.device)
         # Graphs share memory, as they never run side by side. A pool ends with its last graph.
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._pool: Any = None
 
     def compare(self, alternatives: Mapping[str, Alternative]) -> dict[str, Row]:
-        """A row for each: us, spread, MHz and W, or a note or an error. Collective."""
+        """A row for each: us and spread, or a note or an error. Collective."""
         ready: dict[str, Run] = {}
         rows: dict[str, Row] = {name: {} for name in alternatives}
         for name, alternative in alternatives.items():
@@ -197,7 +190,7 @@ class Timer:
                     continue
                 try:
                     run = runs[name]
-                    times[name].append(max(from_all_ranks(lambda run=run: self._stretch(run, self._read))))  # type: ignore[misc]
+                    times[name].append(max(from_all_ranks(lambda run=run: self._stretch(run))))  # type: ignore[misc]
                 except FailedOnRanks as error:
                     if self.shared:
                         raise
@@ -206,11 +199,9 @@ class Timer:
 
     def _row(self, run: Run, times: list[float]) -> Row:
         row: Row = {"us": statistics.median(times), "spread": max(times) / min(times) - 1}
-        samples = [sample for theirs in all_gather(run.samples) for sample in theirs]
-        row |= {name: statistics.median(each) for name, each in zip(("MHz", "W"), zip(*samples))}
         return row | ({"note": run.note} if run.note else {})
 
-    def _stretch(self, run: Run, read: Callable[[], tuple[float, float]] | None = None) -> float:
+    def _stretch(self, run: Run) -> float:
         """Microseconds of a call, on this rank."""
         synchronize(self.device)
         if self.host or not self.cuda:
@@ -224,13 +215,12 @@ class Timer:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             for _ in range(run.lead):
                 run.replay()
-            with _metered(read, run.samples):
-                self.start()
-                start.record()
-                for _ in range(run.repeats):
-                    run.replay()
-                end.record()
-                torch.cuda.synchronize()
+            self.start()
+            start.record()
+            for _ in range(run.repeats):
+                run.replay()
+            end.record()
+            torch.cuda.synchronize()
             us = start.elapsed_time(end) * 1e3
         run.alternative.check()
         return us / run.repeats / run.calls
@@ -239,45 +229,6 @@ class Timer:
 def failure(error: FailedOnRanks) -> Row:
     """A row without figures."""
     return {"note" if error.unsupported else "error": str(error)}
-
-
-def open_meter(device: torch.device) -> Callable[[], tuple[float, float]] | None:
-    """What reads SM clock (MHz) and board power (W) of `device`, by NVML; None where there is no answer."""
-    if device.type != "cuda":
-        return None
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-
-        def read() -> tuple[float, float]:
-            mhz = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-            # The plain power reading is the mean of a second, in which others ran.
-            power = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0]
-            return float(mhz), power.value.uiVal / 1e3
-
-        read()
-    except Exception:
-        return None
-    return read
-
-
-@contextlib.contextmanager
-def _metered(read: Callable[[], tuple[float, float]] | None, samples: list[tuple[float, float]]) -> Iterator[None]:
-    """Reads on a thread, as the host may be busy launching."""
-    over = threading.Event()
-
-    def poll() -> None:
-        while read is not None and not over.wait(READ_EVERY):
-            samples.append(read())
-
-    thread = threading.Thread(target=poll, name="meter", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def synchronize(device: torch.device) -> None:

@@ -130,7 +130,6 @@ def test_a_round_robin_changes_neighbours_and_keeps_what_fails_apart():
     assert list(found) == ["a", "x", "b", "y"]
     assert (found["x"], found["y"]) == ({"error": "KeyError: 'broken'"}, {"note": "not installed"})
     assert list(found["a"]) == ["us", "spread"]
-    assert timer.open_meter(CPU) is None
 
 
 def test_what_fails_late_has_no_more_turns_and_what_is_shared_ends_all():
