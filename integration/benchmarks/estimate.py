@@ -34,10 +34,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
-
-import torch
 
 from mxep.comms import Capacity
 from mxep.comms.layout import Layout as Buffer
@@ -53,8 +50,8 @@ from mxep.integration.report import Report, Row, Section
 from mxep.integration.schema import SIZE_NAMES, Config, moe_layers, sizes_of
 from mxep.quant.shapes import padded_rows
 
-from .comms import WIRE
-from .layer_cases import BASELINE, MX, Case, Problem, Shape, row_bytes, work
+from .comms import WIRE, Traffic
+from .layer_cases import BASELINE, MX, Case, Shape, row_bytes, work
 
 GIB = 1 << 30
 RATES = Path(__file__).parents[2] / "docs" / "results"
@@ -132,14 +129,10 @@ class Layout:
     def work(self) -> dict[str, float]:
         """Bytes or flop of each stage; of "rest" and "gap", times."""
         case, rows, shape = self.case, self.most_pairs, self.shape
-        own = shape.experts // self.ranks
-        sizes: dict[str, tuple[int, ...]] = {"ids": (shape.tokens, shape.top_k), "x": (shape.tokens, shape.dim)}
-        sizes |= {"w13": (own, 2 * shape.hidden, shape.dim), "w2": (own, shape.dim, shape.hidden)}
-        tensors = {name: torch.empty(size, device="meta", dtype=torch.float32) for name, size in sizes.items()}
-        p = cast(Problem, SimpleNamespace(shape=shape, traffic=self, **tensors))
         like = case if case.baseline else Case(f"{MX}, {case.suffix}" if case.kept or case.kept_in_fp8 else MX)
-        todo = {stage: float(amount) for stage, (_, amount) in work(p, like).items()}
-        todo["GEMMs"] *= 1 + TILE / 2 * own / rows
+        traffic = cast(Traffic, self)
+        todo = {stage: float(amount) for stage, (_, amount) in work(shape, self.ranks, traffic, like).items()}
+        todo["GEMMs"] *= 1 + TILE / 2 * (shape.experts // self.ranks) / rows
         if case.baseline:
             return todo | {"gap": 1.0}
         sums = 2 * shape.dim * (self.slots if case.dispatcher == "hierarchical" else shape.tokens)

@@ -56,7 +56,7 @@ from .runner import Bench, models, table
 from .timer import Alternative, Call, Run, Timer, failure, free_memory, synchronize
 
 CASES_OF = {
-    "layer": (*BASELINES, MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric"),
+    "layer": (*BASELINES, MX, f"{MX}, kept", "fp8/symmetric", "bf16/symmetric"),
     "eager": (BASELINE, MX, "fp8/symmetric", "bf16/symmetric"),
     "stages": (BASELINE, MX),
     "memory": (BASELINE, MX, f"{MX}, worst_case", f"{MX}, exact"),
@@ -105,7 +105,7 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
             else:
                 skew = float(section == "skew")
                 p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
-                timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)  # main_grad adds up
+                timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
                 if section == HOST:
                     timer = Timer(bench.device, seconds=0.0, rounds=7, host=True)
                 yield from MEASURED.get(section, _timed)(At(bench, p, timer, opened, section), names)
@@ -134,7 +134,7 @@ class At:
     ) -> Run:
         """A graph, or launched by the host where the layer is not made for one. Collective. Raises FailedOnRanks."""
         graph = "may" if layer.in_graph and self.section != "eager" else "never"
-        return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, layer.reset, inspect))
+        return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, inspect))
 
 
 def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
@@ -167,8 +167,8 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
                 row[column] = found["us"] / 1e3 / (layers[name].micro_batches if column == "ms" else 1)
                 row |= {ratio: base[column] / row[column]} if column in base else {}
         if "ms" in row:
-            row["TF"] = flop(at.p, at.p.ids.numel()) / row["ms"] / 1e9
-            if (floor := floor_ms(at.p, Case(name), at.bench.ceilings)) is not None:
+            row["TF"] = flop(at.p.shape, at.p.ids.numel()) / row["ms"] / 1e9
+            if (floor := floor_ms(at.p.shape, at.p.ranks, at.p.traffic, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
             if at.section == HOST:  # counted after all have been called often: the first calls are captured
                 row |= from_all_ranks(lambda name=name: counts(layers[name].step, at.bench.device))[0]  # type: ignore[misc]
@@ -338,7 +338,7 @@ def stage_rows(
     """One for each stage, and for TOTALS. seen: each rank's breakdown, of the same case."""
     stages = dict.fromkeys(stage for us, _ in seen for stage in us)
     us = {stage: sum(each.get(stage, 0.0) for each, _ in seen) / len(seen) for stage in stages}
-    todo = work(p, case)
+    todo = work(p.shape, p.ranks, p.traffic, case)
     for stage in (*sorted(us.keys() - TOTALS, key=lambda stage: -us[stage]), *TOTALS):
         row: Row = {"stage": stage, "us": us[stage]}
         if stage not in TOTALS:

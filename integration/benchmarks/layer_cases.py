@@ -4,19 +4,14 @@
                                    every step
     RECIPE/DISPATCHER, kept        of KEPT micro-batches within quantize_weights_once; a figure is of one; forward alone
                                    quantizes, as that of the first one
-    RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
     ..., worst_case; ..., exact    with these capacities
-    RECIPE/DISPATCHER, gate_up_fp8 of the recipe with this change: gate_up is kept in FP8 for backward
+    RECIPE/DISPATCHER, gate_up_fp8 gate_up is kept in FP8 for backward
     baseline bf16                  baseline.BaselineLayer
     baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire, with torchao's products (rows and columns scaled)
                                    or mxep.gemm.grouped_mm, which quantizes what has arrived
 
-A step is forward and backward: gradients of x, of the routing weights and of both projections. Routing, that is ids and
-weights, is given: a router is what all have in common.
-
-T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, e experts of a rank, W ranks.
-
-Flops and bytes of a layer's step, in all and stage by stage, and the least time that they take.
+A step is forward and backward: gradients of x, of the routing weights and of both projections. Ids and weights are
+given: a router is what all have in common.
 
 floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, one after the other, of which
 
@@ -27,7 +22,7 @@ floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, o
     memory   what no fusion can avoid: x and d_out read, out and dx written; weights read (kept: as qdata) and their
              gradients written, all bf16: 8 T D + 12 e D F bytes (kept: 9 e D F). Copy rate: of the same run
 
-TF of a row: 18 T K D F flops over its time, what a rank does on average.
+T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, e experts of a rank, W ranks.
 """
 
 from __future__ import annotations
@@ -166,9 +161,6 @@ class Layer:
         out = self.out()
         return Results(out.detach(), *torch.autograd.grad(out, self.leaves, self.p.d_out))
 
-    def reset(self) -> None:
-        """Forget what steps have accumulated."""
-
     def check(self) -> None:
         """Raise what went wrong on the device."""
 
@@ -208,11 +200,6 @@ class Mxep(Layer):
         self.x = p.x.detach().requires_grad_()
         self.weights = p.weights.clone().requires_grad_()
         self.leaves = (self.x, self.weights, experts.gate_up_proj, experts.down_proj)
-        self.main_grads: tuple[Tensor, ...] = ()
-        if case.suffix == "main_grad":
-            self.main_grads = tuple(torch.zeros(w.shape, device=p.device, dtype=torch.float32) for w in (p.w13, p.w2))
-            for weight, main_grad in zip(self.leaves[2:], self.main_grads):
-                weight.main_grad = main_grad  # type: ignore[attr-defined]
 
     def out(self) -> Tensor:
         out: Tensor = self.moe(self.x, expert_ids=self.p.ids, weights=self.weights)
@@ -222,16 +209,8 @@ class Mxep(Layer):
         with quantize_weights_once() if self.micro_batches > 1 else contextlib.nullcontext():
             for _ in range(self.micro_batches):
                 out = self.out()
-                found = torch.autograd.grad(out, self.leaves, self.p.d_out, allow_unused=True)
-        if self.main_grads:
-            if found[2] is not None or found[3] is not None:
-                raise NotImplementedError("this MoE knows no main_grad")
-            found = (*found[:2], *self.main_grads)
+                found = torch.autograd.grad(out, self.leaves, self.p.d_out)
         return Results(out.detach(), *(local(each) for each in found))
-
-    def reset(self) -> None:
-        for main_grad in self.main_grads:
-            main_grad.zero_()
 
     def check(self) -> None:
         self.moe.check()
@@ -263,13 +242,13 @@ class Baseline(Layer):
         dist.destroy_process_group(self.group)
 
 
-Work = tuple[str, float]
-"""("bytes", "flop" or "wire bytes", how many)."""
+Work = dict[str, tuple[str, float]]
+"""Stage -> ("bytes", "flop" or "wire bytes", how many)."""
 
 
-def flop(p: Problem, rows: float) -> float:
-    """Of a step with so many rows: ``p.ids.numel()`` on average, ``p.traffic.most_pairs`` of the rank that has most."""
-    return 18.0 * rows * p.shape.dim * p.shape.hidden
+def flop(shape: Shape, rows: float) -> float:
+    """Of a step with so many rows: T K on average, ``traffic.most_pairs`` of the rank that has most."""
+    return 18.0 * rows * shape.dim * shape.hidden
 
 
 def row_bytes(recipe: str, dim: int) -> int:
@@ -277,14 +256,10 @@ def row_bytes(recipe: str, dim: int) -> int:
     return {"bf16": 2 * dim, "fp8": dim + 1}.get(recipe, dim + dim // BLOCK)
 
 
-def wire_bytes(p: Problem, recipe: str, *, pairs: bool = False) -> tuple[int, int]:
+def wire_bytes(shape: Shape, traffic: Traffic, recipe: str, *, pairs: bool = False) -> tuple[int, int]:
     """(dispatched, combined) by the rank that sends most, forward and backward together; pairs: a row for each."""
-    out, back = (p.traffic.leaving(combine=combine)[pairs] for combine in (False, True))
-    return 2 * out * row_bytes(recipe, p.shape.dim), 2 * back * row_bytes("bf16", p.shape.dim)
-
-
-def memory_bytes(p: Problem, *, kept: bool) -> int:
-    return 8 * p.x.numel() + (3 if kept else 4) * (p.w13.numel() + p.w2.numel())
+    out, back = (traffic.leaving(combine=combine)[pairs] for combine in (False, True))
+    return 2 * out * row_bytes(recipe, shape.dim), 2 * back * row_bytes("bf16", shape.dim)
 
 
 def rate(kind: str, case: Case, ceilings: Mapping[str, float]) -> float | None:
@@ -293,41 +268,38 @@ def rate(kind: str, case: Case, ceilings: Mapping[str, float]) -> float | None:
     return WIRE / 1e3 if kind == "wire bytes" else ceilings.get("copy TB/s" if kind == "bytes" else dense)
 
 
-def floor_ms(p: Problem, case: Case, ceilings: Mapping[str, float]) -> float | None:
+def floor_ms(shape: Shape, ranks: int, traffic: Traffic, case: Case, ceilings: Mapping[str, float]) -> float | None:
     """None without the rates of a GPU."""
-    wire, memory = sum(wire_bytes(p, case.recipe)), memory_bytes(p, kept=case.kept)
-    total = 0.0
-    for kind, amount in (("flop", flop(p, p.traffic.most_pairs)), ("wire bytes", wire), ("bytes", memory)):
-        if (ceiling := rate(kind, case, ceilings)) is None:
-            return None
-        total += amount / ceiling / 1e9
-    return total
+    weights = shape.experts // ranks * shape.dim * shape.hidden
+    amounts = {"flop": flop(shape, traffic.most_pairs), "wire bytes": sum(wire_bytes(shape, traffic, case.recipe))}
+    amounts["bytes"] = 8 * shape.tokens * shape.dim + (9 if case.kept else 12) * weights
+    rates = {kind: rate(kind, case, ceilings) for kind in amounts}
+    return None if None in rates.values() else sum(n / (rates[kind] or 1.0) / 1e9 for kind, n in amounts.items())
 
 
-def work(p: Problem, case: Case) -> dict[str, Work]:
+def work(shape: Shape, ranks: int, traffic: Traffic, case: Case) -> Work:
     """What stages (layer) must do in a step of a case; those that are not named have no formula.
 
     R valid rows of the rank that has most, N = T K pairs.
     """
-    rows, pairs, weights = p.traffic.most_pairs, p.ids.numel(), p.w13.numel() + p.w2.numel()
-    dim, hidden, tokens = p.shape.dim, p.shape.hidden, p.shape.tokens
-    gemms: dict[str, Work] = {"GEMMs": ("flop", flop(p, p.traffic.most_pairs))}
+    (tokens, dim, hidden, experts, top_k), rows = shape, traffic.most_pairs
+    gemms: Work = {"GEMMs": ("flop", flop(shape, rows))}
     if case.baseline:
         return gemms | {
-            "NCCL": ("wire bytes", sum(wire_bytes(p, "bf16", pairs=True))),
+            "NCCL": ("wire bytes", sum(wire_bytes(shape, traffic, "bf16", pairs=True))),
             # Forward: gate and up read, h written; backward: these and d_h read, both gradients written.
             "SwiGLU": ("bytes", 16 * rows * hidden),
             # Spread, grouped, back and summed: 12 N D + 4 T D bytes forward, 14 N D + 4 T D backward.
-            "permute + pointwise": ("bytes", 26 * pairs * dim + 8 * tokens * dim),
+            "permute + pointwise": ("bytes", 26 * tokens * top_k * dim + 8 * tokens * dim),
         }
     if not case.name.startswith(MX):
         return gemms
-    out, back = wire_bytes(p, case.recipe)
-    found: dict[str, Work] = gemms | {
+    out, back = wire_bytes(shape, traffic, case.recipe)
+    found: Work = gemms | {
         "dispatch": ("wire bytes", out),
         "combine": ("wire bytes", back),
         # x and d_out: bf16 read, qdata and scales written.
-        "quantize": ("bytes", 2 * p.x.numel() * (3 + 1 / BLOCK)),
+        "quantize": ("bytes", 2 * tokens * dim * (3 + 1 / BLOCK)),
         # Rows of x and of d_out: qdata and scales read, qdata written.
         "gather + fold": ("bytes", 2 * rows * dim * (2 + 1 / BLOCK)),
         # Forward: gate and up read, qdata written; backward: these and d_h read, qdata of both gradients and h written.
@@ -336,6 +308,6 @@ def work(p: Problem, case: Case) -> dict[str, Work]:
         # Codes of both operands of both weight gradients, read and written.
         "fold for wgrad": ("bytes", 2 * rows * (2 * dim + 3 * hidden)),
         # bf16 read twice, since a column's scale needs all its rows first; qdata of both orientations written.
-        "quantize weights": ("bytes", weights * 6 / (4 if case.kept else 1)),
+        "quantize weights": ("bytes", 18 * experts // ranks * dim * hidden / (KEPT if case.kept else 1)),
     }
     return {stage: each for stage, each in found.items() if each[1]}

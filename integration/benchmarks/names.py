@@ -39,7 +39,7 @@ KERNELS = (
 )
 LAYERS = (
     *(f"baseline {recipe}" for recipe in RECIPES),
-    *(f"{case}{suffix}" for case in CASES for suffix in ("", ", kept", ", main_grad", ", worst_case", ", exact")),
+    *(f"{case}{suffix}" for case in CASES for suffix in ("", ", kept", ", worst_case", ", exact")),
     *(f"{case}, {KEPT_IN_FP8}" for case in CASES if not case.startswith("bf16")),
 )
 MODELS = (

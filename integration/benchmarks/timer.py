@@ -53,16 +53,14 @@ class Alternative:
 
     make: gets everything ready and returns the calls, taken in turn. ImportError or NotImplementedError: not here.
     graph: "must", "may" (else launched by the host, which a note says) or "never" be in a CUDA graph.
-    seconds: of a stretch, instead of the timer's. check: raises what went wrong on the device. reset: forgets what
-    calls accumulated. inspect: gets the result of the first timed call after `reset`; collective, may raise
-    FailedOnRanks.
+    seconds: of a stretch, instead of the timer's. check: raises what went wrong on the device. inspect:
+    gets the result of the first timed call; collective, may raise FailedOnRanks.
     """
 
     make: Callable[[], Sequence[Call]]
     graph: str = "must"
     seconds: float | None = None
     check: Call = nothing
-    reset: Call = nothing
     inspect: Callable[[Any], None] | None = None
 
 
@@ -146,7 +144,6 @@ class Timer:
 
         run.replay, run.calls = replay, len(calls)
         replay()  # compiles
-        run.alternative.reset()
         for call in calls:
             result = call()
         synchronize(self.device)
@@ -169,7 +166,6 @@ class Timer:
             return graph
 
         def first() -> None:
-            alternative.reset()
             graph.replay()
             torch.cuda.synchronize()
             alternative.check()
