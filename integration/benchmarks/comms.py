@@ -73,6 +73,7 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """All sections. Collective, with the same rows on all ranks."""
     if bench.rank.world_size < 2:
         raise ConfigError("bench=comms wants at least 2 ranks, got 1: parallel.ranks=N")
+    bench.ceilings["NVLink GB/s"] = WIRE
     for name in bench.report.sections:
         for shape in (Shape(*sizes) for sizes in bench.config.shapes.get(name, ())):
             about = {"shape": list(shape), "ranks": bench.rank.world_size, "skew": SKEWS[name]}

@@ -40,7 +40,7 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     assert finished.code == 0, finished.out + finished.err
     results = json.loads(out.read_text())
     assert {"what", "device", "versions", "date", "command", "seconds", "ceilings", "commit"} <= results.keys()
-    assert results["what"] == "mxep comms, 2 ranks"
+    assert (results["what"], results["ceilings"]) == ("mxep comms, 2 ranks", {"NVLink GB/s": comms.WIRE})
     by_shape = {
         (section, tuple(row["shape"])): [other for other in rows if other["shape"] == row["shape"]]
         for section, rows in results["sections"].items()
