@@ -2,7 +2,7 @@
 
     caller ── fork server (torch imported once) ──┬─ rank 0: init_process_group, fn(Rank, *args) ─┐
        ^                                          └─ rank 1: ...                                  │
-       └── a scratch folder: ready-0, then value-0 or error-0, and stack-0 where it was signalled ┘
+       └── a scratch folder: ready-0, then value-0 or error-0, and stack-0 of a crash or at the time limit ┘
 
 - A rank that raises or dies ends the job: `RanksFailed` has every traceback that arrived, the first one first, and no
   process is left. A job over its time limit ends in the same way, with the stack of each rank that still runs.
@@ -244,13 +244,14 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as scratch:
         folder = Path(scratch)
         try:
+            limit = None if timeout is None else time.monotonic() + timeout
             for rank in range(world_size):
-                arguments = payload, rank, world_size, device, folder, dict(os.environ)
+                arguments = payload, rank, world_size, device, folder, dict(os.environ), limit
                 process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}")
                 process.start()
                 ranks.append(process)
             with _forward_signals(ranks if steps else [], folder):
-                _wait(ranks, folder, timeout)
+                _wait(ranks, folder, timeout, float("inf") if limit is None else limit)
             return [pickle.loads((folder / f"value-{rank}").read_bytes()) for rank in range(world_size)]
         finally:
             for process in ranks:
@@ -295,9 +296,8 @@ def resolve_device(device: str, world_size: int) -> str:
     return device
 
 
-def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | None) -> None:
-    """Wait until all ranks have returned; raise RanksFailed after the first failure or at the limit."""
-    limit = float("inf") if timeout is None else time.monotonic() + timeout
+def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | None, limit: float) -> None:
+    """Wait until all ranks have returned; raise RanksFailed after the first failure or at the limit, `timeout` s."""
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}  # of the fork server, which reports ends
     failures: list[tuple[int, int, str, str]] = []  # when, rank, in one line, with the traceback
     while running:
@@ -318,11 +318,8 @@ def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | Non
         raise RanksFailed(stories + note, [rank for _, rank, *_ in failures], failures[0][2])
     if running:
         late = f"rank {names} did not finish within {timeout} s"
-        for rank in running.values():
-            _signal(ranks[rank], signal.SIGUSR2, folder / f"ready-{rank}")
-        time.sleep(GRACE)
-        stacks = "".join(_stack(rank, folder) for rank in running.values())
-        raise RanksFailed(late + stacks, list(running.values()), late)
+        time.sleep(GRACE)  # they write where they are
+        raise RanksFailed(late + "".join(_stack(rank, folder) for rank in running.values()), [*running.values()], late)
 
 
 def _failure(rank: int, process: ForkServerProcess, folder: Path) -> tuple[int, int, str, str]:
@@ -342,12 +339,6 @@ def _stack(rank: int, folder: Path) -> str:
     return f"\nrank {rank} was at:\n{stack}" if file.exists() and (stack := file.read_text()) else ""
 
 
-def _signal(process: ForkServerProcess, number: int, ready: Path) -> None:
-    if ready.exists():  # else it has no handler yet
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid or 0, number)
-
-
 @contextlib.contextmanager
 def _forward_signals(ranks: Sequence[ForkServerProcess], folder: Path) -> Iterator[None]:
     """SIGINT and SIGTERM ask the ranks to stop after their step; the second one raises KeyboardInterrupt here. Without
@@ -356,12 +347,12 @@ def _forward_signals(ranks: Sequence[ForkServerProcess], folder: Path) -> Iterat
 
     def forward(number: int, frame: object) -> None:
         nonlocal stopping
-        files = [folder / f"ready-{rank}" for rank in range(len(ranks))]
-        if stopping or not ranks or not all(file.exists() for file in files):
+        if stopping or not ranks or not all((folder / f"ready-{rank}").exists() for rank in range(len(ranks))):
             raise KeyboardInterrupt
         stopping = True
-        for process, file in zip(ranks, files):
-            _signal(process, signal.SIGUSR1, file)
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGUSR1)
 
     with _handler(forward) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
         yield
@@ -429,9 +420,16 @@ def init_process_group(device: str, rank: int, world_size: int, *, init_method: 
 
 
 def _rank_main(
-    payload: bytes, rank: int, world_size: int, device: str, folder: Path, environment: dict[str, str]
+    payload: bytes,
+    rank: int,
+    world_size: int,
+    device: str,
+    folder: Path,
+    environment: dict[str, str],
+    limit: float | None,
 ) -> None:
-    """The rank's process. It writes ready-r, then value-r or error-r: (when, in one line, with the traceback)."""
+    """The rank's process. It writes ready-r, then value-r or error-r: (when, in one line, with the traceback), and
+    stack-r at `limit`, a time of the monotonic clock."""
     import torch
     import torch.distributed as dist
 
@@ -448,8 +446,9 @@ def _rank_main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores both
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with (folder / f"stack-{rank}").open("w") as stack:
-        faulthandler.register(signal.SIGUSR2, file=stack)
         faulthandler.enable(stack)  # where a signal such as SIGSEGV kills it
+        if limit is not None:
+            faulthandler.dump_traceback_later(max(limit - time.monotonic(), 1e-3), file=stack)
         (folder / f"ready-{rank}").touch()
         try:
             name, args = pickle.loads(payload)
@@ -466,7 +465,7 @@ def _rank_main(
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.disable()
-        faulthandler.unregister(signal.SIGUSR2)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _write(file: Path, value: object) -> None:
@@ -480,15 +479,12 @@ def _die_with_caller() -> None:
     """End this rank and its children when the fork server or the caller is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     caller: Any = multiprocessing.parent_process()
+    ends: list[Any] = [caller.sentinel]
+    with contextlib.suppress(OSError):  # every child that the caller forks later holds its end of the sentinel, too
+        ends.append(os.pidfd_open(caller.pid))
 
     def watch() -> None:
-        # The caller holds the other end of the sentinel's pipe, and so does every child that it forks later.
-        try:
-            wait([caller.sentinel, os.pidfd_open(caller.pid)])
-        except ProcessLookupError:
-            pass  # gone
-        except OSError:  # Linux before 5.3 has none
-            wait([caller.sentinel])
+        wait(ends)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="caller watch", daemon=True).start()
