@@ -32,7 +32,7 @@ from mxep.integration.transformers import (
     expert_parallel,
     load_report,
     register,
-    route_llama4,
+    route_experts,
 )
 from mxep.integration.transformers.experts import layers, own_expert_parallel, own_tensor_parallel
 from ranks import Context, distributed
@@ -67,7 +67,7 @@ def test_a_loaded_model_spread_over_ranks_equals_one_process(ctx: Context, tmp_p
         model = tiny(kind)
         wanted = of_one_process(ctx, copy.deepcopy(model))
         if kind == "llama4":
-            route_llama4(model, f"mxep_{recipe}")
+            route_experts(model, f"mxep_{recipe}")
         names = expert_parallel(model.to(ctx.device), mesh, f"mxep_{recipe}")
         assert len(names) == 2
         got = of_mean_loss(ctx, model)
@@ -86,7 +86,7 @@ def what_cannot_be_spread_says_why_and_changes_nothing(ctx: Context, mesh: Devic
     model = tiny("qwen3_moe", num_experts=5)
     with pytest.raises(ValueError, match=r"mlp.experts: got 5 experts, want a multiple of the 2 ranks"):
         expert_parallel(model, mesh)
-    with pytest.raises(ValueError, match=r"got no module of experts .*route_llama4"):
+    with pytest.raises(ValueError, match=r"expert_parallel: expected a model with experts .*route_experts"):
         expert_parallel(tiny("llama4"), mesh)
     with pytest.raises(ValueError, match="got 'grouped_mm'"):
         expert_parallel(model, mesh, "grouped_mm")

@@ -154,7 +154,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     plain = tmp_path / "values"
     with pytest.raises(ValueError, match=r"gate_proj.weight: expected quantized experts, .*freeze_experts"):
         load_quantized(plain)
-    with pytest.raises(ValueError, match="expected a registered name of mxep, got 'eager'"):
+    with pytest.raises(ValueError, match="experts_implementation: got 'eager', want one that mxep has registered"):
         load_quantized(tmp_path, experts_implementation="eager")
     config = json.loads((tmp_path / "config.json").read_text())
     for method in ("gptq", "bitsandbytes", "quark"):

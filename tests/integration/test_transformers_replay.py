@@ -16,7 +16,7 @@ from mxep.integration.transformers import (
     optimize,
     record_routing,
     replay_routing,
-    route_llama4,
+    route_experts,
 )
 from mxep.integration.transformers.experts import layers
 
@@ -171,7 +171,7 @@ def test_an_evaluation_has_the_bits_of_a_training_forward() -> None:
 
 def test_llama_4_replays_too() -> None:
     model = tiny("llama4")
-    route_llama4(model, "mxep_bf16")
+    route_experts(model, "mxep_bf16")
     ids = random_ids()[..., :1]
     with replay_routing(model, ids):
         step(model)

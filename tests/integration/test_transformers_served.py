@@ -31,12 +31,11 @@ from mxep.integration.transformers import (
     load_report,
     register,
     route_experts,
-    route_llama4,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = Path(transformers.__file__).parent / "models"
-LLAMA4, ROUTE = r"route_llama4\(model, 'mxep_bf16'\)", r"route_experts\(model, 'mxep_bf16'\)"
+ROUTE = r"route_experts\(model, 'mxep_bf16'\)"
 NO_WAY = "load the model without a name of mxep"
 _BASE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
 _BASE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
@@ -95,9 +94,9 @@ def test_a_family_that_transformers_does_not_reach_is_told_with_what_to_do(kind:
 
 def test_llama4_is_told_until_it_is_routed() -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["llama4"](), experts_implementation="mxep_bf16")
-    with pytest.raises(RuntimeError, match=rf"\(Llama4TextMoe\).*{LLAMA4}"):
+    with pytest.raises(RuntimeError, match=rf"\(Llama4TextMoe\).*{ROUTE}"):
         check(model)
-    route_llama4(model, "mxep_bf16")
+    route_experts(model, "mxep_bf16")
     step(model)
     check(model)
     assert load_report(model)
@@ -164,7 +163,7 @@ def test_step3s_experts_equal_their_own_code(limits: list[float] | None) -> None
 
 
 def test_route_experts_refuses_other_models() -> None:
-    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM: got no experts of Step 3\.7 or LongCat-Flash"):
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM: got no experts of Llama 4, Step 3\.7 or"):
         route_experts(tiny(), "mxep_bf16")
     with pytest.raises(ValueError, match="got 'eager', want one that mxep has registered"):
         route_experts(longcat(), "eager")

@@ -339,20 +339,23 @@ SIZE_NAMES = {
 
 def sizes_of(found: Mapping[str, Any]) -> dict[str, int]:
     """The sizes that there are, by key of the section `model`."""
-    known: dict[str, list[int]] = {}
-    for key, names in SIZE_NAMES.items():
-        known[key] = [found[name] for name in names if isinstance(found.get(name), int)]
-    return {key: values[0] for key, values in known.items() if values}
+    pairs = [(key, name) for key, names in SIZE_NAMES.items() for name in reversed(names)]
+    return {key: found[name] for key, name in pairs if isinstance(found.get(name), int)}
 
 
 CAPTURED = "deepseek_v3", "mixtral", "qwen3_moe"
 """Models of transformers with steps captured on a GPU, without attention windows. Others may read from it."""
 
 
-def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a model of transformers is one of CAPTURED, and a token attends to all before it in every layer."""
+def attends_to_all(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a token attends to all before it in every layer of a model of transformers."""
     kinds = set(hf_config.get("layer_types") or ["full_attention"])
-    return hf_config["model_type"] in CAPTURED and not hf_config.get("sliding_window") and kinds == {"full_attention"}
+    return not hf_config.get("sliding_window") and kinds == {"full_attention"}
+
+
+def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a model of transformers is one of CAPTURED that `attends_to_all`."""
+    return hf_config["model_type"] in CAPTURED and attends_to_all(hf_config)
 
 
 def moe_layers(found: Mapping[str, Any], layers: int) -> int:

@@ -27,7 +27,7 @@ from .optimize import linear_cross_entropy, optimize
 from .parallel import check_tensor_parallelism, expert_parallel, register
 from .quantized import FrozenExperts, freeze_experts, load_quantized
 from .replay import joined_routing, record_routing, replay_routing
-from .routed import route_experts, route_llama4
+from .routed import route_experts
 
 __all__ = [
     "NAMES",
@@ -46,7 +46,6 @@ __all__ = [
     "register",
     "replay_routing",
     "route_experts",
-    "route_llama4",
     "save_quantized",
 ]
 

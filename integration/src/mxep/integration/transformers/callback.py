@@ -55,11 +55,9 @@ from .parallel import leave_to_ranks
 _OF_EXPERTS = re.compile(r"(Experts?|M[oO][eEA])$")
 """Ends of class names of modules that hold experts, as `DbrxExperts`, `JetMoeMoE` and `DogeCDMoE`."""
 
-_CURES = {
-    "Llama4": "mxep.integration.transformers.route_llama4(model, {name!r})",
-    "Step3p7Experts": "mxep.integration.transformers.route_experts(model, {name!r})",
-    "LongcatFlash": "mxep.integration.transformers.route_experts(model, {name!r})",
-}
+_ROUTED = "Llama4", "Step3p7Experts", "LongcatFlash"
+"""Parts of class names that `route_experts` knows."""
+_ROUTE = "mxep.integration.transformers.route_experts(model, {name!r})"
 _REPLACED = (
     "leave out what replaced them or their block (Trainer: use_liger_kernel=False; Liger: swiglu=False; transformers: "
     "use_kernels=False)"
@@ -70,12 +68,12 @@ _NO_WAY = (
 )
 
 
-def check(model: nn.Module) -> None:
+def check(model: nn.Module, *, ran: bool = False) -> None:
     """Raise what went wrong on the device since the last check, as `MoE.check`: once a step, before the optimizer.
 
-    RuntimeError if a module of experts runs code of its own though its config names mxep.
+    RuntimeError if a module of experts runs code of its own though its config names mxep. ran: as of `raise_unserved`.
     """
-    raise_unserved(model)
+    raise_unserved(model, ran=ran)
     for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
         try:
             dispatcher.check()
@@ -158,7 +156,7 @@ def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]
         kind = type(module).__name__
         if not is_experts(module):
             if named is not None:
-                yield name, kind, named.name, next((cure for of, cure in _CURES.items() if of in kind), _NO_WAY)
+                yield name, kind, named.name, _ROUTE if any(part in kind for part in _ROUTED) else _NO_WAY
         elif named is None and (layer is None or not layer.parallel):
             if wanted is not None:
                 got = getattr(own, "_experts_implementation", None)
@@ -282,8 +280,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
-        raise_unserved(model, ran=True)
-        check(model)
+        check(model, ran=True)
 
     def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:

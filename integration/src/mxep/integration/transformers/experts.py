@@ -122,23 +122,22 @@ class Layer:
         if lora is not None and self.activation is None:
             raise ValueError(f"lora: expected experts with a SwiGLU that mxep has, got {type(experts).__name__}")
         self.called = True  # without reading it, which would be a guard
+        given = expert_ids, weights, lora
         if torch.compiler.is_compiling():
-            return self._autocast(experts, x, expert_ids, weights, lora)
+            return self._autocast(experts, x, *given)
         try:
-            return self._autocast(experts, x, expert_ids, weights, lora)
+            return self._autocast(experts, x, *given)
         except (ValueError, PeersDisagree) as error:
             say_where_max_tokens_is_set(error)
             raise
 
-    def _autocast(
-        self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor, lora: LoRAWeights | None
-    ) -> Tensor:
+    def _autocast(self, experts: Any, x: Tensor, *given: Any) -> Tensor:
         kind, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
             with torch.autocast(kind, enabled=False):
-                return self._forward(experts, x, expert_ids, weights, lora).to(dtype)
-        out = self._forward(experts, x, expert_ids, weights, lora)
+                return self._forward(experts, x, *given).to(dtype)
+        out = self._forward(experts, x, *given)
         return out if out.dtype == dtype else out.to(dtype)
 
     def _forward(
@@ -183,11 +182,6 @@ class Layer:
         if torch.is_grad_enabled():
             self.trained_routing = routing
         return out
-
-    def prepare(self, experts: Any, x: Tensor, top_k: int) -> None:
-        """Pick the recipe before a forward of x (T, D) is compiled."""
-        if not isinstance(self.recipe, Recipe):
-            self.recipe, _ = recipe_of_call(self._pick, experts, x, top_k)
 
     def _pick(self, experts: Any, x: Tensor, top_k: int) -> Recipe | None:
         sizes = experts.down_proj.shape[1:]
@@ -327,6 +321,17 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(type(module), "_apply_gate") and hasattr(module, "down_proj")
 
 
+def experts_in(model: nn.Module, who: str) -> dict[str, Any]:
+    """The modules of experts, by name. ValueError, as of `who`, if there is none."""
+    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    if not found:
+        raise ValueError(
+            f"{who}: expected a model with experts that mxep runs, got {type(model).__name__}: "
+            "route_experts prepares Llama 4, Step 3.7 and LongCat-Flash"
+        )
+    return found
+
+
 def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
     """The modules of experts that mxep runs, or ran, by name; and those that are spread over ranks."""
     for name, module in model.named_modules():
@@ -449,7 +454,8 @@ def prepare(experts: Any, hidden_states: Tensor) -> None:
     how = implementation_of(experts.config)
     layer: Layer | None = experts.__dict__.get(KEY) if how is None else how.ready_layer(experts)
     if layer is not None and not isinstance(layer.recipe, Recipe):
-        layer.prepare(experts, hidden_states.flatten(0, -2), top_k_of(experts.config))
+        x, top_k = hidden_states.flatten(0, -2), top_k_of(experts.config)
+        layer.recipe, _ = recipe_of_call(layer._pick, experts, x, top_k)
 
 
 def implementation_of(config: Any) -> Implementation | None:
@@ -458,9 +464,9 @@ def implementation_of(config: Any) -> Implementation | None:
     return found if isinstance(found, Implementation) else None
 
 
-def registered(implementation: str) -> Implementation:
-    """The implementation of a name. ValueError if mxep registered none."""
+def registered(implementation: str, key: str = "implementation") -> Implementation:
+    """The implementation of a name. ValueError, as of the argument `key`, if mxep registered none."""
     how = ALL_EXPERTS_FUNCTIONS.get(implementation, None)
     if not isinstance(how, Implementation):
-        raise ValueError(f"implementation: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")
+        raise ValueError(f"{key}: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")
     return how

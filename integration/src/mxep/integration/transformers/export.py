@@ -48,7 +48,7 @@ from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXTensor, quantize, quantize
 from mxep.quant.checkpoint import INDEX
 
 from ..metrics import LIMIT, snr
-from .experts import implementation_of, is_experts, weight_names
+from .experts import experts_in, implementation_of, weight_names
 from .quantized import CONVERSIONS, FrozenExperts
 
 Format = Literal["mxfp8", "mxfp4", "fp8_block"]
@@ -85,9 +85,7 @@ def save_quantized(
     """
     if fmt not in LAYOUTS:
         raise ValueError(f"save_quantized: expected fmt {', '.join(LAYOUTS)}, got {fmt!r}")
-    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
-    if not experts:
-        raise ValueError(f"save_quantized: expected a model with experts that mxep runs, got {type(model).__name__}")
+    experts = experts_in(model, "save_quantized")
     if not isinstance(model, PreTrainedModel):  # names would be others
         raise ValueError(
             f"save_quantized: expected a PreTrainedModel, got {type(model).__name__}: merge PEFT's adapters"
@@ -100,7 +98,7 @@ def save_quantized(
         stacked = [name for name in held if not _is_apart(name, converters)]
         layout = _layout(fmt, layout, stacked, is_v4=model.config.model_type == "deepseek_v4")
         for name, (module, each) in held.items():
-            n, k = getattr(module, each).shape[-1 if module.is_transposed else -2], _inputs(module, each)
+            n, k = getattr(module, each).shape[-2:][:: -1 if module.is_transposed else 1]
             if k % BLOCK:
                 raise ValueError(f"{name}: expected input features in multiples of {BLOCK}, got {n} x {k}")
         parts = {f"{name}{part}" for name in held for part in ("", *(f"_{each}" for each in FrozenWeight.field_names))}
@@ -159,10 +157,6 @@ def _layout(fmt: str, layout: str | None, stacked: list[str], *, is_v4: bool) ->
     if layout is not None and layout not in possible:
         raise ValueError(f"layout: expected {' or '.join(possible)} for {fmt} of this model, got {layout!r}")
     return layout or possible[0]
-
-
-def _inputs(module: Any, name: str) -> int:
-    return int(getattr(module, name).shape[-2 if module.is_transposed else -1])
 
 
 def _whole(x: Any) -> Any:

@@ -40,7 +40,7 @@ from mxep.ep.lora import RANK_MULTIPLE, LoRAWeights
 from mxep.gemm import FrozenWeight
 from mxep.gemm.frozen import FrozenFormat
 
-from .experts import KEY, Implementation, implementation_of, is_experts, weight_names
+from .experts import Implementation, implementation_of, is_experts, weight_names
 from .parallel import check_adapters, replicate
 from .quantized import FrozenExperts, freeze_module, own_names, thaw
 
@@ -83,8 +83,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
             return None
         if len({layer.scaling[active[0]] for layer in layers.values()}) > 1:
             return None
-        layer = experts.__dict__.get(KEY)
-        layer = run.layer_of(experts) if layer is None or layer.made_for is not run else layer
+        layer = run.ready_layer(experts)
         return None if layer.parallel or layer.activation is None else run
 
     def _weights(self, active: list[str]) -> LoRAWeights:

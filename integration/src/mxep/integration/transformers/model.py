@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -107,12 +108,9 @@ class CausalLM(nn.Module):
             _draw(self.model)
         self.to(device).train()
         self.blocks = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        by_block = {"parallel.fsdp": config.parallel.fsdp}
-        by_block |= {"train.activation_checkpointing": config.train.activation_checkpointing}
-        by_block |= {"train.compile": config.train.compile, "recipe.linear": config.recipe.linear is not None}
-        if not self.blocks and any(by_block.values()):
-            key = next(key for key, wanted in by_block.items() if wanted)
-            raise ConfigError(f"{key}: leave it out: {sizes.model_type} has no blocks that transformers names")
+        for key in ("parallel.fsdp", "train.activation_checkpointing", "train.compile", "recipe.linear"):
+            if not self.blocks and attrgetter(key)(config):
+                raise ConfigError(f"{key}: leave it out: {sizes.model_type} has no blocks that transformers names")
         self.experts = [self.model.get_submodule(name) for name in names]
         for part in (part for block in self.blocks for part in block.children()):
             if set(self.experts).intersection(part.modules()):
@@ -125,9 +123,8 @@ class CausalLM(nn.Module):
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if config.parallel.fsdp:
             shard(self.model, self.blocks, self.experts, mesh, mixed)
-        self.moes: list[Layer] = [
-            module.__dict__[KEY] for module in self.experts
-        ]  # as `mxep.ep.MoE` in mxep's own decoder
+        # As `mxep.ep.MoE` in mxep's own decoder.
+        self.moes: list[Layer] = [module.__dict__[KEY] for module in self.experts]
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
         self.routers = [RouterView(*each, device) for each in zip(self.experts, self.moes, blocks)]
         self.options = {"use_cache": False}

@@ -42,7 +42,8 @@ from mxep.ep.router import recomputing
 from mxep.gemm import Recipe, convert, converted, join_linears
 from mxep.gemm.recipe import recipe_name, recipe_of
 
-from .experts import ALL_EXPERTS_FUNCTIONS, Implementation, check_experts, is_experts, prepare
+from ..schema import attends_to_all
+from .experts import check_experts, experts_in, implementation_of, is_experts, prepare, registered
 
 ROWS = 4096
 """Rows of a chunk. Each chunk reads W twice and reads and writes dW: 2.5 GB at V 151936, D 2048, fp32 dW."""
@@ -303,23 +304,14 @@ def optimize(
     attention="causal" in a model with attention windows.
     """
     config = model.config.get_text_config()
-    found = [module for module in model.modules() if is_experts(module)]
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    name = getattr(config, "_experts_implementation", None)
-    how = ALL_EXPERTS_FUNCTIONS.get(name, None)
-    swapped = experts is not None and not isinstance(how, Implementation)
-    if swapped:
-        how = ALL_EXPERTS_FUNCTIONS.get(experts, None)
-        if not isinstance(how, Implementation):
-            raise ValueError(f"experts: expected a name that mxep registered, as 'mxep_mxfp8', got {experts!r}")
-        if not found:
-            raise ValueError(
-                f"{type(model).__name__}: expected experts that transformers' registry reaches, got none: "
-                "route_llama4 or route_experts prepares some models; else optimize(model, experts=None)"
-            )
-        for module in found:
+    swapped: dict[str, Any] = {}
+    if experts is not None and implementation_of(config) is None:
+        how = registered(experts, "experts")
+        swapped = experts_in(model, "optimize(experts=)")
+        for module in swapped.values():
             check_experts(module, how.name, how.recipe, spread=False)
-    if attention == "causal" and not attends_to_all(config):
+    if attention == "causal" and not attends_to_all(config.to_dict()):
         raise ValueError(
             "attention: expected a model whose layers attend to all tokens before, got attention windows: "
             'attention="sdpa"'
@@ -329,7 +321,7 @@ def optimize(
     done: dict[str, str] = {}
     if swapped:
         model.set_experts_implementation(experts)
-        done["experts"] = f"{len(found)} modules by {experts}"
+        done["experts"] = f"{len(swapped)} modules by {experts}"
     if recipe is not None:
         parts = [part for block in blocks for part in block.children() if not any(map(is_experts, part.modules()))]
         before = len(converted(model))
@@ -362,12 +354,6 @@ def optimize(
     for part, what in done.items():
         logging.getLogger("mxep.transformers").info("optimize: %s: %s", part, what)
     return done
-
-
-def attends_to_all(config: Any) -> bool:
-    """Whether a token attends to all before it in every layer of a model."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    return not getattr(config, "sliding_window", None) and kinds == {"full_attention"}
 
 
 def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:

@@ -29,6 +29,7 @@ from .experts import (
     Implementation,
     check_experts,
     check_features,
+    experts_in,
     implementation_of,
     is_experts,
     own_expert_parallel,
@@ -127,12 +128,7 @@ def expert_parallel(
     """
     how = registered(implementation)
     group_of(mesh)
-    found: dict[str, Any] = {name: module for name, module in model.named_modules() if is_experts(module)}
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__}: got no module of experts that transformers' registry reaches, want one "
-            "(mxep.integration.transformers.route_llama4 prepares Llama 4)"
-        )
+    found = experts_in(model, "expert_parallel")
     for name, module in found.items():
         stacked = _stacked(module)
         read_apart = isinstance(stacked, DTensor) and stacked.device_mesh == mesh  # by `load_quantized`

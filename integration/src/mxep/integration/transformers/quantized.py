@@ -55,8 +55,12 @@ from mxep.gemm.frozen import FORMATS, FrozenFormat
 from mxep.quant import BLOCK, BlockFP8, MXTensor, rescale_blocks, to_mxfp8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
 
-from .experts import ALL_EXPERTS_FUNCTIONS, KEY, Implementation, implementation_of, is_experts, weight_names
+from .experts import KEY, experts_in, implementation_of, is_experts, registered, weight_names
 from .parallel import adapters_on_experts, expert_parallel
+
+
+def _this_ranks(name: str) -> Any:
+    return property(lambda experts: frozen_weight(experts, name), doc=f"This rank's {name}, a FrozenWeight.")
 
 
 class FrozenExperts(nn.Module):
@@ -71,20 +75,9 @@ class FrozenExperts(nn.Module):
 
     config: Any
 
-    @property
-    def gate_up_proj(self) -> FrozenWeight:
-        """This rank's gate and up weights (e, 2F, D)."""
-        return frozen_weight(self, "gate_up_proj")
-
-    @property
-    def up_proj(self) -> FrozenWeight:
-        """This rank's up weights (e, F, D) of experts without a gate."""
-        return frozen_weight(self, "up_proj")
-
-    @property
-    def down_proj(self) -> FrozenWeight:
-        """This rank's down weights (e, D, F)."""
-        return frozen_weight(self, "down_proj")
+    gate_up_proj = _this_ranks("gate_up_proj")  # (e, 2F, D)
+    up_proj = _this_ranks("up_proj")  # (e, F, D), of experts without a gate
+    down_proj = _this_ranks("down_proj")  # (e, D, F)
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, lora: LoRAWeights | None = None
@@ -134,9 +127,7 @@ def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: boo
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze_experts: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
-    found: dict[str, Any] = {name: module for name, module in model.named_modules() if is_experts(module)}
-    if not found:
-        raise ValueError(f"freeze_experts: expected a model with experts that mxep runs, got {type(model).__name__}")
+    found = experts_in(model, "freeze_experts")
     if adapters_on_experts(model):
         raise ValueError("freeze_experts: expected experts without adapters, got PEFT's: merge_and_unload() first")
     for name, experts in found.items():
@@ -241,11 +232,7 @@ def load_quantized(
     are missing, not quantized or of other shapes, for scales that are no powers of two without `rescale`, and for
     missing and unexpected tensors of the rest. `freeze` raises for norms that fold badly: pass folded=False.
     """
-    implementation = ALL_EXPERTS_FUNCTIONS.get(experts_implementation, None)
-    if not isinstance(implementation, Implementation):
-        raise ValueError(
-            f"experts_implementation: expected a registered name of mxep, got {experts_implementation!r}: 'mxep_mxfp8'"
-        )
+    registered(experts_implementation, "experts_implementation")
     device = torch.device(device or "cpu")
     with QuantizedCheckpoint(folder) as checkpoint:
         config = _config(checkpoint)
@@ -338,17 +325,15 @@ class _ExpertsWeight:
 
     def read(self, device: torch.device, experts: range, *, rescale: bool, folded: bool) -> FrozenWeight:
         """Some of the experts, one after another."""
-        whole: FrozenWeight | None = None
+        whole: dict[str, Any] = {}
         for i, e in enumerate(experts):
             one = freeze(self._expert(e, device, rescale), self.format, folded=folded)
-            if whole is None:
-                parts: Any = (_room(getattr(one, part.name), len(experts)) for part in fields(one))
-                whole = FrozenWeight(*parts)
             for part in fields(one):
-                if (x := getattr(one, part.name)) is not None:
-                    getattr(whole, part.name)[i] = x[0]
-        assert whole is not None
-        return whole
+                if (x := getattr(one, part.name)) is None:
+                    whole[part.name] = None
+                else:
+                    whole.setdefault(part.name, x.new_empty((len(experts), *x.shape[1:])))[i] = x[0]
+        return FrozenWeight(**whole)
 
     def _expert(self, e: int, device: torch.device, rescale: bool) -> MXTensor:
         """(1, N, K)"""
@@ -403,13 +388,10 @@ class _Names:
         self.converters = [each for each in self.conversions if isinstance(each, WeightConverter)]
         self.prefix, self.state = skeleton.base_model_prefix, skeleton.state_dict()
         self.experts: dict[str, tuple[int, ...]] = {}
-        for name, module in skeleton.named_modules():
-            for each in weight_names(module) if is_experts(module) else ():
+        for name, module in experts_in(skeleton, "load_quantized").items():
+            for each in weight_names(module):
                 e, n, k = getattr(module, each).shape
                 self.experts[f"{name}.{each}"] = (e, k, n) if module.is_transposed else (e, n, k)
-        if not self.experts:
-            kind = type(skeleton).__name__
-            raise ValueError(f"load_quantized: expected a model with experts that mxep runs, got {kind}")
 
     def sort(self, checkpoint: QuantizedCheckpoint) -> tuple[dict[str, _ExpertsWeight], dict[str, StoredWeight]]:
         """Weights of experts by their names in the model, and all others by theirs in the checkpoint."""
@@ -488,10 +470,6 @@ def _share(num_experts: int, mesh: DeviceMesh | None) -> range:
     if num_experts % mesh.size():
         raise ValueError(f"load_quantized: expected experts in a multiple of {mesh.size()} ranks, got {num_experts}")
     return local_experts(num_experts, mesh)
-
-
-def _room(part: Tensor | None, experts: int) -> Tensor | None:
-    return None if part is None else part.new_empty((experts, *part.shape[1:]))
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

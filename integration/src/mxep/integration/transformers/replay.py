@@ -13,6 +13,7 @@ T tokens (batch times length), E experts, K experts a token, L layers.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from mxep.ep.router import recomputing
 
-from .experts import is_experts
+from .experts import experts_in, is_experts
 from .optimize import eagerly
 
 Ids = Tensor | Sequence[Tensor]
@@ -48,7 +49,7 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
     given = _of_layers(model, ids, blocks)
     own = [block.__dict__.get("forward") for block in blocks.values()]
     for (name, block), chosen in zip(blocks.items(), given):
-        block.forward = _Replay(name, block.forward, _num_experts(name, block), chosen)
+        block.forward = functools.partial(_replay, block.forward, name, _num_experts(block), chosen)
     try:
         with eagerly(model):
             yield
@@ -94,19 +95,13 @@ def joined_routing(found: list[list[Tensor]], batch: int) -> Tensor:
     return torch.stack(layers, 2).int()
 
 
-class _Replay:
+def _replay(forward: Any, name: str, num_experts: int, ids: Tensor, *given: Any, **how: Any) -> Any:
     """The forward of an MoE block in which the router's choice is replaced."""
-
-    def __init__(self, name: str, forward: Any, num_experts: int, ids: Tensor) -> None:
-        self.name, self.forward, self.num_experts, self.ids = name, forward, num_experts, ids
-
-    def __call__(self, *given: Any, **how: Any) -> Any:
-        mode = _Chosen(self.name, self.num_experts, self.ids)
-        with mode:
-            out = self.forward(*given, **how)
-        if not mode.done:
-            raise ValueError(f"{self.name}: expected a router that calls torch.topk over {self.num_experts} experts")
-        return out
+    with (mode := _Chosen(name, num_experts, ids)):
+        out = forward(*given, **how)
+    if not mode.done:
+        raise ValueError(f"{name}: expected a router that calls torch.topk over {num_experts} experts")
+    return out
 
 
 class _Chosen(TorchFunctionMode):
@@ -133,15 +128,13 @@ class _Chosen(TorchFunctionMode):
 
 def _blocks(model: nn.Module) -> dict[str, Any]:
     """The modules around routers and experts, by name."""
-    names = [name for name, module in model.named_modules() if is_experts(module)]
+    names = list(experts_in(model, "routing"))
     while wrapped := [name for name in names if name.endswith(".base_layer")]:  # by PEFT
         names = [name.removesuffix(".base_layer") if name in wrapped else name for name in names]
-    if not names:
-        raise ValueError(f"routing: expected a model with experts that mxep runs, got {type(model).__name__}")
     return {parent: model.get_submodule(parent) for parent in (name.rpartition(".")[0] for name in names)}
 
 
-def _num_experts(name: str, block: nn.Module) -> int:
+def _num_experts(block: nn.Module) -> int:
     experts: Any = next(module for module in block.modules() if is_experts(module))
     return int(experts.num_experts)
 
@@ -173,7 +166,7 @@ def _of_layers(model: nn.Module, ids: Ids, blocks: dict[str, Any]) -> list[Tenso
         return chosen
     bounds = torch.stack([torch.stack(each.aminmax()) for each in chosen])
     for (name, block), (low, high) in zip(blocks.items(), bounds.tolist()):
-        num_experts = _num_experts(name, block)
+        num_experts = _num_experts(block)
         if low < -1 or high >= num_experts:
             raise ValueError(f"{name}: expected ids from -1 to {num_experts - 1}, got {low} to {high}")
     return chosen
