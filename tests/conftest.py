@@ -23,6 +23,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # before a conftest imports
 gc.disable()  # until all is imported: what is imported stays, and each collection would look at all of it
 triton_interpreter.on_import()
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # plain C++ on a CPU: no trials, for 8 s, of what it can do
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin for a busy core take 30 times as long
 
 
 LONGEST = (

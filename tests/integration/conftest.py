@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 from mxep.integration import app
 from mxep.integration.app import register
-from mxep.integration.config import resolve
+from mxep.integration.config import prepare, resolve
 from mxep.integration.launch import start_fork_server
 from mxep.integration.schema import Config, configs_dir
 from ranks import PRELOAD  # sets TRITON_INTERPRET, which the fork server must know
 
-TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
+ON_TEXT = ("data=text", "data.batch=4", "data.length=32", "train.valid_batches=1")
+TINY = ("model=tiny", *ON_TEXT, "optimizer.warmup=5")
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,30 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def composed(*overrides: str) -> DictConfig:
+    """What Hydra composes of configs/ and a command line."""
+    register()
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
 @pytest.fixture(scope="session")
 def make_config(text: Path) -> Callable[..., Config]:
     """make_config(*overrides, ranks=None) -> a tiny config."""
 
     def make(*overrides: str, ranks: int | None = None) -> Config:
-        register()
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            return resolve(compose("config", [*TINY, f"data.path={text}", *overrides]), ranks=ranks)
+        return resolve(composed(*TINY, f"data.path={text}", *overrides), ranks=ranks)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prepared(text: Path) -> Callable[..., Config]:
+    """prepared(*arguments) -> the config of a command on the text."""
+
+    def make(*arguments: str) -> Config:
+        given = [*ON_TEXT, f"data.path={text}", *arguments]
+        return prepare(composed(*given), given)[0]
 
     return make
 

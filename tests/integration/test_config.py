@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import importlib.util
 import logging
 import math
 import re
@@ -12,13 +13,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from unittest.mock import Mock
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from integration.conftest import composed
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
 from mxep.integration import app
-from mxep.integration.app import register
 from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.model import auto, make_recipe, recipes
 from mxep.integration.schema import TASKS, Config, Range, command_line_complaint, configs_dir, out_of_bounds
@@ -68,7 +68,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["recipe.name=int3"], "recipe: got 'int3', want bf16, fp8, mxfp8"),
+        (["recipe.name=int3"], "recipe: got 'int3', want bf16, fp8, mxfp8, auto;"),
         (["recipe.name=fp8_32x32"], "recipe: got 'fp8_32x32', want bf16, fp8, mxfp8"),
         (["recipe.name=mxfp8_floor_even"], "(in this order, one of the last three, 32x32 after mxfp8 alone)"),
         (
@@ -95,7 +95,6 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["model.dim=40"], "recipe mxfp8 wants model.dim and model.hidden_dim in 32s"),
         (["recipe=fp8", "model.hidden_dim=40"], "recipe fp8 wants model.dim and model.hidden_dim in 16s"),
         (["recipe.linear=mx4"], "recipe.linear: got 'mx4', want bf16, fp8, mxfp8, auto;"),
-        (["recipe.name=int3"], "want bf16, fp8, mxfp8, auto;"),
         (["task=compare", "recipe=auto"], "task=compare compares a recipe with bf16: recipe must be another one"),
         (["recipe=bf16", "recipe.linear=mxfp8", "model.dim=40"], "recipe.linear=mxfp8 wants model.dim in 32s, got 40"),
         (["verify.cases=[int3/linear]"], "verify.cases: got 'int3/linear', wanted some of bf16/local"),
@@ -141,6 +140,19 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
             "recipe fp8 wants verify.dim and verify.hidden_dim in 16s, got 100 and 128",
         ),
         (["estimate.layers=0"], "estimate.layers: got 0, wanted at least 1"),
+        (["data.vocabulary=255"], "data.vocabulary: got 255, wanted at least 256"),
+        (["data.vocabulary=300", "data.tokenizer=x"], "data.vocabulary and data.tokenizer: got both, wanted one"),
+        (["data.tokenizer=/no/such"], "data.tokenizer: /no/such: FileNotFoundError"),
+        (
+            ["model=qwen3_moe_tiny", "data.vocabulary=300", "model.transformers.vocab_size=299"],
+            "model.transformers.vocab_size must be at least 300, one for each token of the data, got 299",
+        ),
+        (
+            ["data.batch=16", "train.micro_batches=3"],
+            "6 (parallel.ranks times train.micro_batches), got 16: try data.batch=18",
+        ),
+        (["train.precision=bf16-true"], "train.precision: got bf16-true, wanted bf16-mixed: only models of"),
+        (["parallel.fsdp=true"], "parallel.fsdp: got true, wanted false: only models of transformers"),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(make_config: Callable[..., Config], overrides: list[str], message: str):
@@ -217,6 +229,24 @@ def test_a_value_that_fits_passes(make_config: Callable[..., Config], overrides:
 
 
 @pytest.mark.parametrize(
+    ("library", "given", "message"),
+    [
+        ("tensorboard", "train.tensorboard=true", "pip install 'mxep-integration[tensorboard]'"),
+        ("tokenizers", "data.vocabulary=300", "pip install 'mxep-integration[tokenizers]'"),
+        ("wandb", "train.wandb=true", "train.wandb=true wants wandb: pip install wandb"),
+    ],
+)
+def test_without_a_library_it_says_what_to_install(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, library: str, given: str, message: str
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == library else find(name))
+    make_config()
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_config(given)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [["recipe=mxfp8,fp8", "-m"], ["recipe=[a]"], ["recipe=mine", "--config-dir=d"], ["model=null"], ["task=verify"]],
 )
@@ -256,24 +286,12 @@ def test_a_config_error_is_one_message_and_exit_code_1(mxep, arguments: list[str
     assert finished.out == ""
 
 
-def test_a_folder_without_a_checkpoint_cannot_be_resumed(mxep, tmp_path: Path):
-    finished = mxep(f"resume={tmp_path}")
-    assert (finished.code, "no checkpoint in" in finished.err) == (1, True)
-
-
 def test_a_saved_config_comes_back_but_for_what_the_command_line_names(make_config: Callable[..., Config]):
     saved = make_config("train.steps=7", "seed=3", "recipe=fp8")
-    register()
     given = ["recipe=bf16", "train.checkpoint_every=9", "dispatcher=all_to_all"]
     restored = resolve(restore(composed(*given), to_json(saved), given))
     assert (restored.train.steps, restored.seed, restored.model) == (7, 3, saved.model)
     assert (restored.recipe.name, restored.train.checkpoint_every) == ("bf16", 9)
-
-
-def composed(*overrides: str) -> DictConfig:
-    register()
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        return compose("config", list(overrides))
 
 
 def test_a_checkpoint_says_nothing_of_tasks_places_and_files_to_write(make_config: Callable[..., Config]):

@@ -1,26 +1,21 @@
 """Texts as bytes and as tokens: sources, held-out chunks, batches, tokenizers."""
 
 import dataclasses
-import importlib.util
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from tokenizers import Tokenizer
 
-from integration.conftest import TINY, Finished
 from integration.test_train import losses, make_trainer, train_stop_and_resume
 from mxep.integration import checkpoint
-from mxep.integration.app import register
-from mxep.integration.config import ConfigError, prepare, to_json
+from mxep.integration.config import ConfigError, to_json
 from mxep.integration.data import HELD_OUT, Text, make_batch, read_text, vocabulary_of
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.schema import Config, DataConfig, configs_dir
+from mxep.integration.schema import Config, DataConfig
 
 
 def load_text(path: str | None, *, max_bytes: int = 10**6, length: int) -> Text:
@@ -33,13 +28,6 @@ def test_ranks_share_the_batch_that_one_rank_would_take(text: Path):
     shares = [make_batch(train, seed=1, step=5, batch=8, length=32, rank=rank, ranks=4) for rank in range(4)]
     for i in range(2):
         assert torch.equal(torch.cat([share[i] for share in shares]), whole[i])
-
-
-def test_targets_are_the_inputs_one_byte_further(text: Path):
-    train = load_text(str(text), length=32).train
-    inputs, targets = make_batch(train, seed=0, step=0, batch=3, length=32)
-    assert inputs.shape == targets.shape == (3, 32)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
 def test_batches_differ_by_seed_and_step_and_repeat(text: Path):
@@ -103,19 +91,6 @@ def test_windows_begin_anywhere_and_the_last_one_ends_with_the_last_token(window
         ends |= set(targets[:, -1].tolist())
     assert starts == set(range(windows))
     assert max(ends) == length + windows - 1
-
-
-@pytest.fixture
-def prepared(text: Path) -> Callable[..., Config]:
-    """prepared(*arguments) -> the config of a command on a tiny text."""
-
-    def prepare_(*arguments: str) -> Config:
-        register()
-        given = [*TINY, f"data.path={text}", *arguments]
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            return prepare(compose("config", given), given)[0]
-
-    return prepare_
 
 
 def read(rank: Rank, config: Config) -> Text:
@@ -198,7 +173,7 @@ def test_a_run_on_tokens_resumes_bit_for_bit_with_the_tokenizer_of_its_checkpoin
     prepared: Callable[..., Config], tmp_path: Path
 ):
     given = "parallel.ranks=2", "train.steps=4", "train.checkpoint_every=3", "train.compare=false"
-    config = prepared("data.vocabulary=300", *given)
+    config = prepared("model=tiny", "data.vocabulary=300", *given)
     whole, _, rest = run_ranks(train_stop_and_resume, (config, tmp_path), world_size=2, timeout=60, device="cpu")[0]
     assert losses(rest) == losses(whole)
     saved = checkpoint.find(tmp_path / "half")["mxfp8"]
@@ -233,44 +208,8 @@ def test_a_tokenizer_of_a_file_is_read(prepared: Callable[..., Config], tmp_path
     assert larger.model.transformers["vocab_size"] == 512
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["data.vocabulary=255"], "data.vocabulary: got 255, wanted at least 256"),
-        (["data.vocabulary=300", "data.tokenizer=x"], "data.vocabulary and data.tokenizer: got both, wanted one"),
-        (["data.tokenizer=/no/such"], "data.tokenizer: /no/such: FileNotFoundError"),
-        (
-            ["model=qwen3_moe_tiny", "data.vocabulary=300", "model.transformers.vocab_size=299"],
-            "model.transformers.vocab_size must be at least 300, one for each token of the data, got 299",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_named(prepared: Callable[..., Config], given: list[str], message: str):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        prepared(*given)
-
-
-def test_without_the_library_it_says_what_to_install(prepared: Callable[..., Config], monkeypatch: pytest.MonkeyPatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "tokenizers" else find(name))
-    prepared()
-    with pytest.raises(ConfigError, match=re.escape("pip install 'mxep-integration[tokenizers]'")):
-        prepared("data.vocabulary=300")
-
-
 def test_more_tokens_than_the_text_has_pairs_are_refused(prepared: Callable[..., Config]):
     with pytest.raises(
         RuntimeError, match=r"data.vocabulary: got 100000, wanted at most \d+: the text has no more pairs"
     ):
         read_text(prepared("data.vocabulary=100000").data)
-
-
-def test_the_command_trains_on_tokens(mxep: Callable[..., Finished], text: Path, tmp_path: Path):
-    given = "train.steps=4", "train.checkpoint_every=2", "train.compare=false", "parallel.ranks=1"
-    done = mxep(*TINY, f"data.path={text}", "data.vocabulary=300", *given)
-    assert done.code == 0, done.err
-    again = mxep(f"resume={tmp_path / 'run'}", f"hydra.run.dir={tmp_path / 'more'}", "train.steps=6")
-    assert again.code == 0, again.err
-    assert "another text" not in again.err
-    (run,) = json.loads((tmp_path / "more" / "summary.json").read_text())["runs"]
-    assert run["steps"] == 6

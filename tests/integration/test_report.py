@@ -8,14 +8,16 @@ import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from mxep.integration import report
+from integration.conftest import TINY
+from mxep.integration import checkpoint, report
 from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Run
 
-TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
 SPEED = "Speed (TFLOP/s: Megatron's count, 2 layers, vocabulary 256, sequence 32)"
 SECTIONS = {
     "Loss in nats a byte",
@@ -79,14 +81,8 @@ def made_up(name: str, steps: int, *, layers: int = 3, above: float = 0.0) -> Ru
     return Run(name, steps, False, metrics, 2.0 + above)
 
 
-def test_the_page_has_all_sections_the_numbers_of_metrics_jsonl_and_needs_no_network(mxep, text: Path, tmp_path: Path):
-    finished = mxep(
-        *TINY, f"data.path={text}", "train.steps=21", "train.checkpoint_every=null", "seed=7", "parallel.ranks=1"
-    )
-    assert finished.code == 0, finished.err
-    run = tmp_path / "run"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    raw = (run / "report.html").read_text()
+def check_page(raw: str, rows: list[dict[str, Any]]) -> None:
+    """It has all sections, the numbers of metrics.jsonl, and needs no network."""
     page = Page(raw)
     assert page.sections.keys() == SECTIONS
 
@@ -115,6 +111,40 @@ def test_the_page_has_all_sections_the_numbers_of_metrics_jsonl_and_needs_no_net
     where = dict(page.sections["Where it ran"])
     assert re.match(r"mxep [\d.]+, python 3[\d.]+, torch \d", where["versions"])
     assert where["command"].startswith("mxep model=tiny")
+
+
+def test_a_run_leaves_numbers_config_checkpoints_and_a_page_and_the_loss_falls(mxep, text: Path, tmp_path: Path):
+    finished = mxep(*TINY, f"data.path={text}", "train.steps=30", "seed=7")
+    assert finished.code == 0, finished.err
+    for wanted in ("bf16", "mxfp8", "difference", "held-out text", "sent", "routed", "padding / valid"):
+        assert wanted in finished.out
+    run = tmp_path / "run"
+    assert "seed: 7" in (run / "config.yaml").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["run"], row["step"]) for row in rows] == [(r, s) for r in ("bf16", "mxfp8") for s in range(1, 31)]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["provenance"]["versions"].keys() >= {"python", "torch"}
+    bf16, mxfp8 = summary["runs"]
+    tokens = 30 * 4 * 32
+    for run_summary in (bf16, mxfp8):
+        assert run_summary["valid_loss"] < summary["unigram_entropy"]
+        assert run_summary["rows_routed"] == tokens * 2 * 2  # 2 experts a token, 2 layers
+        assert tokens * 2 <= run_summary["rows_sent"] <= run_summary["rows_routed"]
+    assert bf16["rows_padding"] == 0 < mxfp8["rows_padding"]
+    assert summary["valid_loss_difference"] == mxfp8["valid_loss"] - bf16["valid_loss"]
+    for name, folder in checkpoint.find(run).items():
+        assert folder.name == "step-000030"
+        assert checkpoint.read_state(folder).run == name
+        parts = {what: map(load_file, (folder / what).iterdir()) for what in ("model", "optimizer")}
+        names = {what: {name for file in files for name in file} for what, files in parts.items()}
+        biases = {f"blocks.{i}.moe.router.expert_bias" for i in range(2)}
+        assert names["model"] < {name.removeprefix("first.") for name in names["optimizer"]} | biases
+
+    check_page((run / "report.html").read_text(), rows)
+    again = mxep(f"resume={run / 'bf16' / 'step-000030'}", "train.steps=32")
+    assert again.code == 0, again.err
+    assert json.loads((run / "summary.json").read_text())["runs"][0]["steps"] == 32
+    assert "difference" not in again.out
 
 
 def test_rates_of_a_run_are_means_over_its_time_and_a_step_takes_the_median():

@@ -165,16 +165,6 @@ def test_rows_that_overflow_in_a_micro_batch_stop_the_step(make_config: Callable
         assert same
 
 
-def test_a_batch_that_micro_batches_do_not_divide_is_refused(make_config: Callable[..., Config]):
-    wanted = (
-        r"data.batch must be a multiple of 6 \(parallel.ranks times train.micro_batches\), got 16: try data.batch=18"
-    )
-    with pytest.raises(ConfigError, match=wanted):
-        make_config("data.batch=16", "parallel.ranks=2", "train.micro_batches=3")
-    with pytest.raises(ConfigError, match=r"train\.precision: got bf16-true, wanted bf16-mixed: only models of"):
-        make_config("train.precision=bf16-true")
-
-
 @needs_gpu
 def test_a_cuda_graph_of_micro_batches_trains_as_calls_from_the_host_do(
     make_config: Callable[..., Config], tmp_path: Path
@@ -312,11 +302,6 @@ def test_sharded_ranks_start_from_a_folder_whose_weights_are_finite(make_config:
         assert weights.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(weights[name], wanted[name])] == []
         assert message.startswith(f"model.pretrained: {tmp_path / 'broken'}: {name} is not finite")
-
-
-def test_what_cannot_be_sharded_is_refused(make_config: Callable[..., Config]):
-    with pytest.raises(ConfigError, match=r"parallel\.fsdp: got true, wanted false: only models of transformers"):
-        make_config(FSDP)
 
 
 @needs_gpu

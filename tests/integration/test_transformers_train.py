@@ -13,20 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gemm.test_hopper import needs_hopper
+from integration.conftest import composed
 from integration.test_train import losses, make_trainer, needs_gpu, train_stop_and_resume
 from integration.tiny_models import tiny
 from mxep.gemm import Recipe
 from mxep.integration import checkpoint as checkpoints
-from mxep.integration.app import register
-from mxep.integration.config import ConfigError, prepare, resolve, restore, to_json
+from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.launch import Rank, run_ranks
-from mxep.integration.schema import CAPTURED, Config, configs_dir
+from mxep.integration.schema import CAPTURED, Config
 from mxep.integration.train import Outcome, train
 from mxep.integration.transformers.model import CausalLM
 
@@ -50,26 +48,6 @@ MIXTRAL = (
     *("model.layers=2", "model.dim=64", "model.hidden_dim=64", "model.heads=4"),
     *("model.transformers.num_key_value_heads=2", "model.transformers.vocab_size=256"),
 )
-
-
-@pytest.fixture
-def prepared(text: Path) -> Callable[..., Config]:
-    """prepared(*arguments) -> the config of a command."""
-
-    def prepare_(*arguments: str) -> Config:
-        register()
-        given = [
-            "data=text",
-            f"data.path={text}",
-            "data.batch=4",
-            "data.length=32",
-            "train.valid_batches=1",
-            *arguments,
-        ]
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            return prepare(compose("config", given), given)[0]
-
-    return prepare_
 
 
 def train_alone(rank: Rank, config: Config, folder: Path) -> Outcome:
@@ -325,16 +303,10 @@ def test_a_checkpoint_cannot_have_the_command_interpolate_or_download(prepared: 
     saved = to_json(prepared("model=qwen3_moe_tiny"))
     saved["model"]["transformers"]["rope_parameters"] = {"rope_type": "${oc.env:HOME}"}
     with pytest.raises(ConfigError, match=r"model.transformers.rope_parameters.rope_type: got .*, wanted plain text"):
-        restore(composed(), saved, [])
+        restore(composed("model=small"), saved, [])
     saved["model"]["transformers"] |= {"rope_parameters": None, "attn_implementation": "some/kernel"}
     with pytest.raises(ConfigError, match="attn_implementation: wanted no such key"):
-        resolve(restore(composed(), saved, []))
-
-
-def composed() -> DictConfig:
-    register()
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        return compose("config", ["model=small"])
+        resolve(restore(composed("model=small"), saved, []))
 
 
 def test_more_layers_than_the_folder_has_are_refused(prepared: Callable[..., Config], tmp_path: Path):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ from mxep.integration.verify import (
     quantizers,
     report,
     wide_of,
-    widened,
 )
 
 TAMPERED = 3  # a token whose experts are all routed; an expert
@@ -126,8 +126,8 @@ def test_a_quantized_reference_has_the_noise_of_its_format(make_config: Callable
 
 def test_levelled_results_are_those_of_gaussian_data(make_config: Callable[..., Config]):
     """To the bit: the factor is a power of two."""
-    config, linear = make_config(*SMALL), LinearProblem.gaussian(45, 64, 96, seed=0)
-    found = [[moe_layer(make_problem(config, 0, wide)), plain_linear(widened(linear, wide))] for wide in (1.0, WIDE)]
+    config, linear = make_config(*SMALL), partial(LinearProblem.gaussian, 45, 64, 96, 0)
+    found = [[moe_layer(make_problem(config, 0, wide)), plain_linear(linear(wide))] for wide in (1.0, WIDE)]
     for plain, wide in zip(*found):
         for field in dataclasses.fields(plain):
             assert torch.equal(getattr(levelled(wide, WIDE), field.name), getattr(plain, field.name)), field.name

@@ -14,6 +14,7 @@ B sequences a step over all ranks, b = B / ranks of them here, S tokens a sequen
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import importlib.util
@@ -115,9 +116,9 @@ def _is_text(file: Path) -> bool:
     with file.open("rb") as stream:
         head = stream.read(HEAD)
     try:
-        head[: HEAD - 4].decode()
-    except UnicodeDecodeError as error:
-        return error.end >= len(head[: HEAD - 4]) and b"\0" not in head  # cut within a character
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # its end may be cut within a character
+    except UnicodeDecodeError:
+        return False
     return b"\0" not in head
 
 

@@ -21,7 +21,7 @@ import math
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -61,6 +61,10 @@ class Section:
         """The same without rows."""
         return dataclasses.replace(self, rows=[])
 
+    def texts(self, row: Row, names: Iterable[str]) -> list[str]:
+        """The row's figures of these columns, formatted; "" where it has none."""
+        return ["" if row.get(name) is None else format(row[name], self.figures[name]) for name in names]
+
     def show(self, console: Console) -> None:
         """Print the table, a rule between rows that differ in more than the last label. No figure is cut: the console
         is widened for them. A column that has none is left out."""
@@ -68,7 +72,7 @@ class Section:
         for name in self.labels:
             table.add_column(name, no_wrap=True)
         found = {name for row in self.rows for name, value in row.items() if value is not None}
-        shown = {name: spec for name, spec in self.figures.items() if name in found}
+        shown = [name for name in self.figures if name in found]
         for name in shown:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("", no_wrap=True, max_width=0)
@@ -77,13 +81,9 @@ class Section:
             *first, last = [_label(row.get(name)) for name in self.labels]
             if previous not in (None, first):
                 table.add_section()
-            figures = ["" if row.get(name) is None else format(row[name], spec) for name, spec in shown.items()]
-            remark = (
-                rich.markup.escape(row["note"])
-                if row.get("note")
-                else f"[red]{rich.markup.escape(row.get('error', ''))}"
-            )
-            table.add_row(*(["" for _ in first] if previous == first else first), last, *figures, remark)
+            color, said = ("", row["note"]) if row.get("note") else ("[red]", row.get("error", ""))
+            labels = [""] * len(first) if previous == first else first
+            table.add_row(*labels, last, *self.texts(row, shown), color + rich.markup.escape(said))
             previous = first
         needed = Measurement.get(console, console.options.update(width=1000), table).maximum
         room = max(REMARK[0], min(REMARK[1], TERMINAL - needed))
@@ -93,11 +93,9 @@ class Section:
 
 
 def _label(value: Any) -> str:
-    return (
-        " x ".join(map(str, value))
-        if isinstance(value, list)
-        else rich.markup.escape(str("" if value is None else value))
-    )
+    if isinstance(value, list):
+        return " x ".join(map(str, value))
+    return "" if value is None else rich.markup.escape(str(value))
 
 
 @dataclass
@@ -493,8 +491,7 @@ def _table(section: Section) -> str:
     body = []
     for row in section.rows:
         cells = [f'<th scope="row">{escape(str(row.get(name, "")))}</th>' for name in section.labels]
-        figures = {name: row.get(name) for name in section.figures}
-        texts = ["" if value is None else format(value, section.figures[name]) for name, value in figures.items()]
-        body.append(f"<tr>{''.join(cells)}{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
+        cells += [f"<td>{escape(text)}</td>" for text in section.texts(row, section.figures)]
+        body.append(f"<tr>{''.join(cells)}</tr>")
     table = "\n".join(("<table>", f"<thead><tr>{head}</tr></thead>", "<tbody>", *body, "</tbody>", "</table>"))
     return f"<h2>{escape(section.title)}</h2>\n<div>{table}</div>"

@@ -32,6 +32,7 @@ T tokens, K experts a token, D model dim, F hidden dim, E experts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,14 +97,18 @@ class LinearProblem:
     d_out: Tensor
 
     @staticmethod
-    def gaussian(tokens: int, dim: int, width: int, seed: int) -> LinearProblem:
+    def gaussian(tokens: int, dim: int, width: int, seed: int, wide: float = 1.0) -> LinearProblem:
+        """The first block of features of x is `wide` times as large, and that of w as much smaller."""
         generator = torch.Generator().manual_seed(seed)
-        drawn = [
+        x, w, bias, d_out = (
             torch.randn(s, generator=generator, dtype=torch.float32)
             for s in ((tokens, dim), (width, dim), (width,), (tokens, width))
-        ]
-        drawn[1] *= dim**-0.5
-        return LinearProblem(*(each.bfloat16().float() for each in drawn))
+        )
+        w *= dim**-0.5
+        x, w, bias, d_out = (each.bfloat16().float() for each in (x, w, bias, d_out))
+        x[:, :BLOCK] *= wide
+        w[:, :BLOCK] /= wide
+        return LinearProblem(x, w, bias, d_out)
 
 
 @dataclass(frozen=True)
@@ -266,19 +271,13 @@ def verify(rank: Rank, config: Config) -> dict[str, list[Check]]:
 def make_problem(config: Config, rank: int, wide: float) -> Problem:
     """Rank ``rank``'s tokens, fewer on higher ranks, over weights that all ranks share. Values are Gaussian in bf16.
     In a first block of features tokens are `wide` times as large, and weights as much smaller."""
-    sizes = config.verify
-    weights_of = torch.Generator().manual_seed(config.seed)
-    w13 = (
-        torch.randn(sizes.experts, 2 * sizes.hidden_dim, sizes.dim, generator=weights_of, dtype=torch.float32)
-        * sizes.dim**-0.5
-    )
-    w2 = (
-        torch.randn(sizes.experts, sizes.dim, sizes.hidden_dim, generator=weights_of, dtype=torch.float32)
-        * sizes.hidden_dim**-0.5
-    )
-    generator = torch.Generator().manual_seed(config.seed * 1000 + 1 + rank)
+    sizes, randn = config.verify, functools.partial(torch.randn, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(config.seed)
+    w13 = randn(sizes.experts, 2 * sizes.hidden_dim, sizes.dim, generator=generator) * sizes.dim**-0.5
+    w2 = randn(sizes.experts, sizes.dim, sizes.hidden_dim, generator=generator) * sizes.hidden_dim**-0.5
+    generator.manual_seed(config.seed * 1000 + 1 + rank)
     tokens = max(1, sizes.tokens - DROPPED * rank)
-    x, d_out = (torch.randn(tokens, sizes.dim, generator=generator, dtype=torch.float32) for _ in range(2))
+    x, d_out = (randn(tokens, sizes.dim, generator=generator) for _ in range(2))
     scores, expert_ids = torch.rand(tokens, sizes.experts, generator=generator, dtype=torch.float32).topk(sizes.top_k)
     expert_ids[:DROPPED, 0] = -1
     x, d_out, w13, w2 = (tensor.bfloat16().float() for tensor in (x, d_out, w13, w2))
@@ -290,14 +289,6 @@ def make_problem(config: Config, rank: int, wide: float) -> Problem:
 def wide_of(backend: Backend) -> float:
     """How much larger the first block of features is."""
     return 1.0 if backend.wants_rowwise else WIDE
-
-
-def widened(problem: LinearProblem, wide: float) -> LinearProblem:
-    """The problem with a first block of x as much larger, and of w as much smaller."""
-    x, w = problem.x.clone(), problem.w.clone()
-    x[:, :BLOCK] *= wide
-    w[:, :BLOCK] /= wide
-    return dataclasses.replace(problem, x=x, w=w)
 
 
 def levelled(results: Outputs, wide: float) -> Outputs:
@@ -353,29 +344,26 @@ def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, con
     return Results(*(local(tensor).float().cpu() for tensor in (out, *gradients)))
 
 
-def run_linear(problem: LinearProblem, recipe: Recipe, device: torch.device, backend: str) -> LinearResults:
-    """linear in bf16, forward and backward."""
-    tensors = (problem.x, problem.w, problem.bias)
-    leaves = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in tensors]
-    out = linear(*leaves, recipe=recipe, backend=backend)
-    gradients = torch.autograd.grad(out, leaves, problem.d_out.to(out))
-    return LinearResults(*(tensor.detach().float().cpu() for tensor in (out, *gradients)))
-
-
 def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
-    if name in CASES:
-        return _check_case(name, config, mesh, device)
-    recipe, sizes, rank = Recipe.named(name.partition("/")[0]), config.verify, mesh.rank
-    tokens = max(1, sizes.tokens - DROPPED * (1 + rank))
-    problem = LinearProblem.gaussian(tokens, sizes.dim, sizes.hidden_dim, config.seed * 1000 + 1 + rank)
-    problem = widened(problem, wide := wide_of(select(config.backend, device)))
-    got = run_linear(problem, recipe, device, config.backend)
-    exact, quantized = (plain_linear(problem, q) for q in (EXACT, quantizers(recipe)))
-    return compare(levelled(got, wide), levelled(exact, wide), levelled(quantized, wide), rank)
-
-
-def _check_case(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
+    """The results of a case, the exact ones and those of quantizers compared."""
     wide = wide_of(select(config.backend, device))
+    results = (_run_case if name in CASES else _run_linear)(name, config, mesh, device, wide)
+    got, exact, quantized = (levelled(each, wide) for each in results)
+    return compare(got, exact, quantized, mesh.rank)
+
+
+def _run_linear(name: str, config: Config, mesh: Mesh, device: torch.device, wide: float) -> list[LinearResults]:
+    recipe, sizes = Recipe.named(name.partition("/")[0]), config.verify
+    tokens, seed = max(1, sizes.tokens - DROPPED * (1 + mesh.rank)), config.seed * 1000 + 1 + mesh.rank
+    problem = LinearProblem.gaussian(tokens, sizes.dim, sizes.hidden_dim, seed, wide)
+    leaves = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in (problem.x, problem.w, problem.bias)]
+    out = linear(*leaves, recipe=recipe, backend=config.backend)
+    gradients = torch.autograd.grad(out, leaves, problem.d_out.to(out))
+    got = LinearResults(*(tensor.detach().float().cpu() for tensor in (out, *gradients)))
+    return [got, plain_linear(problem), plain_linear(problem, quantizers(recipe))]
+
+
+def _run_case(name: str, config: Config, mesh: Mesh, device: torch.device, wide: float) -> list[Results]:
     problems = [make_problem(config, rank, wide) for rank in range(mesh.ranks)]
     own = problems[mesh.rank]
     got = run_layer(own, name, mesh, device, config)
@@ -391,11 +379,9 @@ def _check_case(name: str, config: Config, mesh: Mesh, device: torch.device) -> 
     share = dict.fromkeys(("out", "dx", "d_weights"), slice(first, first + len(own.x)))
     experts = slice(None) if alone else _experts_of(mesh.rank, len(got.d_down_proj))
     share |= dict.fromkeys(("d_gate_up_proj", "d_down_proj"), experts)
-    exact, quantized = (
-        Results(**{field: getattr(results, field)[part] for field, part in share.items()})
-        for results in (moe_layer(joined), moe_layer(joined, quantizers(Recipe.named(name.split("/")[0]))))
-    )
-    return compare(levelled(got, wide), levelled(exact, wide), levelled(quantized, wide), mesh.rank)
+    whole = [moe_layer(joined), moe_layer(joined, quantizers(Recipe.named(name.split("/")[0])))]
+    parts = [{field: getattr(results, field)[part] for field, part in share.items()} for results in whole]
+    return [got, *(Results(**each) for each in parts)]
 
 
 def _experts_of(rank: int, num_local: int) -> slice:
