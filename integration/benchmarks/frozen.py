@@ -5,24 +5,25 @@
 A layer with all its experts on one GPU and fixed, balanced routing, as a LoRA fine-tune runs it: no weight gradients.
 "grouped_mm": `baseline.py`, torch's grouped GEMM in bf16 with compiled gathers and SwiGLU, the weights in bf16.
 "bf16": `run_experts` with these weights. "mxfp8", "mxfp4": `run_experts` with them frozen, recipe mxfp8. "+ lora": with
-LoRA of rank 16 on both weights, and its gradients. In turn, five stretches of ten steps each; medians.
+LoRA of rank 16 on both weights, and its gradients. Launched by the host, in turn: medians of five stretches.
 
 "expand": microseconds for one expansion of gate_up_proj, and the share of the speed of a copy that moves as many bytes.
 """
 
 import functools
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from benchmarks.baseline import BaselineLayer
+from benchmarks.timer import Alternative, Call, Timer
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.ep.lora import LoRAWeights
@@ -38,15 +39,14 @@ SHAPES = {  # D, F, experts, top-k, tokens
     "qwen3-235b/8, 512 rows": (4096, 1536, 16, 8, 1024),
     "gpt-oss-20b, 512 rows": (2880, 2880, 32, 4, 4096),
 }
+FROZEN = ("mxfp8", "mxfp4")
 
 
-def milliseconds(step: Callable[[], object], steps: int = 10) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began) / steps
+def microseconds(calls: Mapping[str, Call]) -> dict[str, float]:
+    """Of each call, timed in turn."""
+    timer = Timer(torch.device("cuda"), seconds=0.05, rounds=5)
+    rows = timer.compare({name: Alternative(lambda call=call: [call], "never") for name, call in calls.items()})  # type: ignore[misc]
+    return {name: row["us"] for name, row in rows.items()}
 
 
 def normal(*shape: int) -> Tensor:
@@ -84,20 +84,21 @@ def measure(name: str) -> dict[str, Any]:
     ids = torch.arange(tokens * top_k, device="cuda", dtype=torch.int32).remainder_(experts).view(tokens, top_k)
     weights = torch.rand(tokens, top_k, device="cuda", dtype=torch.float32)
     x = normal(tokens, dim).requires_grad_()
-    d_out = torch.randn_like(x)
+    given, lora = (x, ids, weights, torch.randn_like(x)), join_lora(gate_up, down)
     pairs: dict[str, Any] = {"grouped_mm": (gate_up, down), "bf16": (gate_up, down)}
-    pairs |= {fmt: (freeze(gate_up, fmt), freeze(down, fmt)) for fmt in ("mxfp8", "mxfp4")}
-    given, lora = (x, ids, weights, d_out), join_lora(gate_up, down)
-    steps = {kind: functools.partial(gradient, layer(kind, *pair), (), *given) for kind, pair in pairs.items()}
-    for kind in ("bf16", "mxfp8", "mxfp4"):
-        steps[f"{kind} + lora"] = functools.partial(
-            gradient, layer(kind, pairs[kind][0], pairs[kind][1], lora), lora.tensors, *given
-        )
+    pairs |= {fmt: (freeze(gate_up, fmt), freeze(down, fmt)) for fmt in FROZEN}  # type: ignore[arg-type]
+    steps: dict[str, Call] = {}
+    for kind, pair in pairs.items():
+        steps[kind] = functools.partial(gradient, layer(kind, *pair), (), *given)
+        if kind != "grouped_mm":
+            steps[f"{kind} + lora"] = functools.partial(
+                gradient, layer(kind, pair[0], pair[1], lora), lora.tensors, *given
+            )
     found: dict[str, Any] = {}
     wanted = steps["grouped_mm"]().double()
     for kind, step in steps.items():
-        noise = (step().double() - wanted).norm() / wanted.norm()
-        if kind in ("bf16", "mxfp8", "mxfp4"):
+        if kind in ("bf16", *FROZEN):
+            noise = (step().double() - wanted).norm() / wanted.norm()
             found[f"{kind} dx dB"] = round(-20 * float(noise.log10()), 1)
         for _ in range(4):
             step()
@@ -105,25 +106,21 @@ def measure(name: str) -> dict[str, Any]:
         before = torch.cuda.memory_allocated()
         step()
         found[f"{kind} peak MiB"] = (torch.cuda.max_memory_allocated() - before) >> 20
-    times = {kind: [milliseconds(step) for _ in range(5)] for kind, step in steps.items()}
-    found |= {f"{kind} ms": round(statistics.median(each), 3) for kind, each in times.items()}
-    for kind in ("bf16", "mxfp8", "mxfp4"):
-        found[f"{kind} x grouped_mm"] = round(found["grouped_mm ms"] / found[f"{kind} ms"], 2)
-    for fmt in ("mxfp8", "mxfp4"):
+    times = microseconds(steps)
+    found |= {f"{kind} ms": round(us / 1e3, 3) for kind, us in times.items()}
+    found |= {f"{kind} x grouped_mm": round(times["grouped_mm"] / times[kind], 2) for kind in ("bf16", *FROZEN)}
+    for fmt in FROZEN:
         w, hopper = pairs[fmt][0], BACKENDS["hopper"]
         found[f"{fmt} bytes an element"] = round(w.nbytes / gate_up.numel(), 3)
-        for way, expand in (("rowwise", hopper.expand_rowwise), ("colwise", hopper.expand_colwise)):
-            if fmt == "mxfp8" and way == "rowwise":
-                continue  # stored so
-            read = w.qdata.numel() + (w.scale.numel() if w.row_scale is None else 0)
-            moved = read + gate_up.numel()
-            source, target = (torch.empty(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+        moved = gate_up.numel() + w.qdata.numel() + (w.scale.numel() if w.row_scale is None else 0)
+        source, target = torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda")
+        ways = {"rowwise": hopper.expand_rowwise} if fmt == "mxfp4" else {}  # MXFP8 is stored so
+        for way, expand in (ways | {"colwise": hopper.expand_colwise}).items():
+            calls = {"expand": functools.partial(expand, w), "copy": functools.partial(target.copy_, source)}
             with torch.no_grad():
-                for call in (lambda: expand(w), lambda: target.copy_(source)):  # noqa: B023
-                    milliseconds(call, 5)
-                us = 1e3 * statistics.median(milliseconds(lambda: expand(w)) for _ in range(5))  # noqa: B023
-                copy = 1e3 * statistics.median(milliseconds(lambda: target.copy_(source)) for _ in range(5))  # noqa: B023
-            found[f"{fmt} expand {way} us"], found[f"{fmt} expand {way} of copy"] = round(us, 1), round(copy / us, 2)
+                us = microseconds(calls)
+            found[f"{fmt} expand {way} us"] = round(us["expand"], 1)
+            found[f"{fmt} expand {way} of copy"] = round(us["copy"] / us["expand"], 2)
     return found
 
 
