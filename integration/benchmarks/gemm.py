@@ -1,12 +1,8 @@
 """bench=gemm: mxep.gemm beside its peers and ceilings, in one run.
 
-products   the three products alone, operands ready
-steps      forward and backward, every quantization included
-
-What a step does besides is in bench=quant: rows_per_row, weights_per_row, fold_for_wgrad.
-
-    forward  out = a w^T    dgrad  da = dy w    wgrad  dw = dy^T a     2 M N K flop each, of valid rows
-    step     all three from bf16 operands, every quantization included, the weights' too
+    products   the three products alone, operands ready         forward  out = a w^T
+    steps      all three from bf16 operands, every              dgrad    da = dy w
+               quantization included, the weights' too          wgrad    dw = dy^T a       2 M N K flop each
 
 A maker is a function of a Problem that makes everything ready and returns the call to be timed. Peers are torch's own
 grouped mm: bf16, the baseline; FP8 with a scale a row, whose sums stay in the tensor cores (fast) or leave them now and

@@ -8,26 +8,21 @@
     no experts           experts give back what they get: what is not theirs
 
 Models whose name starts with DEEPSEEK are of DeepSeek-V3's kind: sigmoid routers, two shared experts, a dense first
-layer, latent attention with whole queries. All others are of Qwen3-MoE's.
+layer, latent attention with whole queries. All others are of Qwen3-MoE's. One model serves all cases, of random
+weights, in bf16. What is not expert is on every rank, attention and norms are compiled on GPUs, and only experts
+exchange.
 
-One model serves all, of random weights, in bf16. What is not expert is on every rank, attention and norms are compiled
-on GPUs. Nothing is reduced over ranks but what experts exchange. Sequences are causal and not packed; transformers'
-mask, which would ask the device for that, is left out.
+A step is forward and backward. bench.optimizer=adamw adds torch's fused step, moments in the parameters' dtype, at a
+learning rate of 0, so that all cases have the same weights. bench.activation_checkpointing: each decoder layer keeps
+its input alone.
 
-A step is forward and backward, with bench.optimizer=adamw AdamW's step as well: torch's fused one, its moments in the
-parameters' dtype. One optimizer serves all cases. Its learning rate is 0, which takes as long as any other, so that all
-have the same weights and can be compared. bench.activation_checkpointing: each layer of the decoder keeps its input
-alone and is computed again in backward.
-
-tokens/s       of all ranks together
-TFLOP/s        of a rank, model FLOPs as Megatron-LM counts them (mxep.integration.flops), T / 2 tokens a sequence
-ms             a step: median of sustained stretches, the slowest rank's
-x bf16         how many times as fast as the baseline
+tokens/s       of all ranks together; TFLOP/s: of a rank, as Megatron-LM counts them (mxep.integration.flops)
+ms             a step: median of sustained stretches, the slowest rank's; x bf16: how many times as fast as the baseline
 of step        share of the step that `no experts` does not take, whose experts get no gradients
 loss           mean over ranks
 dB             of the head's gradient against the baseline's, of the rank where it is least; below LEAST_SNR fails
 held GiB       parameters and the optimizer's moments, of a rank; they are there between steps, and in no peak
-peak GiB       most memory of a step above that, gradients included (memory_of; JSON has what of it is where)
+peak GiB       most memory of a step above that, gradients included
 
 T tokens of a rank, in two sequences; V vocabulary; D model dim, F hidden dim, E experts, K experts a token.
 """
@@ -253,15 +248,9 @@ class Subject:
 
 
 def _config(name: str, shape: Shape) -> Any:
-    sizes: dict[str, Any] = {
-        "hidden_size": shape.dim,
-        "num_hidden_layers": shape.layers,
-        "moe_intermediate_size": shape.hidden,
-        "num_experts_per_tok": shape.top_k,
-        "norm_topk_prob": True,
-        "vocab_size": VOCABULARY,
-        "tie_word_embeddings": False,
-    }
+    sizes: dict[str, Any] = {"hidden_size": shape.dim, "num_hidden_layers": shape.layers, "vocab_size": VOCABULARY}
+    sizes |= {"moe_intermediate_size": shape.hidden, "num_experts_per_tok": shape.top_k, "norm_topk_prob": True}
+    sizes["tie_word_embeddings"] = False
     if name.startswith(DEEPSEEK):
         heads, shared = max(2, shape.dim // 128), 2
         sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": None}

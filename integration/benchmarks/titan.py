@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 4 integration/benchmarks/titan.py --model qwen3-30b --case mxfp8 --out titan.jsonl
 
 The model is torchtitan's with fewer layers, the text Python's standard library in words, so that losses fall. What is
-measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/guides/torchtitan.md says what to
-install and runs all cases.
+measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/lab/models.md says what to install.
 """
 
 import argparse
