@@ -5,7 +5,7 @@
 
 Random weights of a published config. LoRA (PEFT, rank 16) on attention and on all experts, gradient checkpointing,
 AdamW on the adapters, one batch of --tokens in sequences of --length. Head and loss are computed in chunks of rows for
-all kinds (`optimize`), norms and RoPE are transformers' own, eager, or with --compile compiled around the experts.
+all kinds (`optimize`), norms and RoPE are transformers' own, eager.
 
     mxfp8, mxfp4     frozen experts, made quantized: bf16 of one expert at a time
     mxep_bf16        experts in bf16, computed by mxep, LoRA by its low-rank GEMMs
@@ -71,10 +71,8 @@ def build(config: Any, kind: str, device: torch.device) -> Any:
     """The model on the device, its experts frozen where the kind is a format."""
     name = kind if kind not in FORMATS else "mxep_mxfp8"
     with torch.device("meta"):
-        how = {
-            "experts_implementation": name,
-            "attn_implementation": "sdpa" if "qwen" in config.model_type else "eager",
-        }
+        attention = "sdpa" if "qwen" in config.model_type else "eager"
+        how = {"experts_implementation": name, "attn_implementation": attention}
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **how)
     for experts in [module for module in model.modules() if is_experts(module)] if kind in FORMATS else []:
         weights = {}
@@ -97,9 +95,9 @@ def build(config: Any, kind: str, device: torch.device) -> Any:
     return model
 
 
-def adapted(model: Any, rank: int, compile: bool = False) -> Any:
+def adapted(model: Any, rank: int) -> Any:
     """The model with LoRA on attention and experts, checkpointed."""
-    mxep.integration.transformers.optimize(model, experts=None, attention=None, compile=compile)
+    mxep.integration.transformers.optimize(model, experts=None, attention=None, compile=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     experts = [f"mlp.experts.{each}" for each in ("gate_up_proj", "down_proj")]
@@ -112,7 +110,7 @@ def measure(config: Any, kind: str, args: argparse.Namespace, device: torch.devi
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
     began = time.perf_counter()
-    model = adapted(build(config, kind, device), args.rank, args.compile).train()
+    model = adapted(build(config, kind, device), args.rank).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     ids = torch.randint(config.vocab_size, (args.tokens // args.length, args.length), device=device)
@@ -150,7 +148,6 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
     parser.add_argument("--length", type=int, default=4096, help="of a sequence")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--compile", action="store_true", help="decoder layers")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--sizes", type=json.loads, default={}, help="JSON that replaces sizes of the config")
