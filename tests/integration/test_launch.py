@@ -301,35 +301,11 @@ def test_a_skip_inside_a_body_is_a_skip(ctx: Context):
     pytest.skip("not here")
 
 
-UNDER_TORCHRUN = """
-import pytest
-import torch.distributed as dist
-from ranks import Context, distributed
-
-@distributed(1, 2)
-def test_bodies(ctx: Context, word, tmp_path):
-    words = [None] * ctx.world_size
-    dist.all_gather_object(words, (ctx.rank, word), group=ctx.group)
-    assert words == [(rank, "given") for rank in range(ctx.world_size)]
-    assert tmp_path.exists()
-
-@pytest.fixture
-def word():
-    return "given"
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
-def test_distributed_bodies_run_in_place_under_torchrun(tmp_path):
-    (tmp_path / "test_bodies.py").write_text(UNDER_TORCHRUN)
-    pytest_here = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *pytest_here, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-    )
+def test_distributed_bodies_run_in_place_under_torchrun():
+    pytest_here = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", "bodies_get"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *pytest_here]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("2 passed") == 2

@@ -43,38 +43,32 @@ def test_a_new_model_knows_nothing(make_config: Callable[..., Config]):
     assert abs(model.loss(inputs, inputs).item() - torch.log(torch.tensor(VOCABULARY)).item()) < 1e-5
 
 
-def test_projections_have_a_recipe_of_their_own(make_config: Callable[..., Config]):
-    config = make_config("recipe=mxfp8_linear", "model=tiny")
+@pytest.mark.parametrize(
+    ("given", "linear"),
+    [(["recipe=mxfp8_linear"], Recipe.mxfp8()), (["recipe=mxfp8", "recipe.linear=auto"], "auto")],
+)
+def test_projections_have_a_recipe_of_their_own(
+    make_config: Callable[..., Config], given: list[str], linear: Recipe | str
+):
+    config = make_config(*given)
     recipe = make_recipe(config)
-    assert (recipe, linear_recipe(config, recipe)) == (Recipe.mxfp8(), Recipe.mxfp8())
+    assert (recipe, linear_recipe(config, recipe)) == (Recipe.mxfp8(), linear)
     assert linear_recipe(config, Recipe.bf16()) is None, "the baseline has torch's"
     models = []
-    for linear in (None, Recipe.mxfp8()):
+    for each in (None, linear):
         torch.manual_seed(0)
         dispatcher = make_dispatcher("local", config.model.experts, dim=config.model.dim)
-        models.append(Transformer(config.model, dispatcher, recipe, linear=linear))
+        models.append(Transformer(config.model, dispatcher, recipe, linear=each))
         torch.nn.init.normal_(models[-1].head.weight, generator=torch.Generator().manual_seed(1))
-    plain, quantized = models
-    assert {type(m) for m in quantized.modules() if isinstance(m, torch.nn.Linear)} == {Linear, torch.nn.Linear}
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), quantized.parameters()))
+    plain, other = models
+    assert {m.recipe for m in other.modules() if isinstance(m, Linear)} == {linear}
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), other.parameters()))
     inputs = torch.randint(0, VOCABULARY, (2, 16))
     losses = [model.loss(inputs, inputs) for model in models]
-    assert 0 < abs(losses[0] - losses[1]) < 0.05 * losses[0]
+    assert linear == "auto" or losses[0] != losses[1]
+    assert abs(losses[0] - losses[1]) < 0.05 * losses[0]
     losses[1].backward()
-    assert all(p.grad is not None for p in quantized.parameters())
-
-
-def test_projections_may_choose_by_their_shape(make_config: Callable[..., Config]):
-    config = make_config("recipe=mxfp8", "recipe.linear=auto", "model=tiny")
-    recipe = make_recipe(config)
-    assert linear_recipe(config, recipe) == "auto"
-    assert linear_recipe(config, Recipe.bf16()) is None, "the baseline has torch's"
-    dispatcher = make_dispatcher("local", config.model.experts, dim=config.model.dim)
-    model = Transformer(config.model, dispatcher, recipe, linear=linear_recipe(config, recipe))
-    assert {m.recipe for m in model.modules() if isinstance(m, Linear)} == {"auto"}
-    inputs = torch.randint(0, VOCABULARY, (2, 16))
-    model.loss(inputs, inputs).backward()
-    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is not None for p in other.parameters())
 
 
 def test_shared_experts_are_there_if_the_config_has_some(make_config: Callable[..., Config]):

@@ -68,8 +68,8 @@ def gradients(rank: Rank, config: Config, folder: Path) -> tuple[dict[str, torch
     return found, sum(opened)
 
 
-def gradients_of_each(rank: Rank, configs: list[Config], folder: Path) -> list[tuple[dict[str, torch.Tensor], int]]:
-    return [gradients(rank, config, folder) for config in configs]
+def of_each(rank: Rank, fn: Callable[..., Any], configs: list[Config], folder: Path) -> list[Any]:
+    return [fn(rank, config, folder) for config in configs]
 
 
 Found = dict[str, torch.Tensor]
@@ -103,8 +103,9 @@ def found(
     made: dict[int, list[dict[str, tuple[Found, int]]]] = {}
     for ranks, layouts in LAYOUTS.items():
         given = *SMALL, f"parallel.ranks={ranks}", "parallel.device=cpu"
-        args = [make_config(*given, *more) for more in layouts.values()], tmp_path_factory.mktemp("gradients")
-        each = run_ranks(gradients_of_each, args, world_size=ranks, timeout=100, device="cpu")
+        configs = [make_config(*given, *more) for more in layouts.values()]
+        args = gradients, configs, tmp_path_factory.mktemp("gradients")
+        each = run_ranks(of_each, args, world_size=ranks, timeout=100, device="cpu")
         made[ranks] = [dict(zip(layouts, rank)) for rank in each]
     return made
 
@@ -182,10 +183,6 @@ def test_a_cuda_graph_of_micro_batches_trains_as_calls_from_the_host_do(
 # Activation checkpointing
 
 
-def bytes_kept_of_each(rank: Rank, configs: list[Config], folder: Path) -> list[int]:
-    return [bytes_kept(rank, config, folder) for config in configs]
-
-
 def bytes_kept(rank: Rank, config: Config, folder: Path) -> int:
     """What a forward keeps for its backward, outside of what a checkpoint computes again; without weights."""
     trainer = make_trainer(rank, config, folder)
@@ -208,24 +205,21 @@ def bytes_kept(rank: Rank, config: Config, folder: Path) -> int:
 def test_checkpointed_blocks_keep_less(make_config: Callable[..., Config], tmp_path: Path, device: str):
     given = *SMALL, f"parallel.device={device}", "recipe=bf16", "parallel.ranks=1"
     configs = [make_config(*given, f"train.activation_checkpointing={each}") for each in ("false", "true")]
-    (kept,) = run_ranks(bytes_kept_of_each, (configs, tmp_path), world_size=1, timeout=60, device=device)
+    (kept,) = run_ranks(of_each, (bytes_kept, configs, tmp_path), world_size=1, timeout=60, device=device)
     assert kept[1] < 0.5 * kept[0], kept
 
 
-def refusals(rank: Rank, configs: list[Config], folder: Path) -> list[str]:
+def refusal(rank: Rank, config: Config, folder: Path) -> str:
     """Of a model without blocks."""
-    found = []
-    for config in configs:
-        with mock.patch.object(model_module, "GradientCheckpointingLayer", int), pytest.raises(ConfigError) as error:
-            make_trainer(rank, config, folder)
-        found.append(str(error.value))
-    return found
+    with mock.patch.object(model_module, "GradientCheckpointingLayer", int), pytest.raises(ConfigError) as error:
+        make_trainer(rank, config, folder)
+    return str(error.value)
 
 
 def test_a_model_whose_blocks_are_not_known_is_refused(make_config: Callable[..., Config], tmp_path: Path):
     keys = FSDP.partition("=")[0], "train.activation_checkpointing", "train.compile"
     configs = [make_config(*SMALL, "recipe=bf16", "parallel.ranks=1", f"{key}=true") for key in keys]
-    (messages,) = run_ranks(refusals, (configs, tmp_path), world_size=1, timeout=60, device="cpu")
+    (messages,) = run_ranks(of_each, (refusal, configs, tmp_path), world_size=1, timeout=60, device="cpu")
     assert messages == [f"{key}: leave it out: qwen3_moe has no blocks that transformers names" for key in keys]
 
 
@@ -256,17 +250,13 @@ def test_a_run_gives_its_memory_back_to_the_next(make_config: Callable[..., Conf
 # FSDP2
 
 
-def curves(rank: Rank, configs: list[Config], folder: Path) -> list[list[tuple[float, float]]]:
-    return [losses_and_norms(rank, config, folder) for config in configs]
-
-
 def test_sharded_ranks_train_as_one_process(make_config: Callable[..., Config], tmp_path: Path):
     """Parameters in fp32 or in bf16, computed in bf16: but for roundings."""
     found = []
     for ranks, *layout in ((1,), (4, FSDP, "parallel.ep=2")):
         given = *SMALL, "recipe=bf16", "train.steps=3", f"parallel.ranks={ranks}", *layout
         configs = [make_config(*given, f"train.precision={precision}") for precision in ("bf16-mixed", "bf16-true")]
-        results = run_ranks(curves, (configs, tmp_path), world_size=ranks, timeout=60, device="cpu")
+        results = run_ranks(of_each, (losses_and_norms, configs, tmp_path), world_size=ranks, timeout=60, device="cpu")
         assert all(result == results[0] for result in results)
         found.append(torch.tensor(results[0]))
     alone, curve = found

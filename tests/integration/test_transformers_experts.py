@@ -51,15 +51,19 @@ def made(folder: str, name: str) -> Any:
     return experts
 
 
-def run(experts: Any, implementation: str) -> dict[str, Tensor]:
-    """Output and all gradients."""
-    experts.config._experts_implementation = implementation
+def run(experts: Any, implementation: str | Recipe) -> dict[str, Tensor]:
+    """Output and all gradients: by a name, or by mxep.ep's function of a recipe, where no name is looked up."""
     experts.zero_grad()
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, DIM, generator=generator, requires_grad=True)
     ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(TOKENS)])
     weights = torch.rand(TOKENS, 2, generator=generator, requires_grad=True)
-    out = experts(x, ids, weights)
+    if isinstance(implementation, Recipe):
+        how = {"dispatcher": LocalDispatcher(4), "recipe": implementation}
+        out, _ = run_experts(x, ids, weights, experts.gate_up_proj, experts.down_proj, **how)
+    else:
+        experts.config._experts_implementation = implementation
+        out = experts(x, ids, weights)
     out.backward(torch.randn(out.shape, generator=generator))
     grads = {name: p.grad for name, p in experts.named_parameters()}
     return {"out": out.detach(), "x": x.grad, "weights": weights.grad} | grads
@@ -77,29 +81,13 @@ class Garbage(torch.autograd.Function):
         return grad, None
 
 
-def of_recipe(experts: Any, recipe: Recipe) -> dict[str, Tensor]:
-    """What `run` gives, by mxep.ep's function of the recipe: no name is looked up."""
-    experts.zero_grad()
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(TOKENS, DIM, generator=generator, requires_grad=True)
-    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(TOKENS)])
-    weights = torch.rand(TOKENS, 2, generator=generator, requires_grad=True)
-    how = {"dispatcher": LocalDispatcher(4), "recipe": recipe}
-    out, _ = run_experts(x, ids, weights, experts.gate_up_proj, experts.down_proj, **how)
-    out.backward(torch.randn(out.shape, generator=generator))
-    grads = {name: p.grad for name, p in experts.named_parameters()}
-    return {"out": out.detach(), "x": x.grad, "weights": weights.grad} | grads
-
-
 def test_each_name_gives_the_bits_of_its_recipe_and_of_no_other() -> None:
     """An SNR cannot tell FP8 from MXFP8. Rows of weights differ by up to 2^15, so that tiles have other scales."""
     experts = made("qwen3_moe", "Qwen3MoeExperts")
     for parameter in experts.parameters():
         powers = torch.randint(-15, 1, parameter.shape[:2], generator=torch.Generator().manual_seed(2))
         parameter.data *= torch.exp2(powers.float())[..., None]
-    wanted = {
-        name: of_recipe(experts, Recipe.named(name.removeprefix("mxep_"))) for name in NAMES if name != "mxep_auto"
-    }
+    wanted = {name: run(experts, Recipe.named(name.removeprefix("mxep_"))) for name in NAMES if name != "mxep_auto"}
     for name in wanted:
         got = run(experts, name)
         equal = [other for other, its in wanted.items() if all(torch.equal(got[each], its[each]) for each in got)]

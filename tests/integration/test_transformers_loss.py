@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers")
 
-from transformers import Trainer, TrainingArguments
 
-from integration.tiny_models import TOKENS, tiny, token_ids
+from integration.tiny_models import tiny, token_ids
 from mxep.integration.metrics import snr
 from mxep.integration.transformers.optimize import defer_head, linear_cross_entropy, reason_to_keep_loss
 
@@ -170,21 +169,3 @@ def test_a_model_that_changes_its_heads_output_is_told() -> None:
     model.lm_head.register_forward_hook(lambda head, args, out: out * 2)
     with pytest.raises(RuntimeError, match=r"expected what lm_head returned.*optimize\(model, loss=False\)"):
         model.train()(input_ids=ids, labels=ids)
-
-
-def test_a_trainer_with_accumulation_has_the_same_losses(tmp_path: Any) -> None:
-    """num_items_in_batch reaches the loss: rows have different numbers of labels."""
-    rows = token_ids(8)
-    texts = [{"input_ids": row, "labels": row.where(torch.arange(TOKENS) > 2 * i, -100)} for i, row in enumerate(rows)]
-    found = []
-    for defers in (False, True):
-        model = tiny()
-        if defers:
-            defer_head(model, rows=16)
-        how: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": []}
-        how |= {"per_device_train_batch_size": 2, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
-        trainer = Trainer(model, TrainingArguments(str(tmp_path), **how), train_dataset=texts)
-        trainer.train()
-        found.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
-    assert len(found[0]) == 2

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM
 
-from integration.tiny_models import TOKENS, step, tiny, token_ids, worst
+from integration.tiny_models import TOKENS, step, tiny, token_ids, whole, worst
 from mxep.comms import PeersDisagree
 from mxep.ep import MoE
 from mxep.gemm import Linear, Recipe, convert
@@ -36,10 +36,6 @@ from mxep.integration.transformers import (
 )
 from mxep.integration.transformers.experts import layers, own_expert_parallel, own_tensor_parallel
 from ranks import Context, distributed
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def of_mean_loss(ctx: Context, model: Any) -> dict[str, torch.Tensor]:

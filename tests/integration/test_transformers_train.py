@@ -13,13 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gemm.test_hopper import needs_hopper
 from integration.conftest import composed
 from integration.test_train import losses, make_trainer, needs_gpu, train_stop_and_resume
-from integration.tiny_models import tiny
+from integration.tiny_models import tiny, whole
 from mxep.gemm import Recipe
 from mxep.integration import checkpoint as checkpoints
 from mxep.integration.config import ConfigError, resolve, restore, to_json
@@ -82,10 +81,6 @@ def start_from(rank: Rank, config: Config, folder: Path) -> tuple[dict[str, torc
     trainer.save()
     trainer.train_step()
     return weights, *(row["loss"] for row in trainer.metrics)
-
-
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def test_training_starts_from_a_folder_and_goes_on_without_it(prepared: Callable[..., Config], tmp_path: Path):

@@ -21,7 +21,7 @@ pytest.importorskip("accelerate")
 
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
-from integration.tiny_models import tiny, token_ids
+from integration.tiny_models import tiny, token_ids, whole
 from mxep.gemm import QuantizedOnce, quantize_weights_once
 from mxep.gemm.quantize_once import weights_are_held
 from mxep.integration.transformers import MxepCallback, callback, expert_parallel, load_report
@@ -61,10 +61,6 @@ class Begin(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.step = state.global_step
         self.weights = {name: whole(value).clone() for name, value in model.state_dict().items()}
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def equal_those_of(folder: Path, weights: dict[str, torch.Tensor]) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -70,6 +71,11 @@ def tiny(
     if implementation != "eager":
         model.set_experts_implementation(implementation)
     return model
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor of which a rank may hold a part."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def token_ids(rows: int = 2, seed: int = 1, device: Any = None) -> Tensor:

@@ -167,7 +167,8 @@ def start_fork_server(*modules: str) -> None:
     server: Any = forkserver
     server.set_forkserver_preload([__name__])
     resource_tracker.ensure_running()  # which unblocks both signals
-    # A terminal's Ctrl-C reaches the server, too. It starts with signals blocked, until `_preload` ignores them.
+    # A scheduler's SIGTERM and a terminal's Ctrl-C reach the whole process group. The caller asks the ranks to stop
+    # after their step; they need the server until then, which blocks both signals and ends with the caller.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ[PRELOAD] = " ".join(modules)
     try:
@@ -197,11 +198,6 @@ def _preload() -> None:
     A module that fails to import is skipped: the rank that needs it imports it again and reports the error with its own
     traceback. Here it would only show as a broken pipe.
     """
-    # A scheduler's SIGTERM and a terminal's Ctrl-C reach the whole process group. The caller asks the ranks to stop
-    # after their step; they need the fork server until then, and it ends with the caller in any case.
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # torch._dynamo: every custom op imports it at its first call, for seconds.
     own = "torch._dynamo", "mxep.integration.train", "mxep.integration.verify"
     # Imported objects stay: garbage collections would only scan them again and again, for a fifth of the time.
@@ -443,8 +439,7 @@ def _rank_main(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     stop = StopFlag()
     signal.signal(signal.SIGUSR1, stop.request)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores both
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks them
     with (folder / f"stack-{rank}").open("w") as stack:
         faulthandler.enable(stack)  # where a signal such as SIGSEGV kills it
         if limit is not None:

@@ -98,9 +98,8 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
         if layer.trained_routing is None:
             continue
         stats, ids = layer.trained_routing.stats(), layer.trained_routing.expert_ids.flatten().long()
-        tokens = torch.zeros(layer.dispatcher.num_experts + 1, dtype=torch.int64, device=ids.device)
-        tokens.scatter_add_(0, ids.clamp_min(-1) + 1, torch.ones_like(ids))
-        tokens = tokens[1:]
+        tokens = torch.zeros(layer.dispatcher.num_experts, dtype=torch.int64, device=ids.device)
+        tokens.scatter_add_(0, ids.clamp_min(0), (ids >= 0).long())
         if layer.dispatcher.group is not None:
             dist.all_reduce(tokens, group=layer.dispatcher.group)
         busiest = tokens.max() / tokens.double().mean().clamp_min(1e-9)
