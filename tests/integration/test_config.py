@@ -75,10 +75,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
             ["optimizer.lr=0.5", "optimizer.weight_decay=3"],
             "weight_decay: got 3.0, wanted at most 2, which is 1 / optimizer.lr",
         ),
-        (
-            ["optimizer.lr=nan", "seed=-1"],
-            "above 0 and at most 1; seed: got -1, wanted at least 0 and at most 4294",
-        ),
+        (["optimizer.lr=nan", "seed=-1"], "above 0 and at most 1; seed: got -1, wanted at least 0 and at most 4294"),
         (["compare.seeds=[0,-1]"], "compare.seeds[1]: got -1, wanted at least 0"),
         (
             ["model=qwen3_moe_tiny", "model.transformers.router_aux_loss_coef=-0.1"],

@@ -44,8 +44,7 @@ def test_a_new_model_knows_nothing(make_config: Callable[..., Config]):
 
 
 @pytest.mark.parametrize(
-    ("given", "linear"),
-    [(["recipe=mxfp8_linear"], Recipe.mxfp8()), (["recipe=mxfp8", "recipe.linear=auto"], "auto")],
+    ("given", "linear"), [(["recipe=mxfp8_linear"], Recipe.mxfp8()), (["recipe=mxfp8", "recipe.linear=auto"], "auto")]
 )
 def test_projections_have_a_recipe_of_their_own(
     make_config: Callable[..., Config], given: list[str], linear: Recipe | str

@@ -68,8 +68,9 @@ def gradients(rank: Rank, config: Config, folder: Path) -> tuple[dict[str, torch
     return found, sum(opened)
 
 
-def of_each(rank: Rank, fn: Callable[..., Any], configs: list[Config], folder: Path) -> list[Any]:
-    return [fn(rank, config, folder) for config in configs]
+def of_each(rank: Rank, name: str, configs: list[Config], folder: Path) -> list[Any]:
+    """What the function of that name here returns for each config."""
+    return [globals()[name](rank, config, folder) for config in configs]
 
 
 Found = dict[str, torch.Tensor]
@@ -104,7 +105,7 @@ def found(
     for ranks, layouts in LAYOUTS.items():
         given = *SMALL, f"parallel.ranks={ranks}", "parallel.device=cpu"
         configs = [make_config(*given, *more) for more in layouts.values()]
-        args = gradients, configs, tmp_path_factory.mktemp("gradients")
+        args = "gradients", configs, tmp_path_factory.mktemp("gradients")
         each = run_ranks(of_each, args, world_size=ranks, timeout=100, device="cpu")
         made[ranks] = [dict(zip(layouts, rank)) for rank in each]
     return made
@@ -205,7 +206,7 @@ def bytes_kept(rank: Rank, config: Config, folder: Path) -> int:
 def test_checkpointed_blocks_keep_less(make_config: Callable[..., Config], tmp_path: Path, device: str):
     given = *SMALL, f"parallel.device={device}", "recipe=bf16", "parallel.ranks=1"
     configs = [make_config(*given, f"train.activation_checkpointing={each}") for each in ("false", "true")]
-    (kept,) = run_ranks(of_each, (bytes_kept, configs, tmp_path), world_size=1, timeout=60, device=device)
+    (kept,) = run_ranks(of_each, ("bytes_kept", configs, tmp_path), world_size=1, timeout=60, device=device)
     assert kept[1] < 0.5 * kept[0], kept
 
 
@@ -219,7 +220,7 @@ def refusal(rank: Rank, config: Config, folder: Path) -> str:
 def test_a_model_whose_blocks_are_not_known_is_refused(make_config: Callable[..., Config], tmp_path: Path):
     keys = FSDP.partition("=")[0], "train.activation_checkpointing", "train.compile"
     configs = [make_config(*SMALL, "recipe=bf16", "parallel.ranks=1", f"{key}=true") for key in keys]
-    (messages,) = run_ranks(of_each, (refusal, configs, tmp_path), world_size=1, timeout=60, device="cpu")
+    (messages,) = run_ranks(of_each, ("refusal", configs, tmp_path), world_size=1, timeout=60, device="cpu")
     assert messages == [f"{key}: leave it out: qwen3_moe has no blocks that transformers names" for key in keys]
 
 
@@ -256,7 +257,9 @@ def test_sharded_ranks_train_as_one_process(make_config: Callable[..., Config], 
     for ranks, *layout in ((1,), (4, FSDP, "parallel.ep=2")):
         given = *SMALL, "recipe=bf16", "train.steps=3", f"parallel.ranks={ranks}", *layout
         configs = [make_config(*given, f"train.precision={precision}") for precision in ("bf16-mixed", "bf16-true")]
-        results = run_ranks(of_each, (losses_and_norms, configs, tmp_path), world_size=ranks, timeout=60, device="cpu")
+        results = run_ranks(
+            of_each, ("losses_and_norms", configs, tmp_path), world_size=ranks, timeout=60, device="cpu"
+        )
         assert all(result == results[0] for result in results)
         found.append(torch.tensor(results[0]))
     alone, curve = found

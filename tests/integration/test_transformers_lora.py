@@ -185,10 +185,7 @@ def test_configs_that_frozen_experts_cannot_have_raise_with_the_cure() -> None:
     before = list(frozen.state_dict())
     for changes, message in (
         ({"r": 4}, r"r: expected a multiple of 8 for model.layers.0.mlp.experts.gate_up_proj, which is frozen, got 4"),
-        (
-            {"rank_pattern": {"experts.down_proj": 12}},
-            r"multiple of 8 for .*down_proj, which is frozen, got 12",
-        ),
+        ({"rank_pattern": {"experts.down_proj": 12}}, r"multiple of 8 for .*down_proj, which is frozen, got 12"),
         ({"target_parameters": PARAMETERS[1:]}, r"expected both gate_up_proj and down_proj of .*, got down_proj"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -26,14 +26,7 @@ from mxep.comms import PeersDisagree
 from mxep.ep import MoE
 from mxep.gemm import Linear, Recipe, convert
 from mxep.integration.metrics import snr
-from mxep.integration.transformers import (
-    Implementation,
-    check,
-    expert_parallel,
-    load_report,
-    register,
-    route_experts,
-)
+from mxep.integration.transformers import Implementation, check, expert_parallel, load_report, register, route_experts
 from mxep.integration.transformers.experts import layers, own_expert_parallel, own_tensor_parallel
 from ranks import Context, distributed
 

@@ -24,14 +24,7 @@ from transformers import (
 
 from integration.tiny_models import CONFIGS, step, tiny, token_ids, worst
 from mxep.gemm import Recipe
-from mxep.integration.transformers import (
-    Implementation,
-    MxepCallback,
-    check,
-    load_report,
-    register,
-    route_experts,
-)
+from mxep.integration.transformers import Implementation, MxepCallback, check, load_report, register, route_experts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = Path(transformers.__file__).parent / "models"

@@ -58,7 +58,7 @@ def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, 
     monkeypatch.setattr(
         app, "_on_ranks", lambda *_: {"bf16/local": [Check("out", 50.0, 45.0, 0), Check("dx", 44.9, 45.0, 1)]}
     )
-    assert app._verify(make_config(), tmp_path, {}) == 1
+    assert app._verify(make_config("task=verify"), tmp_path, {}) == 1
     out, err = capsys.readouterr()
     assert "FAIL" in out
     assert "1 of 1 lines failed" in err

@@ -50,7 +50,7 @@ _V4 |= {"layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["moe"] * 2
 OTHERS: dict[str, Callable[[], Any]] = {
     "deepseek_v4": lambda: DeepseekV4Config(
         **_BASE | {"num_key_value_heads": 1}, **_V4, head_dim=32, moe_intermediate_size=32, num_nextn_predict_layers=0
-    ),
+    )
 }
 """Of which few tests are."""
 

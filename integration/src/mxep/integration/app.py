@@ -53,17 +53,7 @@ from .launch import (
     under_torchrun,
 )
 from .machine import complaints
-from .schema import (
-    TASKS,
-    BenchConfig,
-    CompareConfig,
-    Config,
-    EstimateConfig,
-    VerifyConfig,
-    command_line_complaint,
-    configs_dir,
-    override_key,
-)
+from .schema import TASKS, Config, command_line_complaint, configs_dir, override_key
 
 if TYPE_CHECKING:
     from .report import Report
@@ -279,7 +269,7 @@ def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
         print("mxep: stopped before all seeds were done: no results", file=sys.stderr)
         return STOPPED
     made = compare.report(config, outcome)
-    code = _finish(made, config.compare, folder / "compare.json")
+    code = _finish(made, config, folder)
     if reports():
         compare.write_report(folder, config, outcome, made, _command())
         print(f"report: {_short(folder / 'report.html')}")
@@ -289,8 +279,7 @@ def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     from . import verify
 
-    results = verify.report(config, _on_ranks(verify.verify, (config,), config))
-    return _finish(results, config.verify, folder / "verify.json")
+    return _finish(verify.report(config, _on_ranks(verify.verify, (config,), config)), config, folder)
 
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
@@ -308,11 +297,11 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
             _say(f"stopped; the rows so far: {', '.join(map(_short, files))}")
             return STOPPED
         raise
-    return _finish(results, config.bench, file)
+    return _finish(results, config, folder)
 
 
 def _estimate(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    return _finish(load_benchmark("estimate").estimate(config), config.estimate, folder / "estimate.json")
+    return _finish(load_benchmark("estimate").estimate(config), config, folder)
 
 
 RUN: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {
@@ -332,17 +321,18 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
     return run_ranks(fn, args, world_size=config.ranks, timeout=config.parallel.timeout, **how)[0]
 
 
-def _finish(results: Report, section: BenchConfig | CompareConfig | EstimateConfig | VerifyConfig, file: Path) -> int:
-    """Write and show `results` on the process that reports. Returns the exit code: 1 if some of them failed."""
+def _finish(results: Report, config: Config, folder: Path) -> int:
+    """Write and show a task's results on the process that reports. Returns the exit code: 1 if some of them failed."""
     if reports():
         from .report import write_json
 
+        section, file = getattr(config, config.task.name), folder / f"{config.task.name}.json"
         written = [file, *([Path(section.out)] if section.out else [])]
         write_json(results.to_json(_command(), section.commit), written)
         results.show(Console())
-        if isinstance(section, BenchConfig | EstimateConfig) and section.picture:
-            written.append(Path(section.picture))
-            module = "plot" if isinstance(section, BenchConfig) else "estimate"
+        if picture := getattr(section, "picture", None):  # of a bench, or an estimate
+            written.append(Path(picture))
+            module = "plot" if config.task.name == "bench" else "estimate"
             load_benchmark(module).draw(json.loads(file.read_text()), written[-1])
         print(f"results: {', '.join(map(_short, written))}")
         if results.failed:

@@ -188,13 +188,7 @@ def seal(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(
-    folder: Path,
-    state: State,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: Mesh,
-    tokenizer: str | None,
+    folder: Path, state: State, *, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, tokenizer: str | None
 ) -> None:
     """Write ``folder/step-N``, which all nodes must see, and delete older ones. Collective.
 

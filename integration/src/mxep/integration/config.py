@@ -199,8 +199,9 @@ def _check_ranks(config: Config) -> Iterator[str]:
 
 def _complaints(config: Config) -> Iterator[str]:
     """Yield a line for each setting that does not fit; ranks would fail on it later."""
-    model, path = config.model, config.data.path
-    if config.task.name != "estimate":  # which tries layouts of its own
+    task, model, path = config.task.name, config.model, config.data.path
+    trains = task in ("train", "compare")
+    if task != "estimate":  # which tries layouts of its own
         yield from _check_ranks(config)
     if model.transformers is not None:
         yield from _check_transformers(config, model.transformers)
@@ -220,7 +221,7 @@ def _complaints(config: Config) -> Iterator[str]:
     if config.dispatcher.overflow == "drop" and config.dispatcher.capacity != "factor":
         capacity = config.dispatcher.capacity
         yield f"dispatcher.overflow=drop: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
-    if config.task.name in ("train", "compare") and config.dispatcher.name != "hierarchical":
+    if trains and config.dispatcher.name != "hierarchical":
         for key in ("nodes_per_token", "ranks_per_node"):
             if (nodes := getattr(config.dispatcher, key)) is not None:
                 yield f"dispatcher.{key}: got {nodes} with {config.dispatcher.name}, want dispatcher=hierarchical"
@@ -232,21 +233,21 @@ def _complaints(config: Config) -> Iterator[str]:
         yield "train.wandb=true wants wandb: pip install wandb"
     if path is not None and not Path(path).exists():
         yield f"data.path: no such file or folder: {path}"
-    elif config.task.name in ("train", "compare") and (complaint := data.complaint(config.data)):
+    elif trains and (complaint := data.complaint(config.data)):
         yield complaint
-    if config.task.name in ("train", "compare") and (complaint := data.tokenizer_complaint(config.data)):
+    if trains and (complaint := data.tokenizer_complaint(config.data)):
         yield complaint
     yield from unknown("verify.cases", config.verify.cases or (), (*CASES, *LINEAR_CASES))
-    if config.task.name == "verify":
+    if task == "verify":
         yield from _check_verify(config)
-    if config.task.name == "estimate":
+    if task == "estimate":
         yield from _check_estimate(config)
-    if config.task.name == "bench":
+    if task == "bench":
         yield from load_benchmark("names").bench_complaints(config.bench)
     for key in ("bench.out", "bench.picture", "compare.out", "estimate.out", "estimate.picture", "verify.out"):
         if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(file).parent}"
-    if config.task.name == "compare":
+    if task == "compare":
         seeds = config.compare.seeds
         if config.recipe.name in ("bf16", "auto"):  # which may be bf16
             yield "task=compare compares a recipe with bf16: recipe must be another one"

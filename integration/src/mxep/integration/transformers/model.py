@@ -77,10 +77,7 @@ class CausalLM(nn.Module):
                 "the others round what is not quantized to bf16"
             )
         how = Implementation(
-            f"mxep_train_{recipe.name}_{next(_numbers)}",
-            recipe,
-            config.backend,
-            make_dispatch(config),
+            f"mxep_train_{recipe.name}_{next(_numbers)}", recipe, config.backend, make_dispatch(config)
         )
         register(how)
         assert section.transformers is not None
