@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin for a b
 LONGEST = (
     "test_train_options.py",
     "test_torchtitan.py",
-    "test_compiled.py",
+    "test_autograd_compiled.py",
     "test_product.py",
     "test_swiglu_kernels.py",
 )

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mxep.ep import MoE
+from mxep.ep import MoE, combine, dispatch, expert_mlp, make_dispatcher, run_experts
+from mxep.ep.dispatchers.base import Routing, TokenDispatcher
 from mxep.integration.verify import EXACT, Problem, Quantizers, Results, moe_layer
 
 
 def share(x: Tensor) -> Tensor:
     """This rank's share."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def whole(x: Tensor) -> Tensor:
+    """All ranks' shares, detached."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
 class FixedRouting(nn.Module):
@@ -100,3 +106,42 @@ def make_ranks(
         gaussian(experts, dim, hidden, scale=hidden**-0.5),
     )
     return Ranks(whole, tokens)
+
+
+NAMES = ("out", "dx", "d_weights", "d_gate_up_proj", "d_down_proj")
+"""What a layer's forward and backward give, in the order of `Results`."""
+
+
+def inputs(ranks: Ranks, ctx) -> tuple[Tensor, ...]:
+    """x, ids, weights, gate_up_proj, down_proj, d_out of this rank; those that have gradients want them."""
+    p = ranks.whole
+    mine = [t.split(ranks.tokens)[ctx.rank].to(ctx.device) for t in (p.x, p.expert_ids, p.weights, p.d_out)]
+    proj, down = (
+        w.chunk(ctx.world_size)[ctx.rank].to(ctx.device, torch.bfloat16) for w in (p.gate_up_proj, p.down_proj)
+    )
+    x, ids, weights, d_out = mine[0].bfloat16(), mine[1], mine[2].float(), mine[3].bfloat16()
+    return *(x.requires_grad_(), ids, weights.requires_grad_(), proj.requires_grad_(), down.requires_grad_()), d_out
+
+
+def composed(x, ids, weights, proj, down, *, dispatcher, recipe, main_grads=(None, None)) -> Tensor:
+    """The layer by its three functions."""
+    rows, row_weight, routing = dispatch(x, ids, weights, dispatcher=dispatcher, recipe=recipe)
+    ends = routing.plan.offs
+    y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, recipe=recipe, main_grads=main_grads)
+    return combine(y, routing, dispatcher=dispatcher, recipe=recipe)
+
+
+def in_one(x, ids, weights, proj, down, *, dispatcher, recipe) -> Tensor:
+    """The layer by its one autograd function."""
+    return run_experts(x, ids, weights, proj, down, dispatcher=dispatcher, recipe=recipe)[0]
+
+
+def symmetric(ctx, **options) -> TokenDispatcher:
+    return make_dispatcher("symmetric", **{"num_experts": 4, "dim": 32, "group": ctx.group} | options)
+
+
+def send(dispatcher: TokenDispatcher, ctx, ids: list[list[int]], dtype: torch.dtype = torch.int32) -> Routing:
+    """A few bytes a token to the experts."""
+    table = torch.tensor(ids, dtype=dtype, device=ctx.device).view(len(ids), len(ids[0]) if ids else 1)
+    parts = (torch.zeros(len(ids), 16, dtype=torch.uint8, device=ctx.device),)
+    return dispatcher.dispatch(parts, table, torch.ones(table.shape, device=ctx.device), alignment=1).wait()[1]

@@ -6,6 +6,7 @@ Blocks fenced as ```python run in order, a page at a time; those that begin with
 Where a line is ``print(...)  # something: why``, something is a line of what the page prints, up to a colon.
 """
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from ep.problem import whole
 from ranks import Context, distributed
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 OWN_TESTS = ("graphs.md", "transformers.md", "fine-tune-one-gpu.md")
-"""Tested in test_graphs_page.py, integration/test_transformers_page.py and test_transformers_lora_page.py."""
+"""graphs.md: below; the others: integration/test_transformers_page.py and test_transformers_lora_page.py."""
 PAGES = sorted(page.name for page in GUIDES.glob("*.md") if "```python" in page.read_text())
 PAGES = [page for page in PAGES if page not in OWN_TESTS]
 
@@ -45,8 +46,56 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(
         assert said in printed
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+MODEL, *EXAMPLES = blocks("graphs.md")
+
+
+def without_graphs(monkeypatch: pytest.MonkeyPatch, names: dict[str, Any]) -> None:
+    """What a graph would replay runs again."""
+
+    class Graph:
+        def replay(self) -> None:
+            names["loss"].copy_(names["step"]())
+
+        def reset(self) -> None: ...
+
+    class Stream:
+        def wait_stream(self, other: object) -> None: ...
+
+    stand_ins: dict[str, Any] = {
+        "CUDAGraph": Graph,
+        "graph": lambda graph, **options: contextlib.nullcontext(),
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": contextlib.nullcontext,
+        "synchronize": lambda: None,
+        "make_graphed_callables": lambda module, sample_args: module,
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="torchrun made a process group")
+@pytest.mark.parametrize("example", EXAMPLES, ids=["compile", "make_graphed_callables", "step"])
+def test_an_example_of_graphs_trains(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    names: dict[str, Any] = {"__name__": "example"}
+    model = MODEL
+    if not torch.cuda.is_available():
+        without_graphs(monkeypatch, names)
+        # Inductor compiles such layers as C++ in test_autograd_compiled.py; here it would take half a minute.
+        example = example.replace('mode="reduce-overhead"', 'backend="aot_eager"')
+        assert "torch.compile(" not in example or "aot_eager" in example
+        model = MODEL.replace('"cuda", 256', '"cpu", 32')
+        assert model != MODEL
+    exec(compile(model, "graphs.md", "exec"), names)
+    exec(compile(example, "graphs.md", "exec"), names)
+    assert names["loss"].isfinite()
+    torch.manual_seed(0)  # as the page does before it makes the model
+    before = dict(names["make_model"]().named_parameters())
+    after = {name: p for name, p in names["model"].named_parameters() if "norm" not in name}  # lr is small in bf16
+    assert len(after) == 6
+    assert not any(torch.equal(p, before[name]) for name, p in after.items())
 
 
 @pytest.mark.slow

@@ -106,8 +106,7 @@ def test_fused_is_composed_bit_for_bit(recipe: str) -> None:
         assert same or ((DEVICE, name) == ("cuda", "gate_up_bias") and snr(part.grad, fused[name]) > 50), name
 
 
-@distributed(2)
-@pytest.mark.parametrize("dispatcher", ["symmetric", "all_to_all", "hierarchical"])
+@distributed(2, dispatcher=["symmetric", "all_to_all", "hierarchical"])
 def test_ranks_that_share_experts_have_the_gradients_of_the_mean(ctx, dispatcher: str) -> None:
     given, ids, d_out = problem(2 * T)
     wanted = defined(given, ids, d_out, GPT_OSS)

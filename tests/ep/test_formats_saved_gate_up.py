@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep.problem import make_ranks
-from ep.test_layer import NAMES, composed, in_one, inputs
+from ep.problem import NAMES, composed, in_one, inputs, make_ranks
 from mxep.comms import Capacity
 from mxep.ep import MoE, make_dispatcher, run_experts
 from mxep.ep.dispatchers import LocalDispatcher
@@ -64,8 +63,7 @@ def test_the_output_stays_and_gradients_lose_what_was_measured(activation: SwiGL
         assert snr(want, a) - LOSS < snr(want, b) < snr(want, a) - 0.1
 
 
-@distributed(2)
-@pytest.mark.parametrize("recipe", ["mxfp8_e5m2_gate_up_fp8", "fp8_gate_up_fp8"])
+@distributed(2, recipe=["mxfp8_e5m2_gate_up_fp8", "fp8_gate_up_fp8"])
 def test_composed_functions_have_the_same_bits_but_for_down_proj_whose_h_they_keep(ctx, recipe: str) -> None:
     ranks = make_ranks([70, 45], seed=4)
     for name in ("symmetric", "all_to_all"):

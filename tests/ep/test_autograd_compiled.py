@@ -142,7 +142,7 @@ def test_no_weight_gradient_is_computed_of_a_frozen_weight(ctx) -> None:
     block = Block(ctx, recipe="mxfp8", dispatcher="local")
     experts = block.moe.experts
     x, wgrad = torch.randn(TOKENS, DIM, dtype=torch.bfloat16), Reference.wgrad
-    for trained in ((True, False), (False, True), (False, False)):
+    for trained in ((True, False), (False, True)):
         experts.gate_up_proj.requires_grad_(trained[0])
         experts.down_proj.requires_grad_(trained[1])
         runs = []
@@ -172,7 +172,7 @@ def test_inductor_runs_it(ctx) -> None:
 @distributed(1)
 def test_with_sizes_known_only_at_run_time_it_breaks_the_graph(ctx) -> None:
     exact = {"dispatcher": "local", "recipe": "mxfp8", "capacity": Capacity.exact()}
-    for options in ({"dispatcher": "all_to_all"}, {"dispatcher": "symmetric"}, exact):
+    for options in ({"dispatcher": "all_to_all"}, exact):  # symmetric without max_tokens: test_autograd_export.py
         block = Block(ctx, **options)
         assert_same(results(block, torch.compile(block, backend="aot_eager"), ctx), results(block, block, ctx))
 
@@ -198,13 +198,14 @@ def routed(layers: int, how: dict, biased: bool) -> tuple:
     return model, used
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("dispatcher", [{"name": "local"}, {"name": "symmetric", "max_tokens": 64}], ids=str)
+@pytest.mark.parametrize(
+    ("dispatcher", "biased"), [({"name": "local"}, True), ({"name": "symmetric", "max_tokens": 64}, False)], ids=str
+)
 def test_the_functional_is_one_graph_over_several_layers(dispatcher: dict, biased: bool) -> None:
     torch.compiler.reset()
     how = {"activation": GPT_OSS["activation"]} if biased else {}
     how |= {"dispatcher": make_dispatcher(num_experts=4, dim=DIM, **dispatcher), "recipe": Recipe.mxfp8()}
-    model, leaves = routed(3, how, biased)
+    model, leaves = routed(2, how, biased)
     counter = CompileCounterWithBackend("aot_eager")
     x, d_out = torch.randn(2, TOKENS, DIM).bfloat16()
     runs = []
@@ -295,7 +296,7 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
         moe = MoE(DIM, 96, 4, top_k, recipe=recipe, **sizes)
         ids, weights = (found.detach() for found in moe.router(x))
         names = moe.dispatcher.key, recipe, "auto", 1.0, None
-        for needs in itertools.product((True, False), repeat=2):
+        for needs in ((True, False), (False, True)):
             proj, down = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
             options = None, *names, [*needs, False], True, False
             saved = forward_op(x, weights, [proj], down, ids, *options)

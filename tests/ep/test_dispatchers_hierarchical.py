@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep.problem import FixedRouting, Ranks, make_ranks, share
+from ep.problem import FixedRouting, Ranks, composed, inputs, make_ranks, send, share
 from mxep.comms import Capacity, CapacityExceeded, PeerTimeout
-from mxep.ep import HierarchicalDispatcher, LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher
+from mxep.ep import HierarchicalDispatcher, LocalDispatcher, MoE, make_dispatcher
 from mxep.ep.dispatchers.base import Done, Handle, Routing
 from mxep.ep.dispatchers.groups import silence
 from mxep.gemm import Recipe
@@ -85,13 +85,6 @@ def definition(ctx: Context, ranks: Ranks, ranks_per_node: int, recipe: str) -> 
     return Results(*(t.detach().float().cpu() for t in (*of_tokens, *of_experts)))
 
 
-def send(dispatcher: HierarchicalDispatcher, ctx: Context, ids: list[list[int]]) -> Routing:
-    """A few bytes a token to the experts."""
-    table = torch.tensor(ids, dtype=torch.int32, device=ctx.device).view(len(ids), len(ids[0]) if ids else 1)
-    parts = (torch.zeros(len(ids), 16, dtype=torch.uint8, device=ctx.device),)
-    return dispatcher.dispatch(parts, table, torch.ones(table.shape, device=ctx.device), alignment=1).wait()[1]
-
-
 def assert_same_bits(got: Results, wanted: Results) -> None:
     for field in dataclasses.fields(got):
         torch.testing.assert_close(
@@ -143,16 +136,11 @@ def test_composed_functions_compute_what_the_layer_does(ctx: Context) -> None:
     ranks = make_ranks([9, 0, 12, 5], experts=EXPERTS)
     dispatcher, recipe = hierarchical(ctx, 2), Recipe.mxfp8()
     wanted = ranks.run(ctx, recipe=recipe, dispatcher=dispatcher)
-    router = ranks.router(ctx)
-    x = ranks.tokens_of(ctx).requires_grad_()
-    p = ranks.whole
-    w13, w2 = (w.chunk(4)[ctx.rank].bfloat16().requires_grad_() for w in (p.gate_up_proj, p.down_proj))
-    how = {"dispatcher": dispatcher, "recipe": recipe}
-    rows, row_weight, routing = dispatch(x, router.expert_ids, router.weights, **how)
-    y = expert_mlp(rows, w13, w2, routing.plan.offs, row_weight=row_weight, recipe=recipe)
-    out = combine(y, routing, **how)
-    out.backward(p.d_out.split(ranks.tokens)[ctx.rank].to(out))
-    got = Results(*(t.detach().float() for t in (out, x.grad, router.weights.grad, w13.grad, w2.grad)))
+    *given, d_out = inputs(ranks, ctx)
+    out = composed(*given, dispatcher=dispatcher, recipe=recipe)
+    out.backward(d_out)
+    x, _, weights, w13, w2 = given
+    got = Results(*(t.detach().float() for t in (out, x.grad, weights.grad, w13.grad, w2.grad)))
     assert_same_bits(got, wanted)
 
 

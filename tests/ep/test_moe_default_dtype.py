@@ -18,7 +18,7 @@ from mxep.quant import SwiGLU, fold_with_stats, pad_groups, quantize, swiglu_qua
 from ranks import Context, distributed
 
 BF16 = torch.bfloat16
-DEFAULTS = [torch.float64, BF16, torch.float16]
+DEFAULTS = [torch.float64, torch.float16]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "balanced, in groups": {"router": {"score": "sigmoid", "balance": True, "num_groups": 4, "top_groups": 2}},

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from ep.problem import make_ranks
-from ep.test_layer import composed, inputs
+from ep.problem import composed, inputs, make_ranks
 from mxep.ep import MoE, make_dispatcher, run_experts
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
@@ -56,9 +55,11 @@ class Case:
         return seen
 
 
-@distributed(2)
-@pytest.mark.parametrize("layer", [pytest.param("composed", marks=splits_functions), "in one"])
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+LAYERS = pytest.mark.parametrize("layer", [pytest.param("composed", marks=splits_functions), "in one"])
+
+
+@distributed(2, recipe=["bf16", "mxfp8"])
+@LAYERS
 def test_dx_then_weights_is_one_backward_bit_for_bit_each_move_made_once(ctx, recipe: str, layer: str) -> None:
     ranks = make_ranks([70, 45], seed=4)
     one, case = (Case(ctx, ranks, layer=layer, recipe=recipe) for _ in range(2))
@@ -84,7 +85,7 @@ def test_dx_then_weights_is_one_backward_bit_for_bit_each_move_made_once(ctx, re
 
 
 @distributed(2)
-@pytest.mark.parametrize("layer", [pytest.param("composed", marks=splits_functions), "in one"])
+@LAYERS
 def test_main_grads_take_nothing_from_a_backward_for_dx_and_once_from_the_one_for_weights(ctx, layer: str) -> None:
     ranks = make_ranks([70, 45], seed=5)
     one, case = (Case(ctx, ranks, layer=layer, recipe="mxfp8", main_grads=True) for _ in range(2))

@@ -119,7 +119,7 @@ def assert_close(got: list[Tensor], wanted: list[Tensor], recipe: str) -> None:
 @pytest.mark.timeout(900)  # inductor compiles forward and backward, for a batch size and then for any, in two modes
 @RECIPES
 def test_reduce_overhead_trains_several_layers_as_eager_does(ctx, recipe: str) -> None:
-    """Without a GPU there are no graphs: `test_compiled.py` has what inductor makes of a layer there."""
+    """Without a GPU there are no graphs: `test_autograd_compiled.py` has what inductor makes of a layer there."""
     # The first call of a size warms up, the second is recorded, others are replayed. Another size compiles again.
     lengths = [48, 48, 32, 32, 48]
     runs = []
