@@ -251,15 +251,17 @@ def test_what_inference_quantized_serves_training() -> None:
 
 
 def test_an_inner_one_joins_and_the_outermost_forgets() -> None:
-    p = problem()
+    p, listening = problem(), len(hooks)
     with quantize_weights_once() as outer:
         with quantize_weights_once() as inner:
             assert inner is outer
+            assert len(hooks) == listening + 1
             step(p, p.w)
         step(p, p.w)
         assert outer.quantizations == 2
         with pytest.raises(RuntimeError, match="close it before"):
             torch.optim.SGD([weight(p)], 0.1).step()
+    assert len(hooks) == listening
     torch.optim.SGD([weight(p)], 0.1).step()
     with quantize_weights_once() as other:
         step(p, p.w)
@@ -278,13 +280,6 @@ def test_it_is_open_on_all_threads() -> None:
         assert once.quantizations == 2
     assert len(results) == 4
     assert all(torch.equal(result, step(p, p.w)) for result in results)
-
-
-def test_nobody_listens_to_optimizers_afterwards() -> None:
-    before = len(hooks)
-    with quantize_weights_once():
-        assert len(hooks) == before + 1
-    assert len(hooks) == before
 
 
 @distributed(1, device="cpu")
@@ -308,8 +303,7 @@ def test_local_parts_of_dtensors_share_and_may_move(ctx: Any) -> None:
         step(p, module[0].to_local())
 
 
-@distributed(2)
-@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2, reshard=[True, False])
 def test_what_fsdp2_gathers_again_is_quantized_once_a_step(ctx: Any, reshard: bool) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard

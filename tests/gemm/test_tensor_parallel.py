@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gemm.problem import snr
-from mxep.gemm import Recipe, convert, linear
+from mxep.gemm import Linear, Recipe, convert, grouped_mm, linear, linear_together
 from mxep.gemm.backends import select
+from mxep.gemm.tensor_parallel import QuantizedColwiseParallel
 from ranks import Context, distributed
 
 D, H = 64, 128
@@ -54,11 +60,6 @@ def whole(x: Any) -> Tensor:
 
 @distributed(2)
 def test_colwise_and_rowwise_are_one_process(ctx: Context) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from mxep.gemm.tensor_parallel import QuantizedColwiseParallel
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     (x, dy), single = inputs(ctx.device), made(ctx.device)
@@ -91,9 +92,6 @@ def test_colwise_and_rowwise_are_one_process(ctx: Context) -> None:
 
 @distributed(2)
 def test_quantized_tokens_travel_as_bytes(ctx: Context) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     x, weight = inputs(ctx.device)[0], join_parts(ctx.device)
@@ -110,8 +108,6 @@ def test_quantized_tokens_travel_as_bytes(ctx: Context) -> None:
 
 @distributed(2)
 def test_replicated_weights_take_tokens_of_every_rank(ctx: Context) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     x, weight = inputs(ctx.device)[0], join_parts(ctx.device).requires_grad_()
@@ -129,8 +125,6 @@ def test_replicated_weights_take_tokens_of_every_rank(ctx: Context) -> None:
 
 @distributed(2)
 def test_what_is_not_supported_says_so(ctx: Context) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp"))
     x, weight = inputs(ctx.device)[0], join_parts(ctx.device)
@@ -145,11 +139,8 @@ def test_what_is_not_supported_says_so(ctx: Context) -> None:
 
 
 @pytest.mark.slow
-@distributed(2)
-@pytest.mark.parametrize("first", ["convert", "fully_shard"])
+@distributed(2, first=["convert", "fully_shard"])
 def test_fsdp2_gathers_weights_of_converted_linears(ctx: Context, first: str) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     torch.manual_seed(0)
@@ -176,15 +167,12 @@ def test_fsdp2_gathers_weights_of_converted_linears(ctx: Context, first: str) ->
 
 
 def shard(x: Tensor, mesh: Any, placement: Any) -> Any:
-    from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(x.detach().clone(), mesh, [placement]).requires_grad_()
 
 
 @distributed(2, 3, timeout=120, sizes=[(5, 64, 5), (1, 5, 64), (0, 64, 32), (5, 1, 1), (6, 3, 6)])
 def test_a_linear_of_any_sizes_is_the_dense_one(ctx: Context, sizes: tuple[int, int, int]) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     tokens, K, N = sizes
@@ -217,8 +205,6 @@ def test_a_linear_of_any_sizes_is_the_dense_one(ctx: Context, sizes: tuple[int, 
 
 @distributed(2, 3, timeout=120, tokens=[5, 1, 0, 6], recipe=["mxfp8", "fp8", "mxfp8_wgrad_bf16"])
 def test_uneven_tokens_are_gathered_and_quantized_as_by_one_process(ctx: Context, tokens: int, recipe: str) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, Shard
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     random = torch.Generator().manual_seed(4)
@@ -243,11 +229,6 @@ def test_uneven_tokens_are_gathered_and_quantized_as_by_one_process(ctx: Context
 
 @distributed(2)
 def test_shards_that_do_not_fit_are_refused_when_a_model_is_parallelized(ctx: Context) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from mxep.gemm import Linear
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     says = "want a multiple of 32 for recipe mxfp8, of the 96 features of 2 ranks on each: use fewer ranks, or leave"
@@ -275,10 +256,6 @@ def test_shards_that_do_not_fit_are_refused_when_a_model_is_parallelized(ctx: Co
 
 @distributed(2)
 def test_operands_of_which_only_one_is_a_dtensor_are_refused(ctx: Context) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, Shard
-
-    from mxep.gemm import grouped_mm, linear_together
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     x, weight = inputs(ctx.device)[0], join_parts(ctx.device)
