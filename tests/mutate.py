@@ -84,17 +84,7 @@ def mutants(path: Path, text: str, statement: ast.stmt) -> Iterator[Mutant]:
 def expressions(statement: ast.stmt) -> Iterator[ast.expr]:
     """Expressions of a statement, without those of statements within it, annotations, texts and f-strings."""
     for field, value in ast.iter_fields(statement):
-        if field in (
-            "body",
-            "orelse",
-            "finalbody",
-            "handlers",
-            "annotation",
-            "returns",
-            "decorator_list",
-            "bases",
-            "cases",
-        ):
+        if field in NOT_ITS_OWN:
             continue
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, ast.AST):

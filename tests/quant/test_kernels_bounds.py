@@ -38,26 +38,21 @@ def in_small_tiles(*args: Any) -> Any:
         return fold.fold_for_wgrad(*args)
 
 
-KERNELS: dict[str, Callable[[Tensor], Any]] = {
-    "fold": lambda ends: fold.fold(*mx(), index(), ends),
-    "fold_for_wgrad": lambda ends: in_small_tiles(*mx(), index(), *mx(), None, ends, 1),
-    "fold_for_wgrad aligned": lambda ends: in_small_tiles(*mx(), index(), *mx(), None, ends, 32),
-    "requantize": lambda ends: requantize.requantize(*mx(), 1, 32, index(), ends, *TO),
-    "swiglu": lambda ends: swiglu.swiglu(values(), None, ends, torch.bfloat16, None, 0, False),
-    "swiglu_quantize": lambda ends: swiglu.swiglu(values(), None, ends, *TO, 32, False),
-    "swiglu_backward": lambda ends: swiglu.swiglu_backward(
+READERS: dict[str, Callable[..., Any]] = {
+    "fold": lambda ends, index: fold.fold(*mx(), index, ends),
+    "fold_for_wgrad": lambda ends, index: in_small_tiles(*mx(), index, *mx(), index, ends, 32),
+    "requantize": lambda ends, index: requantize.requantize(*mx(), 1, 32, index, ends, *TO),
+    "gather_swizzled": lambda ends, index: groups.gather_swizzled(*mx(), index, ends),
+}
+"""Kernels that read an index."""
+KERNELS: dict[str, Callable[..., Any]] = READERS | {
+    "fold_for_wgrad aligned to 1": lambda ends, index: in_small_tiles(*mx(), index, *mx(), None, ends, 1),
+    "swiglu": lambda ends, _: swiglu.swiglu(values(), None, ends, torch.bfloat16, None, 0, False),
+    "swiglu_quantize": lambda ends, _: swiglu.swiglu(values(), None, ends, *TO, 32, False),
+    "swiglu_backward": lambda ends, _: swiglu.swiglu_backward(
         values()[:, : D // 2], values(), None, ends, values(), None, 0, False, torch.bfloat16
     ),
-    "gather_swizzled": lambda ends: groups.gather_swizzled(*mx(), index(), ends),
-    "group_sums": lambda ends: groups.group_sums(*mx(), 32, ends),
-}
-
-
-READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "fold": lambda index, ends: fold.fold(*mx(), index, ends),
-    "fold_for_wgrad": lambda index, ends: in_small_tiles(*mx(), index, *mx(), index, ends, 32),
-    "requantize": lambda index, ends: requantize.requantize(*mx(), 1, 32, index, ends, *TO),
-    "gather_swizzled": lambda index, ends: groups.gather_swizzled(*mx(), index, ends),
+    "group_sums": lambda ends, _: groups.group_sums(*mx(), 32, ends),
 }
 
 
@@ -66,7 +61,7 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_no_group_ends_make_a_kernel_write_outside_its_buffers(
     kernel: str, ends: tuple[int, ...], fences: Callable[[], list[tuple[int, ...]]]
 ) -> None:
-    KERNELS[kernel](torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+    KERNELS[kernel](torch.tensor(ends, dtype=torch.int32, device=DEVICE), index())
     assert fences() == []
 
 
@@ -80,9 +75,9 @@ def test_expanding_mxfp4_writes_its_rows_alone(columns: int, fences: Callable[[]
 
 
 @pytest.mark.parametrize("last", [32, 33, 39, 63])
-@pytest.mark.parametrize("kernel", ["fold", "fold_for_wgrad", "requantize", "gather_swizzled"])
+@pytest.mark.parametrize("kernel", READERS)
 def test_no_kernel_reads_the_index_behind_the_last_group(kernel: str, last: int) -> None:
     ends = torch.tensor([5, 5, last], dtype=torch.int32, device=DEVICE)
-    READERS[kernel](index(last), ends)
+    READERS[kernel](ends, index(last))
     if DEVICE == "cuda":
         torch.cuda.synchronize()

@@ -139,21 +139,22 @@ def test_quantized_results(F: int, tuning: dict[str, int], of_rows: bool, direct
     check(problem(8, F, dtype), E4M3, "rceil", block, in_turn(width // 2, turn), direction=direction, **tuning)
 
 
-@pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (14336 if DEVICE == "cuda" else 4096, {})])
+@pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (14336 if DEVICE == "cuda" else 2080, {})])
 @pytest.mark.parametrize("folded", [False, True])
 def test_codes_written_over_the_gradient(
     folded: bool, F: int, tuning: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rows = 40 if DEVICE == "cuda" else 12  # what is interpreted takes its time
     set_constants(monkeypatch, tuning | {"PROGRAMS_PER_SM": 3})
-    d_h, gate_up, row_weight = problem(40, F)
+    d_h, gate_up, row_weight = problem(rows, F)
     how = "rceil", 32 if folded else 2 * F, folded
-    qdata, ends = torch.empty(gate_up.shape, dtype=E4M3), ends_of(7, 30)
+    qdata, ends = torch.empty(gate_up.shape, dtype=E4M3), ends_of(7, rows - 10)
     want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, ends, qdata, *how, E4M3, None, None)
     moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends)]
     got = kernels.swiglu_backward(*moved, moved[0].view(E4M3), *how, E4M3)
     for a, b in zip((moved[0].view(E4M3), *got), (qdata, *want), strict=True):
-        same(a[:37], b[:37])
-    assert torch.equal(moved[0][37:].cpu().view(torch.int16), d_h[37:].view(torch.int16))
+        same(a[: rows - 3], b[: rows - 3])
+    assert torch.equal(moved[0][rows - 3 :].cpu().view(torch.int16), d_h[rows - 3 :].view(torch.int16))
 
 
 ACTIVATIONS = [
