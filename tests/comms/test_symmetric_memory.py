@@ -12,15 +12,7 @@ import torch
 import torch.distributed as dist
 
 from comms.cases import bring_to, content, make_workspace, plan_slots
-from mxep.comms import (
-    PeersDisagree,
-    PeerTimeout,
-    SymmetricMemoryTransport,
-    Workspace,
-    combine,
-    dispatch,
-    gather_rows,
-)
+from mxep.comms import PeersDisagree, PeerTimeout, SymmetricMemoryTransport, Workspace, combine, dispatch, gather_rows
 from ranks import Context, distributed
 
 LIMIT = 1.5

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp
-from mxep.gemm import (
-    Recipe,
-    convert,
-    grouped_mm,
-    linear,
-    linear_together,
-    quantize_input,
-    quantize_weights_once,
-)
+from mxep.gemm import Recipe, convert, grouped_mm, linear, linear_together, quantize_input, quantize_weights_once
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")

@@ -38,11 +38,7 @@ def step(model: Any, moe: MoE, micro_batches: int = 2) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [
-        ("mxfp8", "aot_eager"),
-        ("mxfp8_32x32", "aot_eager"),
-        pytest.param("fp8", "inductor", marks=pytest.mark.slow),
-    ],
+    [("mxfp8", "aot_eager"), ("mxfp8_32x32", "aot_eager"), pytest.param("fp8", "inductor", marks=pytest.mark.slow)],
 )
 def test_layers_share_it_and_give_away_nothing_of_what_is_held(recipe: str, backend: str) -> None:
     torch._dynamo.reset()

@@ -211,9 +211,9 @@ def test_update_without_balance_and_wrong_width_are_errors() -> None:
 
 @distributed(2)
 def test_update_bias_is_of_all_ranks_loads(ctx: Context) -> None:
-    """Expert 0 is busy on rank 0 alone, and idle over all ranks."""
+    """Expert 0 is busy on rank 0 and idle over all ranks, expert 2 idle on each and busy over all."""
     router = Router(64, 3, 1, balance=True, device=ctx.device)
-    router.load[:] = torch.tensor([9, 0, 0] if ctx.rank == 0 else [0, 30, 6])
+    router.load[:] = torch.tensor([9, 0, 8] if ctx.rank == 0 else [0, 13, 6])
     router.update_bias(0.5, ctx.group)
-    assert router.expert_bias.tolist() == [0.5, -0.5, 0.5]
+    assert router.expert_bias.tolist() == [0.5, -0.5, -0.5]
     assert router.load.tolist() == [0, 0, 0]

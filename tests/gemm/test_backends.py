@@ -29,7 +29,7 @@ from gemm.problem import (
 from gemm.test_blackwell import decoded as decoded
 from gemm.test_blackwell import small_tiles as small_tiles
 from gemm.test_hopper import BACKEND as HOPPER
-from gemm.test_hopper import DEVICE, here
+from gemm.test_hopper import DEVICE, dense, here
 from mxep.gemm import BACKENDS, Recipe, grouped_mm
 from mxep.gemm.backends import Backend
 from mxep.gemm.backends.hopper import fp8_grouped_wgrad
@@ -124,10 +124,6 @@ def test_reference_is_the_product_of_its_codes(sizes: list[int], n: int, k: int,
     assert got.out.dtype == got.da.dtype == torch.float32
     for x, exact, sum_error, rounding in zip(got, want, bound_of_sum(p), (HALF_ULP_FP32, HALF_ULP_FP32, HALF_ULP_BF16)):
         assert ((x.double() - exact).abs() <= rounding * exact.abs() + 2 * 1.7 * sum_error).all()
-
-
-def dense(x: torch.Tensor) -> torch.Tensor:
-    return x.dequantize(torch.float32) if isinstance(x, MXTensor) else x
 
 
 IN_TURN = [

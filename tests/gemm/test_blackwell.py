@@ -12,6 +12,7 @@ from mxep.gemm.backends import blackwell
 from mxep.gemm.backends.blackwell import rows_operand, swizzle_along_tokens, tokens_operand, weight_operand
 from mxep.gemm.kernels import dot_scaled
 from mxep.quant import E5M2, MXTensor, quantize
+from quant.inputs import ends_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKEND: Any = BACKENDS["triton"]
@@ -257,10 +258,6 @@ def published(scale: Tensor) -> Tensor:
 
 def noise(*shape: int) -> Tensor:
     return torch.randint(1, 255, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-
-def ends_of(*sizes: int) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).int()
 
 
 @pytest.mark.parametrize("sizes", [(32, 160), (0, 128, 0, 288, 32, 0), (0, 0), (512,)], ids=str)

@@ -15,6 +15,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import snr
+from gemm.test_convert import same
 from mxep.gemm import Linear, convert, converted, linear, quantize_weights_once, revert
 
 D, H, V = 64, 96, 160
@@ -70,10 +71,6 @@ def train(model: nn.Module, ids: Tensor = IDS) -> dict[str, Tensor]:
     out = model(ids)
     out.float().square().mean().backward()
     return {"out": out.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
-
-
-def same(results: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
-    return results.keys() == others.keys() and all(torch.equal(results[name], others[name]) for name in results)
 
 
 def test_default_converts_projections_and_says_what_it_leaves_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,14 +12,7 @@ from torch.nn import functional as F
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, snr
 from gemm.test_hopper import BACKEND as HOPPER
 from gemm.test_hopper import needs_hopper
-from mxep.gemm import (
-    Linear,
-    Recipe,
-    fold_report,
-    grouped_mm,
-    linear,
-    quantize_input,
-)
+from mxep.gemm import Linear, Recipe, fold_report, grouped_mm, linear, quantize_input
 from mxep.gemm.backends import Backend
 from mxep.gemm.backends.reference import Reference
 from mxep.quant import MXTensor

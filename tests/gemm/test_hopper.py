@@ -46,12 +46,12 @@ def products_of_codes(p: Problem, recipe: str) -> Result:
     """float64 products of the operands as the recipe quantizes them; the weight gradient of the rows' own qdata."""
     r = Recipe.named(recipe)
     valid = slice(0, p.valid)
-    a, dy = (_dense(r.quantize_rows(x[valid], fmt)) for fmt, x in ((r.fmt, p.a), (r.grad_fmt, p.dy)))
-    forward, dgrad = (p.product(a, _dense(w), dy) for w in quantized_weight(p.w, r))
+    a, dy = (dense(r.quantize_rows(x[valid], fmt)) for fmt, x in ((r.fmt, p.a), (r.grad_fmt, p.dy)))
+    forward, dgrad = (p.product(a, dense(w), dy) for w in quantized_weight(p.w, r))
     return Result(forward.out, dgrad.da, forward.dw)
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     return x.dequantize(torch.float32) if isinstance(x, MXTensor) else x
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gemm.test_functional_linear import draw
 from mxep.gemm.backends.reference import parts_of
 from mxep.gemm.kernels import lora as kernels
 from mxep.gemm.lora import lora_expand, lora_shrink, lora_wgrad
@@ -16,10 +17,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 SIZES = [0, 64, 32, 0, 96, 160]
 CAPACITY = sum(SIZES) + 64
 K, N, SCALE = 160, 96, 0.5
-
-
-def normal(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def slots(x: Tensor) -> MXTensor:
@@ -48,10 +45,10 @@ ranks = pytest.mark.parametrize("rank", [8, 24])
 
 def problem(kind: str, width: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype]:
     """rows (CAPACITY, width), w (G, rank, width), inner (CAPACITY, rank), offs, and the dtype of inner."""
-    rows = ROWS[kind](normal(CAPACITY, width))
+    rows = ROWS[kind](draw(CAPACITY, width))
     dtype = FP32 if kind == "fp32" else BF16
     offs = torch.tensor(SIZES).cumsum(0).int()
-    return rows, normal(len(SIZES), rank, width, seed=2), normal(CAPACITY, rank, dtype=dtype, seed=3), offs, dtype
+    return rows, draw(len(SIZES), rank, width, seed=2), draw(CAPACITY, rank, dtype=dtype, seed=3), offs, dtype
 
 
 def groups(offs: Tensor) -> list[slice]:
@@ -66,9 +63,9 @@ def values(x: Tensor) -> Tensor:
 @rows_of_kind
 def test_references_are_the_dense_products(kind: str) -> None:
     rows, A, inner, offs, dtype = problem(kind, K, 8)
-    B = normal(len(SIZES), N, 8, seed=4)
+    B = draw(len(SIZES), N, 8, seed=4)
     shrunk = lora_shrink(*parts_of(rows), A, offs, SCALE, dtype)
-    out = normal(CAPACITY, N, dtype=dtype, seed=5)
+    out = draw(CAPACITY, N, dtype=dtype, seed=5)
     d_A, before = torch.full_like(A, torch.nan), out.double()
     lora_expand(out, inner, B, offs)
     lora_wgrad(d_A, inner, *parts_of(rows), offs, SCALE)
@@ -123,9 +120,9 @@ def test_the_shrink_kernel_is_its_reference(kind: str, rank: int, transposed: bo
 @pytest.mark.parametrize("transposed", [False, True], ids=["B", "A transposed"])
 def test_the_expand_kernel_is_its_reference(dtype: torch.dtype, rank: int, transposed: bool) -> None:
     _, _, inner, offs, _ = problem("bf16" if dtype == BF16 else "fp32", K, rank)
-    B = normal(len(SIZES), 300, rank, seed=4)
+    B = draw(len(SIZES), 300, rank, seed=4)
     B = B.mT.contiguous().mT if transposed else B
-    out = normal(CAPACITY, 300, dtype=dtype, seed=5)
+    out = draw(CAPACITY, 300, dtype=dtype, seed=5)
     got = put(out)
     lora_expand(out, inner, B, offs)
     inner[offs[-1] :] = torch.nan

@@ -144,14 +144,23 @@ def test_from_qdata_and_scales_names_got_and_wanted(
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
+        ((torch.zeros(2, 32), scales(2, 1), None, -1, 32), r"qdata: got torch.float32: want torch.float8_e4m3fn"),
+        (
+            (random_qdata(2, 64), scales(2, 1), None, -1, 32),
+            r"scales: got .* of shape \(2, 1\) on .*, want .* of shape \(2, 2\)",
+        ),
         ((random_qdata(2, 64), scales(2, 2).view(torch.uint8), None, -1, 32), r"scales: got torch.uint8"),
+        ((random_qdata(2, 64), scales(2, 2).to("meta"), None, -1, 32), r"scales: got .* on meta, want .* on cpu"),
         ((random_qdata(2, 64), None, None, -1, 32), r"scales: got a NoneType, want a tensor"),
         ((random_qdata(2, 64), scales(2, 2), None, 1, 32), r"axis: got 1, want -1, -2 or \(-2, -1\)"),
+        ((random_qdata(2, 48), scales(2, 1), None, -1, 32), r"\(2, 48\).*multiple of the block, 32"),
         ((random_qdata(2, 64), scales(2, 1), None, -1, None), r"block_size: got None"),
+        ((random_qdata(2, 64), scales(2, 2), index(0).long(), -1, 32), r"row_index: got torch.int64"),
+        ((random_qdata(64, 64), scales(2, 64), index(0), -2, 32), r"blocked along -2, want.*along -1"),
+        ((random_qdata(64), scales(2), None, -1, 32), r"qdata: got shape \(64,\), want two axes"),
     ],
 )
 def test_the_constructor_checks_what_it_is_given(parts: tuple[Any, ...], message: str) -> None:
-    """By the same function, and what `from_qdata_and_scales` turns into another form."""
     with pytest.raises(ValueError, match=message):
         MXTensor(*parts, torch.bfloat16)
     with pytest.raises(ValueError, match=r"orig_dtype: got torch.float64"):
