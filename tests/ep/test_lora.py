@@ -274,7 +274,7 @@ def test_bad_input_is_said() -> None:
 
 @distributed(2, device="cpu")
 def test_peers_are_told_what_its_backward_raised(ctx) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     moe = make_layer("mxfp8", dispatcher="symmetric", group=group, max_tokens=T)
     x = tokens(seed=ctx.rank).requires_grad_()
     out = moe(x)
