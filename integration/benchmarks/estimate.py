@@ -256,7 +256,8 @@ def memory(layout: Layout) -> Memory:
         rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
     row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
     copied = dispatcher in ("symmetric", "hierarchical")
-    saved = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
+    into_wgrad = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
+    saved = 0 if dispatcher == "local" and (not quantized or top_k > 1) else into_wgrad  # 0: made again from x
     gate_up, of_forward = 4 * rows * hidden, 2 * rows * dim  # besides at forward's peak
     if recipe.saved_gate_up == "fp8":
         gate_up, of_forward = rows * (2 * hidden + 1), max(gate_up, of_forward)
@@ -277,15 +278,15 @@ def memory(layout: Layout) -> Memory:
     # Beside the last weight gradient: dx, and its rows where an exchange may still hold them.
     late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher == "all_to_all")
     operands = folded * (2 * hidden + dim)
-    forward = kept + h + of_forward + 1.5 * colwise  # where there is no out yet
+    forward = kept + h + of_forward + 1.5 * colwise  # where there is neither out yet nor slots any more
     backward = [
         (kept, 1.5 * colwise + d_slots + d_y[0] + d_h),
         (kept, colwise + d_slots + d_y[1] + d_h + swiglu),
         # Then down_proj's gradient, dx's rows, the gradient of gate_up_proj.
         (saved + plan, colwise + d_slots + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized)),
         (saved + plan, 2 * w + colwise + d_gate_up + d_rows),
-        (saved + plan, 2 * w + late + operands + d_gate_up),
-        (plan if quantized else saved + plan, 6 * w + late + operands + d_gate_up * (not quantized)),
+        (into_wgrad + plan, 2 * w + late + operands + d_gate_up),
+        (plan if quantized else into_wgrad + plan, 6 * w + late + operands + d_gate_up * (not quantized)),
     ]
     if dispatcher == "all_to_all":  # rows gathered, joined, received and split
         backward.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w))

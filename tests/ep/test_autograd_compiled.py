@@ -318,7 +318,7 @@ def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     with FakeTensorMode() as mode:
         x, ids, weights, *experts = map(mode.from_tensor, given)
         plan = fake_plan(ids, weights, moe.dispatcher, config)
-        fake = tensors_in(fake_saved(x, plan, tuple(experts), config, needs, copied=False))
+        fake = tensors_in(fake_saved(x, plan, tuple(experts), config, True, copied=False))
     assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 

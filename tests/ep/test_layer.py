@@ -206,3 +206,30 @@ def test_a_weight_made_for_a_forward_goes_with_its_backward(ctx) -> None:
     del made
     out.backward(d_out)
     assert all(weight.expired() for weight in held)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_layer_on_one_rank_keeps_x_and_no_rows_of_it(recipe: str, top_k: int) -> None:
+    """But for quantized slots with top-1, where x may be a temporary tensor."""
+    whole = make_ranks([40], top_k=top_k, seed=3).whole
+    given = whole.x.to(torch.bfloat16), whole.gate_up_proj.clone(), whole.down_proj.clone()
+    x, proj, down = (each.requires_grad_() for each in given)
+    how, saved = {"dispatcher": LocalDispatcher(len(down)), "recipe": Recipe.named(recipe)}, list[torch.Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        run_experts(x, whole.expert_ids, whole.weights, proj, down, **how)
+    again = recipe == "bf16" or top_k == 2
+    assert any(t.data_ptr() == x.data_ptr() for t in saved) == again
+    of_rows = [t.dtype for t in saved if t.shape[1:] == x.shape[1:] and t.data_ptr() != x.data_ptr()]
+    assert (torch.float8_e4m3fn in of_rows or torch.bfloat16 in of_rows) != again
+
+
+def test_x_changed_before_backward_is_an_error() -> None:
+    """Rows made again from it would be others than forward's."""
+    whole = make_ranks([40], seed=3).whole
+    x, proj = whole.x.to(torch.bfloat16), whole.gate_up_proj.clone().requires_grad_()
+    how = {"dispatcher": LocalDispatcher(len(proj)), "recipe": Recipe.named("mxfp8")}
+    out, _ = run_experts(x, whole.expert_ids, whole.weights, proj, whole.down_proj, **how)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -38,8 +38,8 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS, select
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.product import SavedOperands, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import Weight, join_parts, rowwise_and_saved, weight_parts, weights_are_held
-from mxep.quant import E4M3, MXParts, MXTensor, SwiGLU
+from mxep.gemm.quantize_once import Weight, join_parts, weight_parts, weights_are_held
+from mxep.quant import E4M3, SwiGLU
 from mxep.runtime.bundle import build, take_apart, tensors_in
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import count_flops, offer_flops
@@ -47,7 +47,7 @@ from mxep.runtime.op import count_flops, offer_flops
 from .checks import check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
 from .dtensors import Share, local_tensor, local_weight
-from .formats import LayerConfig, Saved, held_colwise, held_rowwise, keeps_rows
+from .formats import LayerConfig, fake_saved, held_colwise, held_rowwise, join_saved, num_parts
 from .layer import (
     NONE,
     PLAN,
@@ -60,6 +60,7 @@ from .layer import (
     backward_pass,
     bias_gradient,
     forward_pass,
+    makes_rows_again,
     pass_of,
     wgrad,
 )
@@ -147,6 +148,7 @@ class NodeState(NamedTuple):
     config: LayerConfig
     main_grads: MainGrads
     wgrad_scale: float
+    rows_again: bool
     made: ForwardOutput
     frozen: tuple[FrozenWeight, FrozenWeight] | None
     lora_scale: float
@@ -162,7 +164,8 @@ class Layer(torch.autograd.Function):
         mine, made = parameters.local(), state.made
         gate, up = mine.gate_up_proj, mine.up_proj
         proj = state.frozen or (gate if up is None else (gate, up), mine.down_proj)
-        tensors, ctx.form = take_apart((proj, made.saved, join_lora(mine, state.lora_scale)))
+        again = x if state.rows_again else None
+        tensors, ctx.form = take_apart((again, proj, made.saved, join_lora(mine, state.lora_scale)))
         ctx.save_for_backward(*tensors)
         given = x, weights, *parameters
         ctx.places = [sum(each is not None for each in given[:i]) for i in range(len(given))]
@@ -187,19 +190,21 @@ class Layer(torch.autograd.Function):
         later = NONE
         if retained and not needs.lora:
             later = Needs(*(need and not want for need, want in zip(needs, wanted)))
-        (gate_up, down), saved, lora = build(ctx.form, iter(ctx.saved_tensors))
-        dense = d_out if routing.room is None else d_out.contiguous()
-        given = BackwardInput(dense, routing, saved, gate_up, down, *main_grads, lora)
-        del gate_up, down, saved, lora, dense
+        x, (gate_up, down), saved, lora = build(ctx.form, iter(ctx.saved_tensors))
+        rows_again, dense = x is not None, d_out
+        if routing.room is not None:
+            dense, x = d_out.contiguous(), x if x is None else x.contiguous()
+        given = BackwardInput(dense, x, routing, saved, gate_up, down, *main_grads, lora)
+        del gate_up, down, saved, lora, dense, x
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, tensors are freed once they are used
         for share in ctx.shares:
             if share is not None and share is not ctx.shares.gate_up_bias:  # the bias is not read
                 share.check()
         backward = pass_of(dispatcher, backward_pass, whole=wanted == needs)
-        how: dict[str, Any] = {"config": config, "wanted": wanted, "later": later, "room": routing.room}
+        how: dict[str, Any] = {"config": config, "wanted": wanted, "later": later, "rows_again": rows_again}
         with dispatcher.watched():
             colwise = held_colwise(given.gate_up_proj, given.down_proj, given.saved, config)
-            grads = backward(given, colwise, **how, wgrad_scale=ctx.wgrad_scale)
+            grads = backward(given, colwise, **how, wgrad_scale=ctx.wgrad_scale, room=routing.room)
         if grads.deferred != (None, None):
             ctx.saved_operands = SavedOperands.of(grads.deferred, d_out)
         dx, d_weights = first_rows(grads.x, len(d_out)), first_rows(grads.weights, len(d_out))
@@ -310,7 +315,9 @@ def forward_op(
     given = ForwardInput(x, weights, expert_ids, join_parts(gate_up_proj), down_proj, gate_up_bias)
     with found.watched(), torch.no_grad():
         rowwise = held_rowwise(given.gate_up_proj, down_proj, config, dgrad=backward)
-        how: dict[str, Any] = {"config": config, "needs": Needs(*needs) if backward else None, "drops": drops}
+        which = Needs(*needs) if backward else None
+        again = makes_rows_again(found, config.recipe, which, expert_ids.shape[1])
+        how: dict[str, Any] = {"config": config, "needs": which, "rows_again": again, "drops": drops}
         made = pass_of(found, forward_pass)(given, rowwise, **how)
     kept = [] if made.kept is None else [made.kept]
     if made.saved is None:
@@ -318,7 +325,7 @@ def forward_op(
     saved = tensors_in(made.saved)
     if weights_are_held():
         # The graph may overwrite its outputs, so held tensors, which come last, are returned as copies.
-        own = sum(_num_parts(config.recipe, Needs(*needs)))
+        own = sum(num_parts(config.recipe, needs[0] and not again))
         saved[own:] = [part.clone() for part in saved[own:]]
     return [made.out, *saved, *(getattr(made.routing.plan, name) for name in PLAN), *kept]
 
@@ -331,13 +338,15 @@ def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Te
         return [out, *kept]
     found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
     plan = fake_plan(ids, weights, found, config)
-    saved = fake_saved(x, plan, (join_parts(proj), down_proj), config, Needs(*needs), copied=found.borrows)
+    keep_rows = needs[0] and not makes_rows_again(found, config.recipe, Needs(*needs), ids.shape[1])
+    saved = fake_saved(x, plan, (join_parts(proj), down_proj), config, keep_rows, copied=found.borrows)
     return [out, *tensors_in(saved), *(getattr(plan, name) for name in PLAN), *kept]
 
 
 @torch.library.custom_op("mxep::layer_backward", mutates_args=())
 def backward_op(
     d_out: Tensor,
+    x: Tensor | None,
     saved: list[Tensor],
     gate_up_proj: list[Tensor],
     down_proj: Tensor,
@@ -353,17 +362,20 @@ def backward_op(
     fields: Any = dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
     routing, which = Routing(plan, expert_ids, found.num_local_experts), Needs(*needs)
-    kept = _join_saved(saved[: -len(PLAN)], d_out.dtype, down_proj.dtype, config.recipe, which)
+    rows_again = x is not None
+    kept_rows = which.gate_up_proj and not rows_again
+    kept = join_saved(saved[: -len(PLAN)], d_out.dtype, down_proj.dtype, config.recipe, kept_rows)
     with found.watched(), torch.no_grad():
-        given = BackwardInput(d_out, routing, kept, join_parts(gate_up_proj), down_proj)
-        colwise, how = held_colwise(given.gate_up_proj, down_proj, kept, config), {"config": config, "wanted": which}
+        given = BackwardInput(d_out, x, routing, kept, join_parts(gate_up_proj), down_proj)
+        colwise = held_colwise(given.gate_up_proj, down_proj, kept, config)
+        how: dict[str, Any] = {"config": config, "wanted": which, "rows_again": rows_again}
         made = pass_of(found, backward_pass)(given, colwise, **how, wgrad_scale=wgrad_scale)
     return tensors_in(made)
 
 
 @backward_op.register_fake
 def _(
-    d_out: Tensor, saved: list[Tensor], gate_up_proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any
+    d_out: Tensor, x: Any, saved: list[Tensor], gate_up_proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any
 ) -> list[Tensor]:
     d_weights = d_out.new_empty(ids.shape, dtype=torch.float32)
     e, dim, hidden_dim = down_proj.shape
@@ -374,18 +386,20 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, _, gate_up_proj, down_proj, expert_ids, bias, *ctx.names, _, drops = inputs
+    x, _, gate_up_proj, down_proj, expert_ids, bias, *ctx.names, _, drops = inputs
     saved = output[1:-1] if drops else output[1:]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.halves = len(gate_up_proj)
-    ctx.save_for_backward(*gate_up_proj, down_proj, expert_ids, *saved)
+    dispatcher, recipe, *_, needs = ctx.names
+    again = makes_rows_again(find_dispatcher(dispatcher), _recipe(recipe), Needs(*needs), expert_ids.shape[1])
+    ctx.save_for_backward(x if again else None, *gate_up_proj, down_proj, expert_ids, *saved)
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    found = ctx.saved_tensors  # may be read only once
+    x, *found = ctx.saved_tensors  # may be read only once
     proj, (down_proj, expert_ids, *saved) = found[: ctx.halves], found[ctx.halves :]
     del found
-    dx, d_weights, *rest = backward_op(grads[0], saved, proj, down_proj, expert_ids, *ctx.names)
+    dx, d_weights, *rest = backward_op(grads[0], x, saved, proj, down_proj, expert_ids, *ctx.names)
     *_, needs = ctx.names
     d_proj = [None] * ctx.halves
     if needs[0]:
@@ -426,58 +440,6 @@ def fake_plan(expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher, 
     return dataclasses.replace(plan, dispatch=expert_ids.new_empty(1))
 
 
-def fake_saved(
-    x: Tensor,
-    plan: RoutingPlan,
-    weights: tuple[Weight, Tensor],
-    config: LayerConfig,
-    needs: Needs,
-    *,
-    copied: bool,
-) -> Saved:
-    """The tensors that forward would leave to backward, as fake tensors. copied: the dispatcher `borrows`."""
-    recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
-    slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
-    num_rows, wide = plan.slot_rows.shape[0] if slots else plan.max_rows, 2 * hidden_dim
-
-    def quantized(rows: int, width: int, block: int) -> MXParts:
-        scale = x.new_empty(rows, width // block, dtype=torch.float8_e8m0fnu)
-        return MXParts(x.new_empty(rows, width, dtype=recipe.fmt.dtype), scale, None, -1, block, dtype)
-
-    rows: Any = None
-    if needs.gate_up_proj:
-        plain = recipe.scaling == "none"
-        rows = x.new_empty(num_rows, dim) if plain else quantized(num_rows, dim, recipe.block_size or dim)
-    fp8 = recipe.saved_gate_up == "fp8"
-    gate_up = quantized(plan.max_rows, wide, wide) if fp8 else x.new_empty(plan.max_rows, wide)
-    later = (rowwise_and_saved(w, recipe, config.backend, dgrad=True)[1] for w in weights)
-    columns = (w.weight if isinstance(w.weight, MXTensor) else w.amax for w in later)
-    return Saved(rows, gate_up, *columns)
-
-
-def _num_parts(recipe: Recipe, needs: Needs) -> tuple[int, int]:
-    """Number of tensors of `Saved.rows` and of `Saved.gate_up`."""
-    return needs.gate_up_proj * (1 if recipe.scaling == "none" else 2), 2 if recipe.saved_gate_up == "fp8" else 1
-
-
-def _join_saved(
-    tensors: list[Tensor], dtype: torch.dtype, weight_dtype: torch.dtype, recipe: Recipe, needs: Needs
-) -> Saved:
-    """`Saved` from its tensors. dtype: of x."""
-    of_rows, of_gate_up = _num_parts(recipe, needs)
-    rows, gate_up, columns = tensors[:of_rows], tensors[of_rows:][:of_gate_up], tensors[of_rows + of_gate_up :]
-    half = len(columns) // 2
-    of_columns = (_joined(part, (-2, -1), weight_dtype) for part in (columns[:half], columns[half:]))
-    return Saved(_joined(rows, -1, dtype), _joined(gate_up, -1, dtype), *of_columns)
-
-
-def _joined(parts: list[Tensor], axis: Any, dtype: torch.dtype) -> Any:
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    qdata, scale = parts
-    return MXParts(qdata, scale, None, axis, qdata.shape[-1] // scale.shape[-1], dtype)
-
-
 @count_flops(torch.ops.mxep.layer_forward)
 def _flops_forward(
     x: Tensor, weights: Tensor, gate_up_proj: list[Tensor], down_proj: Tensor, *_: Any, out_val: Any
@@ -489,7 +451,14 @@ def _flops_forward(
 
 @count_flops(torch.ops.mxep.layer_backward)
 def _flops_backward(
-    d_out: Tensor, saved: Any, gate_up_proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any, out_val: Any
+    d_out: Tensor,
+    x: Any,
+    saved: Any,
+    gate_up_proj: list[Tensor],
+    down_proj: Tensor,
+    ids: Tensor,
+    *how: Any,
+    out_val: Any,
 ) -> int:
     """FLOPs of two dgrads, and of a wgrad for each weight that needs one."""
     of_gate_up, of_down = 2 * sum(w[0].numel() for w in gate_up_proj), 2 * down_proj[0].numel()

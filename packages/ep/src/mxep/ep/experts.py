@@ -35,7 +35,7 @@ from .dispatchers.base import Routing, TokenDispatcher
 from .dtensors import empty_share, init_normal_, local_tensor, local_weight
 from .formats import PLAIN, LayerConfig, held_rowwise
 from .functional import Weighted, add_down_bias, combine, combine_and_kept, dispatch, expert_mlp
-from .layer import ForwardInput, forward_pass, pass_of
+from .layer import ForwardInput, forward_pass, makes_rows_again, pass_of
 from .lora import LoRAWeights
 
 
@@ -219,14 +219,15 @@ def run_experts(
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
             given = ForwardInput(*of_tokens, ids, whole[0], whole[1], mine.gate_up_bias, join_lora(mine, scale))
             needs = parameter_needs(grads) if backward else None
+            again = makes_rows_again(dispatcher, recipe, needs, ids.shape[1])
             rowwise = held_rowwise(whole[0], whole[1], config, dgrad=backward)
             forward = pass_of(dispatcher, forward_pass)
-            made = forward(given, rowwise, config=config, needs=needs, drops=drops, room=room)
+            made = forward(given, rowwise, config=config, needs=needs, rows_again=again, drops=drops, room=room)
             made = dataclasses.replace(made, out=first_rows(made.out, len(x)))
         routing, out = made.routing, made.out
         kept = None if made.kept is None else first_rows(made.kept, len(x))
         if backward:
-            state = NodeState(dispatcher, config, main_grads, wgrad_scale, made, frozen, scale)
+            state = NodeState(dispatcher, config, main_grads, wgrad_scale, again, made, frozen, scale)
             out = Layer.apply(x, weights, *parameters, state)  # type: ignore[no-untyped-call]
         del made
     if bias is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mxep import quant
-from mxep.comms import gather_rows
+from mxep.comms import RoutingPlan, gather_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight
@@ -109,7 +109,8 @@ class Saved(Operands):
     """The tensors that forward leaves to backward besides the weights themselves.
 
     Attributes:
-        rows: (S, D) slots, or (R_max, D) where `keeps_rows`; None if neither gate_up_proj nor LoRA has a gradient.
+        rows: (S, D) slots, or (R_max, D) where `keeps_rows`; None if neither gate_up_proj nor LoRA has a gradient, or
+            if backward makes them again.
         gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8.
         gate_up_columns, down_columns: see `saved_columns`.
         gate_up_inner, down_inner: (R_max, r) inner rows of LoRA, if it has gradients.
@@ -121,6 +122,58 @@ class Saved(Operands):
     down_columns: Any
     gate_up_inner: Tensor | None = None
     down_inner: Tensor | None = None
+
+
+def fake_saved(
+    x: Tensor,
+    plan: RoutingPlan,
+    weights: tuple[Weight, Tensor],
+    config: LayerConfig,
+    keep_rows: bool,
+    *,
+    copied: bool,
+) -> Saved:
+    """The tensors that forward would leave to backward, as fake tensors. copied: the dispatcher `borrows`."""
+    recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
+    slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
+    num_rows, wide = plan.slot_rows.shape[0] if slots else plan.max_rows, 2 * hidden_dim
+
+    def quantized(rows: int, width: int, block: int) -> MXParts:
+        scale = x.new_empty(rows, width // block, dtype=torch.float8_e8m0fnu)
+        return MXParts(x.new_empty(rows, width, dtype=recipe.fmt.dtype), scale, None, -1, block, dtype)
+
+    rows: Any = None
+    if keep_rows:
+        plain = recipe.scaling == "none"
+        rows = x.new_empty(num_rows, dim) if plain else quantized(num_rows, dim, recipe.block_size or dim)
+    fp8 = recipe.saved_gate_up == "fp8"
+    gate_up = quantized(plan.max_rows, wide, wide) if fp8 else x.new_empty(plan.max_rows, wide)
+    later = (rowwise_and_saved(w, recipe, config.backend, dgrad=True)[1] for w in weights)
+    columns = (w.weight if isinstance(w.weight, MXTensor) else w.amax for w in later)
+    return Saved(rows, gate_up, *columns)
+
+
+def num_parts(recipe: Recipe, keep_rows: bool) -> tuple[int, int]:
+    """Number of tensors of `Saved.rows` and of `Saved.gate_up`."""
+    return keep_rows * (1 if recipe.scaling == "none" else 2), 2 if recipe.saved_gate_up == "fp8" else 1
+
+
+def join_saved(
+    tensors: list[Tensor], dtype: torch.dtype, weight_dtype: torch.dtype, recipe: Recipe, keep_rows: bool
+) -> Saved:
+    """`Saved` from its tensors. dtype: of x."""
+    of_rows, of_gate_up = num_parts(recipe, keep_rows)
+    rows, gate_up, columns = tensors[:of_rows], tensors[of_rows:][:of_gate_up], tensors[of_rows + of_gate_up :]
+    half = len(columns) // 2
+    of_columns = (_joined(part, (-2, -1), weight_dtype) for part in (columns[:half], columns[half:]))
+    return Saved(_joined(rows, -1, dtype), _joined(gate_up, -1, dtype), *of_columns)
+
+
+def _joined(parts: list[Tensor], axis: Any, dtype: torch.dtype) -> Any:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    qdata, scale = parts
+    return MXParts(qdata, scale, None, axis, qdata.shape[-1] // scale.shape[-1], dtype)
 
 
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from mxep.comms import RoutingPlan
+from mxep.gemm import Recipe
 from mxep.gemm.frozen import expanded
 from mxep.quant import MXParts, group_sums
 from mxep.runtime.bundle import Bundle, Operands
@@ -70,6 +71,18 @@ class Needs(NamedTuple):
 
 
 NONE = Needs()
+
+
+def makes_rows_again(dispatcher: TokenDispatcher, recipe: Recipe, needs: Needs | None, top_k: int) -> bool:
+    """Whether forward keeps no rows, and backward makes them again from x, for the gradient of gate_up_proj.
+
+    It can where slots are the tokens themselves. x costs no memory where a router keeps it, too. Top-1 layers keep
+    quantized slots: their x may be a temporary tensor (``score_before_experts``), and is twice as large.
+    """
+    if needs is None or needs.lora or not needs.gate_up_proj:
+        return False
+    return dispatcher.slots_are_tokens and (recipe.scaling == "none" or top_k > 1)
+
 
 # ── forward ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -111,19 +124,21 @@ def forward_pass(
     dispatcher: TokenDispatcher,
     config: LayerConfig,
     needs: Needs | None,
+    rows_again: bool = False,
     drops: bool = False,
     room: int | None = None,
 ) -> ForwardOutput:
     """Forward without autograd or checks; `pass_of` makes it one record.
 
     rowwise: the weights, if `quantize_weights_once` holds them. needs: gradients of backward; None: there will be none.
-    The exchanges and dx are made in any case, as ranks do not know what the others need. drops: return `kept`. room: of
-    the dispatcher's `room_for`; then tokens are contiguous.
+    The exchanges and dx are made in any case, as ranks do not know what the others need. rows_again: see
+    `makes_rows_again`. drops: return `kept`. room: of the dispatcher's `room_for`; then tokens are contiguous.
     """
-    recipe, keep_rows = config.recipe, needs is not None and (needs.gate_up_proj or needs.lora)
+    recipe, keep_rows = config.recipe, needs is not None and (needs.gate_up_proj or needs.lora) and not rows_again
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
     how: dict[str, Any] = {"alignment": recipe.group_alignment} | ({} if room is None else {"room": room})
     arriving = dispatcher.dispatch(payload, given.expert_ids, given.weights, overlap=True, **how)
+    del payload
     try:
         if rowwise is None:
             rowwise = quantize_rowwise(given.gate_up_proj, given.down_proj, config=config, dgrad=needs is not None)
@@ -132,6 +147,7 @@ def forward_pass(
     plan = routing.plan
     weights = rowwise.gate_up, given.gate_up_bias, rowwise.down, given.lora
     into_mlp = MLPInput(slots, plan.row_slot, plan.row_weight, plan.offs, *weights)
+    del arriving, slots
     # The next exchange overwrites borrowed slots, and the gradients of gate_up_proj and its LoRA need them.
     keep: dict[str, Any] = {"copy": keep_rows and dispatcher.borrows, "keep_rows": keep_rows}
     mlp = mlp_forward(into_mlp, config=config, wire=wire, keep_gate_up=needs is not None, **keep)
@@ -145,7 +161,8 @@ def forward_pass(
 
 @dataclass(frozen=True)
 class MLPInput(Operands):
-    """Slots (S, .), the plan's row_slot, row_weight and offs, weights as forward multiplies them, and their LoRA."""
+    """Slots (S, .), which are used up, the plan's row_slot, row_weight and offs, and weights as forward multiplies them
+    with their LoRA."""
 
     slots: Payload
     row_slot: Tensor
@@ -175,19 +192,21 @@ def mlp_forward(
     """Both GEMMs and SwiGLU. copy: as in `Wire.rows`."""
     recipe, backend, offs, lora = config.recipe, config.backend, given.offs, given.lora
     gate_up_inner = down_inner = None
-    rows = wire.rows(given.slots, given.row_slot, offs, copy=copy)
+    rows: Any = wire.rows(given.slots, given.row_slot, offs, copy=copy)
     w = expanded(given.gate_up_proj, backend.expand_rowwise)
     gate_up = backend.forward(rows, w, offs, bias=given.gate_up_bias, out_dtype=wire.dtype)
     del w
     if lora is not None:
         gate_up_inner = add_lora(gate_up, rows, lora.gate_up_A, lora.gate_up_B, offs, scale=lora.scale)
+    given.release("slots")
+    rows = rows if keep_rows else None
     h = swiglu_forward(gate_up, given.row_weight, offs, recipe, config.activation, folded=backend.wants_rowwise)
     kept = saved_gate_up(gate_up, recipe) if keep_gate_up else None
     del gate_up
     y = backend.forward(h, expanded(given.down_proj, backend.expand_rowwise), offs, bias=None, out_dtype=wire.dtype)
     if lora is not None:
         down_inner = add_lora(y, h, lora.down_A, lora.down_B, offs, scale=lora.scale)
-    return MLPOutput(y, rows if keep_rows else None, kept, gate_up_inner, down_inner)
+    return MLPOutput(y, rows, kept, gate_up_inner, down_inner)
 
 
 # ── backward ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,10 +214,11 @@ def mlp_forward(
 
 @dataclass(frozen=True)
 class BackwardInput(Operands):
-    """Tensors of backward: d_out (T, D), the weights and LoRA as in `ForwardInput`, and main_grads of the weights'
-    shapes. Weight gradients are added to a main_grad, in its dtype, and not returned."""
+    """Tensors of backward: d_out (T, D), forward's x if rows are made again, the weights and LoRA as in `ForwardInput`,
+    and main_grads of the weights' shapes. Weight gradients are added to a main_grad, in its dtype, and not returned."""
 
     d_out: Tensor
+    x: Tensor | None
     routing: Routing
     saved: Saved
     gate_up_proj: AnyWeight
@@ -237,14 +257,15 @@ def backward_pass(
     config: LayerConfig,
     wanted: Needs,
     later: Needs = NONE,
+    rows_again: bool = False,
     wgrad_scale: float = 1.0,
     room: int | None = None,
 ) -> Gradients:
     """Backward of `forward_pass`. `given` is emptied, and its memory used again.
 
     colwise: the weights, if `quantize_weights_once` holds them. wanted: gradients computed now, of those that forward
-    needed. later: weights whose operands are returned in their place. wgrad_scale: factor of gradients of parameters.
-    room: of the routing; then d_out is contiguous.
+    needed. later: weights whose operands are returned in their place. rows_again: as in forward. wgrad_scale: factor of
+    gradients of parameters. room: of the routing; then d_out and x are contiguous.
     """
     recipe, routing, saved, borrows = config.recipe, given.routing, given.saved, dispatcher.borrows
     plan = routing.plan
@@ -280,6 +301,10 @@ def backward_pass(
     arriving_home = dispatcher.combine(mlp.d_rows, routing, mlp.d_row_weight, overlap=True)
     d_gate_up, d_down_proj, d_lora, down_operands = mlp.d_gate_up, mlp.d_down_proj, mlp.d_lora, mlp.operands
     del mlp
+    if rows_again and (wanted.gate_up_proj or later.gate_up_proj):
+        assert given.x is not None
+        rows = quantized_rows(given.x, plan.row_slot, plan.offs, config=config, room=room)
+    given.release("x")
     gate_up_operands = (d_gate_up, rows) if later.gate_up_proj else None
     d_bias = bias_gradient(d_gate_up, plan.offs, scale=wgrad_scale) if wanted.gate_up_bias else None
     d_gate_up_proj = None
@@ -379,6 +404,13 @@ def mlp_backward(
     return MLPGradients(d_rows, d_row_weight, d_gate_up, d_down_proj, d_lora, operands)
 
 
+@replayed
+def quantized_rows(x: Tensor, row_slot: Tensor, offs: Tensor, *, config: LayerConfig, room: int | None) -> Any:
+    """The rows that forward multiplied with gate_up_proj, where the tokens x (T, D) are the slots."""
+    payload = pack.function(x, recipe=config.recipe, fmt=config.recipe.fmt, room=room)
+    return Wire.of(x, config.recipe, config.recipe.fmt).rows(payload, row_slot, offs, copy=False)
+
+
 @dataclass(frozen=True)
 class WgradInput(Operands):
     """dy (R_max, N), a (R_max, K), offs, and a main_grad (e, N, K) or None."""
@@ -438,8 +470,7 @@ class _Pass(Replayed):
     def __init__(self, function: Callable[..., Any], dispatcher: TokenDispatcher) -> None:
         super().__init__(function)
         self._dispatcher: TokenDispatcher = weakref.proxy(dispatcher)
-        # x, weights and expert_ids; or d_out, and the expert_ids behind the plan of its routing.
-        self._of_tokens = (0, 1, 2) if function is forward_pass else (0, 1 + len(PLAN))
+        self._is_forward = function is forward_pass
         # Its functions join parts.
         self.direct = functools.partial(function, dispatcher=self._dispatcher)  # type: ignore[method-assign]
 
@@ -447,7 +478,12 @@ class _Pass(Replayed):
         return self._dispatcher.graph_state()
 
     def moving(self, **how: Any) -> tuple[int, ...]:
-        return () if how.get("room") is None else self._of_tokens
+        if how.get("room") is None:
+            return ()
+        if self._is_forward:  # x, weights, expert_ids
+            return 0, 1, 2
+        # d_out, x if rows are made again, and the expert_ids behind the plan of the routing
+        return (0, 1, 2 + len(PLAN)) if how.get("rows_again") else (0, 1 + len(PLAN))
 
     def launched(self) -> None:
         self._dispatcher.launched(2)

@@ -224,6 +224,8 @@ class TokenDispatcher(ABC):
     """True if :func:`make_dispatcher` made it and may share it between layers."""
     borrows = False
     """True if slots are the dispatcher's memory, which a later exchange overwrites."""
+    slots_are_tokens = False
+    """True if slots are the payload itself, so that backward can make rows again from x."""
     in_graphs = False
     """True if exchanges need nothing of the host, and a routing is only a plan: see :meth:`graph_state`."""
     has_rooms = False

@@ -33,6 +33,7 @@ class LocalDispatcher(TokenDispatcher):
     """
 
     spans_ranks = False
+    slots_are_tokens = True
     in_graphs = True
     has_rooms = True
 
