@@ -34,7 +34,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from mxep.comms import Capacity
 from mxep.comms.layout import Layout as Buffer
@@ -44,7 +44,7 @@ from mxep.ep.formats import keeps_rows
 from mxep.ep.moe import rows_per_expert
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
-from mxep.integration.config import ConfigError, unknown
+from mxep.integration.config import ConfigError
 from mxep.integration.model import make_capacity
 from mxep.integration.report import Report, Row, Section
 from mxep.integration.schema import SIZE_NAMES, Config, moe_layers, sizes_of
@@ -298,8 +298,6 @@ def memory(layout: Layout) -> Memory:
 def estimate(config: Config) -> Report:
     """What `config.estimate` names. ConfigError for a model or rates that cannot be used."""
     begin, wanted = time.monotonic(), config.estimate
-    for complaint in unknown("estimate.sections", wanted.sections or (), SECTIONS):
-        raise ConfigError(complaint)
     with _json_of("estimate.rates"):
         rates = fit(read(wanted.rates or [str(RATES / f"{name}-h200.json") for name in ("host", "layer")]))
     with _json_of("estimate.model"):
@@ -423,22 +421,3 @@ def _of_best(section: str, found: list[Row]) -> Iterator[Row]:
                 yield {"layout": row["layout"], "stage": name, "us": value, "of step": value / 1e3 / row["ms"]}
             else:
                 yield {"layout": row["layout"], "what": name, "GiB": value}
-
-
-def draw(results: dict[str, Any], file: Path) -> None:
-    """Tokens/s over EP, a line for each recipe and dispatcher; hollow where memory is short."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="EP", ylabel="thousand tokens/s", title=results["what"])
-    rows = results["sections"]["layouts"]
-    for name in dict.fromkeys((row["recipe"], row["dispatcher"]) for row in rows):
-        line = [row for row in rows if (row["recipe"], row["dispatcher"]) == name]
-        points = [row["EP"] for row in line], [row["ktok/s"] for row in line]
-        (drawn,) = axes.plot(*points, label="/".join(name), marker="o")
-        over = [i for i, row in enumerate(line) if "over" in row["note"]]
-        axes.plot(*points, "o", markevery=over, color="white", mec=drawn.get_color())
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
-    figure.savefig(file)

@@ -70,7 +70,6 @@ MISTAKES = [
     (["task=bench", "bench=model", "bench.cases=[x]"], "bench.cases: got 'x', wanted some of baseline bf16; "),
     (["task=bench", "bench=layer", "bench.backend=x"], "bench.backend: got 'x', wanted null"),
     (["task=bench", "bench.shapes.rows=[[64]]"], "bench.shapes.rows: got [64], wanted 2 sizes, multiples of"),
-    (["task=bench", "bench.picture=x.svg"], "bench.picture: got x.svg, wanted null: bench=quant draws none"),
     (["data=text", "data.path=."], "data.path: no file in . ends in any of .c, "),
     (["resume=."], "no checkpoint in .: wanted a run folder"),
     (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0, wanted at least 1"),

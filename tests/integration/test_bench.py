@@ -92,7 +92,6 @@ def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
         ("bench=quant +bench.shapes.cubes=[[1,2]]", "bench.shapes: got 'cubes', wanted some of rows; weights; small"),
         ("bench=quant bench.shapes.rows=[[64]]", "bench.shapes.rows: got [64], wanted 2 sizes, multiples of [32, 64]"),
         ("bench=quant bench.shapes.rows=[[64,96]]", "got [64, 96], wanted 2 sizes, multiples of [32, 64]"),
-        ("bench=quant bench.picture=x.svg", "bench.picture: got x.svg, wanted null: bench=quant draws none"),
         ("bench=gemm bench.backend=abacus", "bench.backend: got 'abacus', wanted some of reference; dequant; hopper"),
         ("bench=gemm bench.sections=[x]", "bench.sections: got 'x', wanted some of products; steps"),
         ("bench=comms bench.shapes.sweep=[[8,32,4,5]]", "got [8, 32, 4, 5], wanted 4 tokens, dim, experts, top-k"),

@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import json
 import os
 import shlex
 import sys
@@ -330,10 +329,6 @@ def _finish(results: Report, config: Config, folder: Path) -> int:
         written = [file, *([Path(section.out)] if section.out else [])]
         write_json(results.to_json(_command(), section.commit), written)
         results.show(Console())
-        if picture := getattr(section, "picture", None):  # of a bench, or an estimate
-            written.append(Path(picture))
-            module = "plot" if config.task.name == "bench" else "estimate"
-            load_benchmark(module).draw(json.loads(file.read_text()), written[-1])
         print(f"results: {', '.join(map(_short, written))}")
         if results.failed:
             _say(f"{results.failed} of {len(results.lines)} lines failed")

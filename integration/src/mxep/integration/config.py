@@ -244,7 +244,7 @@ def _complaints(config: Config) -> Iterator[str]:
         yield from _check_estimate(config)
     if task == "bench":
         yield from load_benchmark("names").bench_complaints(config.bench)
-    for key in ("bench.out", "bench.picture", "compare.out", "estimate.out", "estimate.picture", "verify.out"):
+    for key in ("bench.out", "compare.out", "estimate.out", "verify.out"):
         if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(file).parent}"
     if task == "compare":

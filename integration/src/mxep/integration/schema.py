@@ -34,7 +34,7 @@ BENCHES = ("quant", "gemm", "linear", "comms", "layer", "model")
 VOCABULARY = 256
 """Tokens of a text without a tokenizer: bytes."""
 TASKS = ("train", "compare", "verify", "bench", "estimate")
-ESTIMATES = ("layouts", "stages", "memory", "time_errors", "memory_errors")
+ESTIMATES = ("layouts", "stages", "memory")
 
 
 def is_recipe(name: str) -> bool:
@@ -252,7 +252,6 @@ class BenchConfig:
     shapes: dict[str, list[list[Count]]]
     cpu_shapes: dict[str, list[list[Count]]]
     out: str | None
-    picture: str | None
     commit: str | None
     models: list[str] | None = None
     optimizer: str | None = None
@@ -280,7 +279,6 @@ class EstimateConfig:
     rates: list[str] | None
     sections: list[str] | None
     out: str | None
-    picture: str | None
     commit: str | None
 
 
