@@ -42,6 +42,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from benchmarks.peer_layers import PACKAGES, PEERS, RESULTS, SHAPES, Inputs, Layer, Shape, reference, snr
 from benchmarks.peer_table import by_cell, markdown, picture
 from mxep.integration.report import provenance, shortened
