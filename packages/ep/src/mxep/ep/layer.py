@@ -303,8 +303,8 @@ def backward_pass(
     del mlp
     if rows_again and (wanted.gate_up_proj or later.gate_up_proj):
         assert given.x is not None
+        # x is not released: others hold it, and a record would count its bytes as freed here.
         rows = quantized_rows(given.x, plan.row_slot, plan.offs, config=config, room=room)
-    given.release("x")
     gate_up_operands = (d_gate_up, rows) if later.gate_up_proj else None
     d_bias = bias_gradient(d_gate_up, plan.offs, scale=wgrad_scale) if wanted.gate_up_bias else None
     d_gate_up_proj = None
