@@ -113,8 +113,8 @@ def accumulate_in_place() -> Iterator[None]:
                 model(x).sum().backward()
         optimizer.step()
 
-    On `hopper` the bits are those of autograd's own sum, in half the memory traffic; on others, too, where 1 / ranks is
-    a power of two, but `triton` rounds once. It holds for all forwards while it is open. Call `.backward()`:
+    On `hopper` the bits are those of autograd's own sum, in half the memory traffic. On other backends this holds where
+    1 / ranks is a power of two; `triton` rounds once. It holds for all forwards while it is open. Call `.backward()`:
     `torch.autograd.grad` of an expert weight would add to ``.grad``, too. ``main_grad`` goes before. Autograd sums what
     this does not serve: gate and up as two parameters, weights with hooks, views or casts of parameters, a gradient of
     another dtype or layout, recipes ``*_wgrad_bf16``. A compiled layer breaks its graph while it is open.
@@ -128,7 +128,7 @@ def accumulate_in_place() -> Iterator[None]:
 
 
 def _accumulator(ctx: Any, i: int) -> Tensor | None:
-    """What the gradient of gate_up_proj (0) or down_proj (1) is added to here: main_grad, ``.grad``, or None."""
+    """The tensor to which backward adds the gradient of gate_up_proj (0) or down_proj (1), or None."""
     if (main_grad := ctx.main_grads[i]) is not None or not ctx.in_place:
         return main_grad  # type: ignore[no-any-return]
     node = ctx.next_functions[ctx.places[2 + i]][0]
@@ -142,7 +142,7 @@ def _accumulator(ctx: Any, i: int) -> Tensor | None:
 
 
 class NodeState(NamedTuple):
-    """What `Layer` needs besides tensors with gradients."""
+    """The arguments of `Layer` that have no gradients."""
 
     dispatcher: TokenDispatcher
     config: LayerConfig

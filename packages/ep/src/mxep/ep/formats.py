@@ -1,4 +1,4 @@
-"""What the recipe does to each tensor of the layer: rows on the wire, weights, and the operands of SwiGLU.
+"""Formats of the layer's tensors in each recipe: rows on the wire, weights, and the operands of SwiGLU.
 
     x (T, D), d_out    -> payload    bf16: one part (T, 2 D). MX: (T, D) qdata and (T, D / block) scales
     slots (S, .)       -> rows       comms transports the parts without interpreting them; `Wire.rows` reads them
@@ -109,8 +109,8 @@ class Saved(Operands):
     """The tensors that forward leaves to backward besides the weights themselves.
 
     Attributes:
-        rows: (S, D) slots, or (R_max, D) where `keeps_rows`; None if neither gate_up_proj nor LoRA has a gradient, or
-            if backward makes them again.
+        rows: (S, D) slots, or (R_max, D) where `keeps_rows`. None if no gradient needs them (those of gate_up_proj and
+            LoRA do), and where backward makes them again.
         gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8.
         gate_up_columns, down_columns: see `saved_columns`.
         gate_up_inner, down_inner: (R_max, r) inner rows of LoRA, if it has gradients.
@@ -233,8 +233,8 @@ def held_colwise(
 
 
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
-    """What helps to quantize each weight colwise: the amax of its columns, (e, D) and (e, F) fp32, for a backend with
-    one scale a column; 2-D blocks, which serve as they are; or None."""
+    """Help for quantizing each weight colwise. A backend with one scale a column needs the amax of its columns, (e, D)
+    and (e, F) fp32. 2-D blocks serve as they are. Others need nothing: None."""
     pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
     gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
     return gate_up, down

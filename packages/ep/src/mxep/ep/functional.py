@@ -261,9 +261,9 @@ def add_down_bias(
 
     The routing weight multiplies before the down-projection, so the bias is added to a token's sum: S @ bias, with
     S (T, E) the weights by expert. That is a product a hundredth of the layer's size, and its gradients take d_out as
-    it is, unquantized. A token without experts has no part in them, as its d_out may be NaN. 0 times NaN is NaN, so
-    what is not finite stays out of the products: only the token's whole row, or the expert's, is NaN then. Ranks that
-    share experts gather the bias, (E, D), and reduce its gradient by torch's own collectives.
+    it is, unquantized. The d_out of a token without experts may be NaN, so it has no part in them. 0 times NaN is NaN,
+    so values that are not finite stay out of the products. Only the token's row, or the expert's, is NaN then.
+    Ranks that share experts gather the bias, (E, D), and reduce its gradient by torch's own collectives.
 
     expert_ids: (T, K); ids outside 0 .. E-1 add nothing. weights: (T, K) fp32. group: the ranks that share the experts,
     e of E each; None if this process has all.

@@ -76,8 +76,8 @@ NONE = Needs()
 def makes_rows_again(dispatcher: TokenDispatcher, recipe: Recipe, needs: Needs | None, top_k: int) -> bool:
     """Whether forward keeps no rows, and backward makes them again from x, for the gradient of gate_up_proj.
 
-    It can where slots are the tokens themselves. x costs no memory where a router keeps it, too. Top-1 layers keep
-    quantized slots: their x may be a temporary tensor (``score_before_experts``), and is twice as large.
+    This works on one rank, where slots are the tokens themselves. x costs no memory, since a router keeps it, too.
+    Top-1 layers keep quantized slots: their x may be a temporary tensor (``score_before_experts``), twice as large.
     """
     if needs is None or needs.lora or not needs.gate_up_proj:
         return False

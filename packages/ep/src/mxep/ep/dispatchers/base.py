@@ -346,7 +346,7 @@ class TokenDispatcher(ABC):
         return None
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
-        """(senders, most tokens of each) of a dispatch of ``num_tokens``, if known without running it; else None."""
+        """(senders, most tokens of each) of a dispatch of ``num_tokens``. None: only running it tells."""
         return None
 
     @abstractmethod
@@ -385,7 +385,7 @@ class TokenDispatcher(ABC):
         """
 
     def graph_state(self) -> Hashable | None:
-        """State besides tensors that a record of exchanges depends on; None: no record can be played now."""
+        """State, besides tensors, on which a record of exchanges depends. None: no record can be played now."""
         return None
 
     def launched(self, exchanges: int) -> None:  # noqa: B027  without an order there is nothing to count

@@ -1,4 +1,4 @@
-"""What the dispatchers of a process group share: counters, transports with their memory, and nodes.
+"""State shared by the dispatchers of a process group: counters, transports with their memory, and nodes.
 
 Transports stay open from one layer to the next and close with their last user. The ranks of a group form nodes: rank r
 is rank r % L of node r // L. Groups of both directions are made once:
