@@ -6,27 +6,20 @@
     @distributed(2, recipe=["bf16", "mxfp8"])
     def test_something(ctx, recipe): ...    # with one after the other, in the same processes
 
-By itself the test starts its ranks (CPU, or CUDA where there are enough devices). On CPUs they stay for the other
-bodies of the file, each with a new default group, until one fails; on GPUs each test has fresh processes. Under
-torchrun the same body runs in place on a subgroup of the first n ranks, and is skipped where n is larger than the
-world. With `device="cuda"` it is skipped, too, where there are fewer GPUs than ranks; "cpu" leaves them alone.
+By itself the test starts its ranks as fresh processes (CPU, or CUDA where there are enough devices). Under torchrun the
+same body runs in place on a subgroup of the first n ranks, and is skipped where n is larger than the world. With
+`device="cuda"` it is skipped, too, where there are fewer GPUs than ranks; "cpu" leaves them alone.
 """
 
-import atexit
 import functools
 import gc
 import inspect
 import itertools
 import os
-import signal
-import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 import pytest
@@ -103,15 +96,11 @@ def distributed(
                 return
             if device == "cuda" and torch.cuda.device_count() < world_size:
                 pytest.skip(f"fewer than {world_size} GPUs")
-            name = FunctionName.of(body)
+            args = (FunctionName.of(body), each)
             start_fork_server("pytest")
-            if resolve_device(device, world_size) == "cpu":
-                skipped = _pool(name.file, world_size).run(name, each, timeout)
-            else:
-                args = name, each
-                skipped = run_ranks(_run_body, args, world_size=world_size, timeout=timeout, device=device)[0]
-            if skipped is not None:
-                pytest.skip(skipped)
+            skipped = run_ranks(_run_body, args, world_size=world_size, timeout=timeout, device=device)
+            if skipped[0] is not None:
+                pytest.skip(skipped[0])
 
         given = {"ctx", *values}
         parameters = [p for p in inspect.signature(body).parameters.values() if p.name not in given]
@@ -132,110 +121,6 @@ def _run_body(rank: Rank, name: FunctionName, each: list[dict[str, Any]]) -> str
     except pytest.skip.Exception as reason:
         return str(reason)
     return None
-
-
-class Pool:
-    """Ranks that run the bodies of one file: a start takes 0.3 s, and as long the first call of what they compute."""
-
-    def __init__(self, file: str, world_size: int) -> None:
-        self.file, self.failed, self._bodies = file, False, itertools.count()
-        self._folder = tempfile.TemporaryDirectory(prefix="mxep-pool-")
-        self._error: BaseException | None = None
-        with Listener(f"{self._folder.name}/socket", backlog=world_size) as listener:
-            self._thread = threading.Thread(target=self._start, args=(world_size, listener.address), daemon=True)
-            self._thread.start()
-            self._ranks: list[Connection] = []
-            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
-            while len(self._ranks) < world_size and self._thread.is_alive():
-                try:
-                    self._ranks.append(listener.accept())
-                except TimeoutError:
-                    continue
-        self._pids = [rank.recv() for rank in self._ranks]
-
-    def _start(self, world_size: int, address: str) -> None:
-        try:
-            run_ranks(_serve, (address,), world_size=world_size, device="cpu", steps=False)
-        except BaseException as error:
-            self._error = error
-
-    def run(self, name: FunctionName, each: list[dict[str, Any]], timeout: float) -> str | None:
-        """Run a body. Returns why rank 0 skipped it, or None; raises what `run_ranks` does."""
-        self.failed, environment = True, {key: value for key, value in os.environ.items() if key not in OWN}
-        store = f"{self._folder.name}/store-{next(self._bodies)}"
-        for rank in self._ranks:
-            rank.send((name, each, environment, store))
-        limit, running = time.monotonic() + timeout, list(self._ranks)
-        skipped: dict[Connection, str | None] = {}
-        try:
-            while running:
-                ready = wait(running, max(limit - time.monotonic(), 0))
-                if not ready:
-                    self._show_stacks()
-                    break
-                for rank in [rank for rank in running if rank in ready]:
-                    skipped[rank] = rank.recv()
-                    running.remove(rank)
-        except EOFError:  # it raised, or died
-            pass
-        if running:
-            self._thread.join(30)
-            raise self._error or TimeoutError(f"{name.qualname} did not finish within {timeout} s")
-        self.failed = False
-        return skipped[self._ranks[0]]
-
-    def _show_stacks(self) -> None:
-        """Have `run_ranks` report where each rank is, and end them."""
-        for number in (signal.SIGUSR2, signal.SIGKILL):
-            for pid in self._pids:
-                os.kill(pid, number)
-            time.sleep(0.3)
-
-    def close(self) -> None:
-        for rank in self._ranks:
-            rank.close()
-        self._thread.join(30)
-        self._folder.cleanup()
-
-
-OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_DIST_INIT_BARRIER")
-"""Of a rank's environment: what it has for itself."""
-_pools: dict[int, Pool] = {}
-
-
-def _pool(file: str, world_size: int) -> Pool:
-    for size, pool in list(_pools.items()):
-        if pool.file != file or pool.failed:
-            _pools.pop(size).close()
-    if world_size not in _pools:
-        _pools[world_size] = Pool(file, world_size)
-    return _pools[world_size]
-
-
-@atexit.register
-def _close_pools() -> None:
-    while _pools:
-        _pools.popitem()[1].close()
-
-
-def _serve(rank: Rank, address: str) -> None:
-    """Run bodies until the caller hangs up. An error ends the rank, and so all."""
-    with Client(address) as caller:
-        caller.send(os.getpid())
-        for bodies in itertools.count():
-            try:
-                name, each, environment, store = caller.recv()
-            except EOFError:
-                return
-            os.environ.update(environment)
-            for key in os.environ.keys() - environment.keys() - set(OWN):
-                del os.environ[key]
-            if bodies:  # all ranks have ended the one before
-                gc.collect()
-                torch.compiler.reset()
-                dist.destroy_process_group()
-                init_process_group("cpu", rank.rank, rank.world_size, init_method=f"file://{store}")
-            caller.send(_run_body(rank, name, each))
 
 
 def _run_in_place(body: Callable[..., None], world_size: int, each: list[dict[str, Any]], device: str) -> None:
