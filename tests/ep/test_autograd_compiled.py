@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, run_experts, swiglu
-from mxep.ep.autograd import fake_plan, fake_saved, forward_op
+from mxep.ep.autograd import fake_plan, forward_op
 from mxep.ep.dtensors import local_tensor
-from mxep.ep.formats import LayerConfig
+from mxep.ep.formats import LayerConfig, fake_saved
 from mxep.ep.layer import ForwardInput, Needs, forward_pass
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Hopper

@@ -16,9 +16,8 @@ from integration.test_estimate import RATES, RESULTS
 from mxep.comms import Capacity, make_plan
 from mxep.comms.layout import Layout as Buffer
 from mxep.ep import HierarchicalDispatcher, run_experts
-from mxep.ep.autograd import fake_saved
 from mxep.ep.dispatchers.local import LocalDispatcher
-from mxep.ep.formats import LayerConfig
+from mxep.ep.formats import LayerConfig, fake_saved
 from mxep.gemm import Recipe
 from mxep.gemm.backends.hopper import Hopper
 from mxep.quant import SwiGLU

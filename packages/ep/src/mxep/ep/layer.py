@@ -264,8 +264,8 @@ def backward_pass(
     """Backward of `forward_pass`. `given` is emptied, and its memory used again.
 
     colwise: the weights, if `quantize_weights_once` holds them. wanted: gradients computed now, of those that forward
-    needed. later: weights whose operands are returned in their place. rows_again: as in forward. wgrad_scale: factor of
-    gradients of parameters. room: of the routing; then d_out and x are contiguous.
+    needed. later: weights whose operands are returned in their place. rows_again: x is given (`_Pass.moving` asks).
+    wgrad_scale: factor of gradients of parameters. room: of the routing; then d_out and x are contiguous.
     """
     recipe, routing, saved, borrows = config.recipe, given.routing, given.saved, dispatcher.borrows
     plan = routing.plan
@@ -301,10 +301,9 @@ def backward_pass(
     arriving_home = dispatcher.combine(mlp.d_rows, routing, mlp.d_row_weight, overlap=True)
     d_gate_up, d_down_proj, d_lora, down_operands = mlp.d_gate_up, mlp.d_down_proj, mlp.d_lora, mlp.operands
     del mlp
-    if rows_again and (wanted.gate_up_proj or later.gate_up_proj):
-        assert given.x is not None
+    if given.x is not None and (wanted.gate_up_proj or later.gate_up_proj):
         # x is not released: others hold it, and a record would count its bytes as freed here.
-        rows = quantized_rows(given.x, plan.row_slot, plan.offs, config=config, room=room)
+        rows = rows_of_tokens(given.x, plan.row_slot, plan.offs, config=config, room=room)
     gate_up_operands = (d_gate_up, rows) if later.gate_up_proj else None
     d_bias = bias_gradient(d_gate_up, plan.offs, scale=wgrad_scale) if wanted.gate_up_bias else None
     d_gate_up_proj = None
@@ -405,7 +404,7 @@ def mlp_backward(
 
 
 @replayed
-def quantized_rows(x: Tensor, row_slot: Tensor, offs: Tensor, *, config: LayerConfig, room: int | None) -> Any:
+def rows_of_tokens(x: Tensor, row_slot: Tensor, offs: Tensor, *, config: LayerConfig, room: int | None) -> Any:
     """The rows that forward multiplied with gate_up_proj, where the tokens x (T, D) are the slots."""
     payload = pack.function(x, recipe=config.recipe, fmt=config.recipe.fmt, room=room)
     return Wire.of(x, config.recipe, config.recipe.fmt).rows(payload, row_slot, offs, copy=False)
