@@ -35,11 +35,12 @@ if not torch.cuda.is_available():
 
 
 PRELOAD = ["pytest"]
-"""What ranks in tests of ep and integration would import, for up to 3 s each. The first to ask starts the fork server
-of a whole run, so all ask for all."""
+"""What ranks in tests of ep would import, for up to 3 s each."""
+PRELOAD_OF_INTEGRATION: list[str] = []
+"""And those of integration. The first to ask starts the fork server of a whole run, so all ask for all."""
 if not torch.cuda.is_available():  # importing these starts CUDA, and what is forked then cannot use it
-    PRELOAD += ["torch._dynamo.testing", "torch._inductor.compile_fx", "mxep.integration.transformers"]
-    PRELOAD += ["datasets"]  # which torchtitan imports
+    PRELOAD += ["torch._dynamo.testing", "torch._inductor.compile_fx"]
+    PRELOAD_OF_INTEGRATION += ["mxep.integration.transformers", "datasets"]  # torchtitan imports datasets
 
 
 @dataclass(frozen=True)

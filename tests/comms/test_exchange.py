@@ -28,6 +28,7 @@ from comms.cases import (
     plan_slots,
 )
 from comms.transports import InterpretedTransport, PlayedTransport
+from host_sync import no_host_sync
 from mxep.comms import (
     NEW,
     Capacity,
@@ -356,13 +357,10 @@ def test_moves_wait_for_no_device_read(ctx: Context):
 def check_no_device_read(ctx: Context, workspace: Workspace) -> None:
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
         rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
         combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0]).wait()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @interpreted

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from comms.cases import CASES, Sent, assert_bitwise, bring, expected_plan
+from host_sync import no_host_sync
 from mxep.comms import DROPPED, Capacity, RoutingPlan, make_plan
 from mxep.comms.kernels import plan as kernels
 from mxep.comms.layout import ANY_ID
@@ -454,11 +455,8 @@ def test_a_captured_plan_follows_new_routing_and_never_waits():
         return plan_rows(*case.plan(tables), None)
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         planned = run()

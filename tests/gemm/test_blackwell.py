@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gemm.problem import HALF_ULP_BF16, Problem, Result, bound_of_sum, indexed, problem, quantized_weight
+from host_sync import no_host_sync
 from mxep.gemm import BACKENDS, Recipe, grouped_mm
 from mxep.gemm.backends import blackwell
 from mxep.gemm.backends.blackwell import rows_operand, swizzle_along_tokens, tokens_operand, weight_operand
@@ -215,11 +216,8 @@ def test_the_host_waits_for_nothing_and_a_captured_graph_follows_new_groups() ->
     with torch.cuda.stream(side):
         step(p, given, main_grad)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         step(p, given, main_grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = step(p, given, main_grad)

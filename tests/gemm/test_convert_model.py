@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import snr
 from gemm.test_convert import D, Experts, H, Model, TitanExperts, inputs, made, same, train, with_forward
+from host_sync import no_host_sync
 from mxep.gemm import convert, converted, quantize_weights_once, revert
 from ranks import distributed
 
@@ -291,11 +292,8 @@ def test_on_a_gpu_nothing_waits_for_the_host_and_a_graph_replays_with_other_grou
     with torch.cuda.stream(stream):
         step()  # compiles kernels
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         results = step()

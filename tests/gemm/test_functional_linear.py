@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, snr
 from gemm.test_hopper import BACKEND as HOPPER
 from gemm.test_hopper import needs_hopper
+from host_sync import no_host_sync
 from mxep.gemm import Linear, Recipe, fold_report, grouped_mm, linear, quantize_input
 from mxep.gemm.backends import Backend
 from mxep.gemm.backends.reference import Reference
@@ -272,11 +273,8 @@ def test_on_hopper_nothing_waits_for_the_host_and_a_graph_captures_it() -> None:
     given = [x.detach().cuda().requires_grad_(x.requires_grad) for x in operands(2, 2050, n=512, k=1024)]
     want = step(by("mxfp8"), *given)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         got = step(by("mxfp8"), *given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

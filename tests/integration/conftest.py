@@ -15,7 +15,7 @@ from mxep.integration.app import register
 from mxep.integration.config import prepare, resolve
 from mxep.integration.launch import start_fork_server
 from mxep.integration.schema import Config, configs_dir
-from ranks import PRELOAD  # sets TRITON_INTERPRET, which the fork server must know
+from ranks import PRELOAD, PRELOAD_OF_INTEGRATION  # sets TRITON_INTERPRET, which the fork server must know
 
 ON_TEXT = ("data=text", "data.batch=4", "data.length=32", "train.valid_batches=1")
 TINY = ("model=tiny", *ON_TEXT, "optimizer.warmup=5")
@@ -33,7 +33,7 @@ class Finished:
 def pytest_collectstart() -> None:
     """Nearly all files start ranks: the fork server imports torch while tests are collected."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        start_fork_server(*PRELOAD)
+        start_fork_server(*PRELOAD, *PRELOAD_OF_INTEGRATION)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """On a GPU: fold, swizzle, SwiGLU and padding give the CPU's bytes, and the host waits for nothing."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from host_sync import no_host_sync
 from mxep.quant import (
     E4M3,
     E5M2,
@@ -40,15 +40,6 @@ ENDS = torch.tensor([32, 32, 96], dtype=torch.int32)
 
 def row_scaled(seed: int, width: int, **how: Any) -> MXTensor:
     return quantize(gaussian(ROWS, width, seed=seed) * torch.logspace(-5, 5, ROWS)[:, None], block_size=None, **how)
-
-
-@contextmanager
-def no_host_sync() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def valid(part: Tensor) -> Tensor:
