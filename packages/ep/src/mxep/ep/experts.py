@@ -37,6 +37,7 @@ from .formats import PLAIN, LayerConfig, held_rowwise
 from .functional import Weighted, add_down_bias, combine, combine_and_kept, dispatch, expert_mlp
 from .layer import ForwardInput, forward_pass, makes_rows_again, pass_of
 from .lora import LoRAWeights
+from .rehearse import rehearse_once
 
 
 class Experts(nn.Module):
@@ -220,6 +221,7 @@ def run_experts(
             given = ForwardInput(*of_tokens, ids, whole[0], whole[1], mine.gate_up_bias, join_lora(mine, scale))
             needs = parameter_needs(grads) if backward else None
             again = makes_rows_again(dispatcher, recipe, needs, ids.shape[1])
+            rehearse_once(given, dispatcher, config, needs, main_grads, rows_again=again, room=room)
             rowwise = held_rowwise(whole[0], whole[1], config, dgrad=backward)
             forward = pass_of(dispatcher, forward_pass)
             made = forward(given, rowwise, config=config, needs=needs, rows_again=again, drops=drops, room=room)

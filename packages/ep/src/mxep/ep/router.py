@@ -36,6 +36,7 @@ from mxep.gemm import fp32_linear, top_k
 from mxep.gemm.router_ops import scores_of
 
 from .dtensors import checked_group, init_normal_
+from .rehearse import rehearse_router
 
 
 def recomputing() -> bool:
@@ -75,6 +76,7 @@ class Router(nn.Module):
     expert_bias: Tensor | None
     load: Tensor | None
     last_logits: Tensor | None
+    _rehearsed = False
     last_expert_ids: Tensor | None
 
     def __init__(
@@ -189,6 +191,10 @@ class Router(nn.Module):
         if mask is not None:
             padding = ~checked_mask(mask, x)[:, None]
             x = x.masked_fill(padding, 0.0)
+        if x.is_cuda and not self._rehearsed and not torch.compiler.is_compiling():
+            self._rehearsed = True
+            has_choice = self.expert_bias is not None or self.top_groups < self.num_groups
+            rehearse_router(x, self.weight, self.top_k, self.score, has_choice=has_choice)
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 would route differently
             logits = fp32_linear(x, self.weight)
             choice = None

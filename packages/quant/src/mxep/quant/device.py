@@ -43,7 +43,9 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Number of SMs of the device; 1 under the interpreter."""
+    """Number of SMs of the device; 1 under the interpreter. A meta device has those of the GPU in use."""
+    if device.type == "meta" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -447,12 +447,18 @@ def call(name: str, *args: Any) -> None:
 @contextmanager
 def relaxed() -> Iterator[None]:
     """Let this thread build and destroy graphs without ending another thread's capture."""
-    mode = ctypes.c_int(RELAXED)
-    driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    mode = keep_captures()
     try:
         yield
     finally:
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def keep_captures() -> ctypes.c_int:
+    """Let this thread do what would end another thread's capture from now on. Returns its mode before."""
+    mode = ctypes.c_int(RELAXED)
+    driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    return mode
 
 
 @functools.cache

@@ -5,22 +5,30 @@ Here the same facts are a short key to the kernels that Triton has launched once
 """
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from .graph import for_triton, unlike_a_node
+from .graph import for_triton, keep_captures, unlike_a_node
 from .lengths import Length
-from .record import here
+from .record import Silent, here
 
 _IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
 """Key to (compiled kernel, its constexprs in order, the kernel). The key holds the kernel's id."""
+_ahead: dict[tuple[Any, ...], Future[Any]] = {}
+"""Key to the compilation of a kernel that was not launched yet."""
+MOST_THREADS = 16
+"""Most threads of this process that compile at once."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -42,22 +50,30 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     constants: constexprs, which follow them in the kernel's signature, and options such as num_warps.
     """
+    recorder = here.recorder
     # Interpreted, profiled, or on an AMD GPU, where kernels are specialized for the bytes of a storage, too.
     if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
-        kernel[grid](*map(for_triton, args), **constants)
-        if here.recorder is not None:
-            here.recorder.launch(kernel, None, grid, args, constants)
+        if recorder is None or not recorder.rehearses:
+            kernel[grid](*map(for_triton, args), **constants)
+        if recorder is not None:
+            recorder.launch(kernel, None, grid, args, constants)
         return
     device = torch._C._cuda_getDevice()
     facts, values = _reader(*map(type, args))(*args)
     key = id(kernel), device, facts, *constants.items()
     found = _compiled.get(key)
+    if type(recorder) is Rehearsal:
+        if found is None:
+            recorder.wanted.setdefault(key, (kernel, grid, list(map(for_triton, args)), constants))
+        return
     if found is None:
         if Length in map(type, args):
             lengths = [p for p, x in zip(kernel.params, args) if type(x) is Length and not p.do_not_specialize]
             if lengths:
                 name = lengths[0].name
                 raise TypeError(f"{kernel.__name__}: got a Length as {name}, want {name} in its do_not_specialize")
+        # If a compilation failed, it fails again below.
+        wait([_ahead.pop(key)] if key in _ahead else [each for other, each in _ahead.items() if other[0] == id(kernel)])
         compiled = kernel[grid](*map(for_triton, args), **constants)
         if isinstance(compiled, CompiledKernel):
             found = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
@@ -67,10 +83,54 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         x, y, z = (*grid, 1, 1)[:3]
         how = compiled.function, compiled.packed_metadata, None, None, None
         compiled.run(x, y, z, torch._C._cuda_getCurrentRawStream(device), *how, *values, *constexprs)
-    if (recorder := here.recorder) is not None:
+    if recorder is not None:
         recorder.launch(kernel, compiled, grid, args, constants)
         if why := "it was compiled alone" if found is None else unlike_a_node(compiled, len(args)):
             recorder.refuse(why)
+
+
+class Rehearsal(Silent):
+    """A thread's open rehearsal. wanted: (kernel, grid, arguments, constexprs) of launches, by key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]] = {}
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Code inside launches nothing. It runs on meta tensors, and then the kernels that it would have launched are
+    compiled in other threads. The first launch of each waits for it.
+
+    Triton compiles a kernel at its first launch, and all others wait. Its passes and ptxas release the GIL.
+    """
+    before, here.recorder = here.recorder, (mine := Rehearsal())
+    try:
+        yield
+    finally:
+        here.recorder = before
+        if wanted := {key: job for key, job in mine.wanted.items() if key not in _ahead}:
+            _compile(wanted)
+
+
+def _compile(wanted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]]) -> None:
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    driver.active.get_current_device()  # makes the driver, which threads share
+    device = torch.cuda.current_device()
+    pool = ThreadPoolExecutor(max(1, min(MOST_THREADS, cores)), "mxep-compile", _begin_thread, (device,))
+    gemms = {key for key, job in wanted.items() if any(hasattr(x, "block_shape") for x in job[2])}
+    for key in sorted(wanted, key=lambda key: key not in gemms):  # those that take longest begin first
+        _ahead[key] = pool.submit(_compiled_kernel, *wanted[key])
+    pool.shutdown(wait=False)
+
+
+def _compiled_kernel(kernel: Any, grid: tuple[int, ...], args: list[Any], constants: dict[str, Any]) -> object:
+    return kernel.warmup(*args, grid=grid, **constants).run  # its launcher, which is compiled, too
+
+
+def _begin_thread(device: int) -> None:
+    torch.cuda.set_device(device)
+    keep_captures()  # of other threads, while kernels are loaded
 
 
 def is_profiled() -> bool:

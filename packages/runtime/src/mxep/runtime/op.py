@@ -21,6 +21,8 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from .record import here
+
 E4M3_CAPABILITY, ANY_GPU = (8, 9), (0, 0)
 """Triton converts to E4M3 from the first of these capabilities on (Ada, Hopper, Blackwell). A100 is older."""
 _INDEX_DTYPES = (torch.int32,)
@@ -71,7 +73,7 @@ class Op:
             if (kind is not Tensor and kind is not Parameter) or (graded and x.requires_grad):
                 return self._overload(*args)
             on_cuda = on_cuda or x.is_cuda
-        if not on_cuda or self._name is None:
+        if self._name is None or not (on_cuda or is_rehearsed()):
             return self.reference(*args)
         for i in self._written:
             if args[i] is not None:
@@ -85,10 +87,10 @@ class Op:
             x = args[i]
             if x is None:
                 continue
-            here = x.get_device()
+            place = x.get_device()
             if index is None:
-                index = here
-            elif here != index:  # a kernel gets only an address, and would not check its device
+                index = place
+            elif place != index:  # a kernel gets only an address, and would not check its device
                 raise ValueError(f"{self._arguments[i].name}: got device {x.device}, want one for all tensors")
             if x.ndim == 1 and i not in self._written:
                 if x.dtype in _INTEGERS and x.dtype not in self._index_dtypes:
@@ -97,6 +99,8 @@ class Op:
                 if not x.is_contiguous():
                     args = (*args[:i], x.contiguous(), *args[i + 1 :])
         assert index is not None
+        if index < 0:
+            index = torch.cuda.current_device()  # a rehearsal's meta tensors
         if not runs_on(index, self._capability):
             _log_that_it_is_slow(index)
             return self.reference(*args)
@@ -129,6 +133,11 @@ def op(
     capability: the lowest that can run the launcher. The reference runs on older GPUs.
     """
     return lambda reference: Op(name, reference, fake, launcher, mutates_args, index_dtypes, capability)
+
+
+def is_rehearsed() -> bool:
+    """Whether launchers are called with meta tensors, to compile their kernels."""
+    return here.recorder is not None and here.recorder.rehearses
 
 
 @functools.cache

@@ -112,13 +112,33 @@ class Record(NamedTuple):
     moving: tuple[int, ...] = ()
 
 
+class Silent:
+    """A recorder that notes nothing, open during a rehearsal (`launch.py`)."""
+
+    rehearses = True
+
+    def __init__(self) -> None:
+        self.tails: dict[int, frozenset[int]] = {}
+        self.events: dict[Any, frozenset[int]] = {}
+
+    def refuse(self, why: str) -> None:
+        pass
+
+    def fill(self, x: Tensor, length: Length) -> None:
+        pass
+
+    def launch(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Any) -> None:
+        pass
+
+
 class _Here(threading.local):
-    recorder: "Recorder | None" = None
+    recorder: "Recorder | Silent | None" = None
     calls = False
 
 
 here = _Here()
-"""State of this thread. recorder: the open one. calls: it is inside the first call of a kind (`replay.py`)."""
+"""State of this thread. recorder: the open one, or a rehearsal (`launch.py`). calls: it is inside the first call of a
+kind (`replay.py`)."""
 
 
 def refuse(why: str) -> None:
@@ -229,6 +249,7 @@ class Recorder(TorchDispatchMode):
         tails: by stream, the steps that the next step there must follow. events: the same by recorded event.
     """
 
+    rehearses = False
     wants_torch_ops_alone = True
     """Read by `mxep.runtime.op`: our ops may skip torch's dispatcher while this mode is open."""
 

@@ -245,7 +245,7 @@ def _taken_apart(args: tuple[Any, ...], static: dict[str, Any], moving: tuple[in
     classes: list[type] = []
     form = take(args, tensors, classes)
     how = *static, *[take(x, tensors, classes) for x in static.values()]
-    if not tensors or {*map(type, tensors)} - {Tensor, Parameter} or not all(map(_is_recordable, classes)):
+    if not tensors or {*map(type, tensors)} - {Tensor, Parameter} or not all(map(is_recordable, classes)):
         return None
     found = _reader(moving, len(tensors))(*tensors)
     if found is None or found[0][0] != torch._C._cuda_getDevice() or _launch().is_profiled() or _is_capturing():
@@ -272,7 +272,7 @@ def _released(args: tuple[Any, ...], form: Form) -> list[int]:
 
 
 @functools.cache
-def _is_recordable(kind: type) -> bool:
+def is_recordable(kind: type) -> bool:
     """Whether calls with static objects of this class may be recorded. A class with an attribute `recordable` must set
     it itself; an inherited True does not count."""
     return not hasattr(kind, "recordable") or bool(kind.__dict__.get("recordable", False))

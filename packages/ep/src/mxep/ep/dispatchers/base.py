@@ -220,6 +220,8 @@ class TokenDispatcher(ABC):
     spans_ranks = True
     used = False
     """True once anything was dispatched."""
+    rehearsed = False
+    """True once a layer was asked to compile its kernels ahead (`rehearse.py`)."""
     shared = False
     """True if :func:`make_dispatcher` made it and may share it between layers."""
     borrows = False

@@ -96,7 +96,7 @@ class SymmetricDispatcher(TokenDispatcher):
         self.claim()
         given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # errors on a CPU name the given ids
         expert_ids = narrow_ids(given)
-        workspace = self._workspace(expert_ids)
+        workspace = self.workspace(expert_ids)
         workspace.transport.arena.new_dispatch = self.new_dispatch
         sms = OVERLAP_SMS if overlap else None
         handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms, room=room)
@@ -176,7 +176,7 @@ class SymmetricDispatcher(TokenDispatcher):
     def _transports(self) -> tuple[Transport, ...]:
         return tuple(self._opened.values())
 
-    def _workspace(self, expert_ids: Tensor) -> Workspace:
+    def workspace(self, expert_ids: Tensor) -> Workspace:
         """Workspace for a dispatch of these ids."""
         device, (tokens, top_k) = expert_ids.device, expert_ids.shape
         max_tokens = self._most_rows(device)

@@ -1,0 +1,176 @@
+"""Compile the kernels of a layer's first step in parallel, before the step needs them.
+
+Both passes run on meta tensors (`mxep.runtime.launch.rehearsal`), through a dispatcher that sends nothing. Then their
+kernels are compiled side by side, while the step itself begins.
+"""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from mxep.comms import Workspace, narrow_ids
+from mxep.gemm.router_ops import fp32_linear, top_k
+from mxep.runtime.bundle import build, take_apart
+from mxep.runtime.replay import is_recordable
+
+from .dispatchers.base import Done, Handle, Payload, Routing, TokenDispatcher
+from .dispatchers.local import LocalDispatcher
+from .dispatchers.symmetric import OVERLAP_SMS, SymmetricDispatcher
+from .formats import LayerConfig
+from .layer import BackwardInput, ForwardInput, Needs, backward_pass, forward_pass
+
+if TYPE_CHECKING:
+    from .autograd import MainGrads
+
+_rehearsed: set[Hashable] = set()
+
+
+def rehearse_once(
+    given: ForwardInput,
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+    needs: Needs | None,
+    main_grads: "MainGrads",
+    *,
+    rows_again: bool,
+    room: int | None,
+) -> None:
+    """Compile the kernels of this forward, and of its backward if it needs any, in other threads. CUDA alone.
+
+    It does so at a dispatcher's first call, once for each kind of layer.
+    """
+    if dispatcher.rehearsed:
+        return
+    dispatcher.rehearsed = True
+    tensors, form = take_apart((given, main_grads))
+    plain = given.x.is_cuda and not {*map(type, tensors)} - {Tensor, Parameter}
+    # Other backends may start kernels in their own way, which meta tensors would break.
+    if not plain or not is_recordable(type(config.backend)) or torch.cuda.is_current_stream_capturing():
+        return
+    sizes = *(x.shape for x in tensors[3:]), *(x.dtype for x in tensors)
+    kind = given.x.device, config, needs, dispatcher.borrows, form, sizes
+    if kind in _rehearsed:
+        return
+    _rehearsed.add(kind)
+    stand_in = stand_in_for(dispatcher, given.expert_ids)
+    given, main_grads = build(form, iter([_meta(x) for x in tensors]))
+    _rehearse(lambda: _both_passes(given, main_grads, stand_in, config, needs, rows_again, room))
+
+
+def rehearse_router(x: Tensor, w: Tensor, k: int, score: str, *, has_choice: bool) -> None:
+    """The same for a router of these logits, before its first forward."""
+    kind = x.device, x.dtype, w.dtype, w.shape, k, score, has_choice
+    if kind in _rehearsed or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return
+    _rehearsed.add(kind)
+
+    def both_passes() -> None:
+        needed = torch.is_grad_enabled()
+        logits = fp32_linear(_meta(x).requires_grad_(needed), _meta(w).requires_grad_(needed))
+        _, weights = top_k(logits, k, score, choice=torch.empty_like(logits) if has_choice else None)
+        if needed:
+            weights.sum().backward()
+
+    _rehearse(both_passes)
+
+
+def _rehearse(both_passes: Callable[[], None]) -> None:
+    from mxep.runtime.launch import rehearsal  # imports Triton: only where there is CUDA
+
+    try:
+        with rehearsal():
+            both_passes()
+    except Exception as error:  # the step itself raises it again, if it is one
+        logging.getLogger("mxep.ep").debug("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+
+
+def _meta(x: Tensor) -> Tensor:
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return Parameter(made, requires_grad=False) if type(x) is Parameter else made  # launches tell them apart
+
+
+def stand_in_for(dispatcher: TokenDispatcher, expert_ids: Tensor) -> TokenDispatcher:
+    """A dispatcher for a rehearsal. Collective, as a first dispatch of these ids is."""
+    if isinstance(dispatcher, SymmetricDispatcher):
+        workspace = dispatcher.workspace(expert_ids)
+        if workspace.transport.access == "kernels":
+            return Unsent(dispatcher, workspace)
+    made = LocalDispatcher(dispatcher.num_local_experts)
+    made.borrows = dispatcher.borrows
+    return made
+
+
+def _both_passes(
+    given: ForwardInput,
+    main_grads: "MainGrads",
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+    needs: Needs | None,
+    rows_again: bool,
+    room: int | None,
+) -> None:
+    how: dict[str, Any] = {"dispatcher": dispatcher, "config": config, "rows_again": rows_again, "room": room}
+    made = forward_pass(given, None, needs=needs, **how)
+    if needs is None or made.saved is None:
+        return
+    x = given.x if rows_again else None
+    weights = given.gate_up_proj, given.down_proj
+    back = BackwardInput(torch.empty_like(given.x), x, made.routing, made.saved, *weights, *main_grads, given.lora)
+    backward_pass(back, None, wanted=needs, **how)
+
+
+class Unsent(LocalDispatcher):
+    """Stands in for a symmetric dispatcher: it launches the same kernels, and counts no exchange. All tensors but the
+    workspace's are meta."""
+
+    def __init__(self, of: SymmetricDispatcher, workspace: Workspace) -> None:
+        super().__init__(of.num_local_experts, capacity=of.capacity)
+        self.num_experts, self.rank, self.world_size = of.num_experts, of.rank, of.world_size
+        self.borrows = of.borrows
+        self._buffer, self._slots = workspace.arena.buffers[0], workspace.layout.num_slots
+        self._exchange = copy.copy(workspace.exchange)
+        self._exchange.arena = copy.copy(workspace.arena)  # where it counts exchanges
+
+    def dispatch(
+        self,
+        payload: Payload,
+        expert_ids: Tensor,
+        weights: Tensor,
+        *,
+        alignment: int,
+        overlap: bool = False,
+        room: int | None = None,
+    ) -> Handle[tuple[Payload, Routing]]:
+        expert_ids = narrow_ids(expert_ids)
+        number, ranks = expert_ids.new_empty(1), (self.world_size, self._slots // self.world_size, expert_ids.shape[1])
+        self._exchange.dispatch(self._buffer, payload, expert_ids, OVERLAP_SMS if overlap else None, number)
+        self._exchange.dispatch_tables(self._buffer, expert_ids, weights, number)
+        tables = expert_ids.new_empty(ranks), weights.new_empty(ranks), expert_ids.new_empty(self.world_size)
+        plan = self._plan(*tables, alignment=alignment, capacity=self.capacity)
+        plan = dataclasses.replace(plan, dispatch=number)
+        return Done((self._received(payload), Routing(plan, expert_ids, self.num_local_experts, room=room)))
+
+    def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
+        how = OVERLAP_SMS if overlap else None, routing.plan.dispatch
+        self._exchange.dispatch(self._buffer, payload, routing.expert_ids, *how)
+        return Done(self._received(payload))
+
+    def combine(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
+    ) -> Handle[tuple[Tensor, Tensor | None]]:
+        plan, ids = routing.plan, routing.expert_ids
+        out = rows.new_empty(routing.room or len(ids), rows.shape[1])
+        values = None if row_values is None else row_values.new_empty(len(out), ids.shape[1])
+        self._exchange.combine(self._buffer, rows, row_values, plan, ids, out, values)
+        return Done((out, values))
+
+    def _received(self, payload: Payload) -> Payload:
+        """Slots beside each other, as they lie in a buffer."""
+        widths = [part.shape[1] for part in payload]
+        return tuple(payload[0].new_empty(self._slots, sum(widths)).split(widths, 1))
