@@ -144,7 +144,7 @@ def compile_launches(fn: Callable[[], object], target: int = 90) -> list[Compile
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernels[kernel.hash] = kernel
-        ours, theirs = [size for size, _ in parameters_of(kernel, args)], sizes_in_ptx(kernel.asm["ptx"])
+        ours, theirs = [size for size, *_ in parameters_of(kernel, args)], sizes_in_ptx(kernel.asm["ptx"])
         assert ours == theirs, f"{kernel.metadata.name}: a graph's node has parameters of {ours} bytes, want {theirs}"
         return kernel
 

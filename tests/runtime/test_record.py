@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxep.runtime import record
 from mxep.runtime.graph import Player
-from mxep.runtime.memory import packed
+from mxep.runtime.memory import order_of, packed
 from mxep.runtime.record import Call, Copy, Fill, Made, Record, Recorder, Step, View, fixed, set_up
 from mxep.runtime.replay import replayed
 from records_on_cpu import replays_on_the_cpu
@@ -226,7 +226,8 @@ def test_memory_is_shared_only_where_the_graph_has_an_order() -> None:
     ]
     made = [Made(sizes[i], -1) for i in sizes]
     of = Record(steps, 1, made, [], [], [])
-    starts, nbytes = packed(of, range(4), range(4), {1: [0, 1], 2: [1, 2], 3: [2], 4: [3]})
+    orders = order_of(of, {1: [0, 1], 2: [1, 2], 3: [2], 4: [3]})
+    starts, nbytes = packed(range(4), {k: -(-each.nbytes // 512) * 512 for k, each in enumerate(made)}, orders)
     assert starts[0] == starts[2] != starts[1], "1 is read before 3 is written"
     assert starts[3] not in (starts[1], starts[2]), "4 is written beside them"
     assert nbytes == 4 * 1024

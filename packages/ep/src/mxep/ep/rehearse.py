@@ -133,7 +133,7 @@ class Unsent(LocalDispatcher):
         super().__init__(of.num_local_experts, capacity=of.capacity)
         self.num_experts, self.rank, self.world_size = of.num_experts, of.rank, of.world_size
         self.borrows = of.borrows
-        self._buffer, self._slots = workspace.arena.buffers[0], workspace.layout.num_slots
+        self._buffer, self._layout = workspace.arena.buffers[0], workspace.layout
         self._exchange = copy.copy(workspace.exchange)
         self._exchange.arena = copy.copy(workspace.arena)  # where it counts exchanges
 
@@ -148,10 +148,11 @@ class Unsent(LocalDispatcher):
         room: int | None = None,
     ) -> Handle[tuple[Payload, Routing]]:
         expert_ids = narrow_ids(expert_ids)
-        number, ranks = expert_ids.new_empty(1), (self.world_size, self._slots // self.world_size, expert_ids.shape[1])
+        number = expert_ids.new_empty(1)
+        pairs = self.world_size, self._layout.max_tokens, self._layout.top_k
         self._exchange.dispatch(self._buffer, payload, expert_ids, OVERLAP_SMS if overlap else None, number)
         self._exchange.dispatch_tables(self._buffer, expert_ids, weights, number)
-        tables = expert_ids.new_empty(ranks), weights.new_empty(ranks), expert_ids.new_empty(self.world_size)
+        tables = expert_ids.new_empty(pairs), weights.new_empty(pairs), expert_ids.new_empty(self.world_size)
         plan = self._plan(*tables, alignment=alignment, capacity=self.capacity)
         plan = dataclasses.replace(plan, dispatch=number)
         return Done((self._received(payload), Routing(plan, expert_ids, self.num_local_experts, room=room)))
@@ -171,6 +172,7 @@ class Unsent(LocalDispatcher):
         return Done((out, values))
 
     def _received(self, payload: Payload) -> Payload:
-        """Slots beside each other, as they lie in a buffer."""
+        """Parts of slots, as they lie in a buffer."""
         widths = [part.shape[1] for part in payload]
-        return tuple(payload[0].new_empty(self._slots, sum(widths)).split(widths, 1))
+        slots = payload[0].new_empty(self._layout.num_slots, self._layout.row_bytes)
+        return tuple(slots[:, : sum(widths)].split(widths, 1))

@@ -10,6 +10,7 @@ current stream; `memory.py` decides when. On a CPU the steps run one by one, ove
 
 import ctypes
 import functools
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,12 +27,17 @@ from .record import Call, Copy, Fill, Launch, Record, Step, View, tensors_of
 
 TENSOR_MAP = 128
 """Bytes of a CUtensorMap."""
-_FORMATS: dict[str, Any] = {
-    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
-    "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
-    "fp32": ctypes.c_float, "f32": ctypes.c_float, "fp64": ctypes.c_double,
-}  # fmt: skip
-"""C types of numbers, by their type in a kernel's signature."""
+_FORMATS = {
+    **{f"{sign}{bits}": code for sign in "iu" for bits, code in ((8, "b"), (16, "h"), (32, "i"), (64, "q"))},
+    "i1": "b",
+    "u1": "B",
+    "fp32": "f",
+    "f32": "f",
+    "fp64": "d",
+}
+_FORMATS |= {kind: code.upper() for kind, code in _FORMATS.items() if kind[0] == "u"}
+"""Codes of `struct` for numbers, by their type in a kernel's signature."""
+_SIZES = {code: struct.calcsize(code) for code in _FORMATS.values()}
 
 
 _empty = torch.empty
@@ -290,29 +296,27 @@ class _Graph:
     def _of_kernel(self, what: Launch, bases: list[int]) -> tuple[Any, ...]:
         compiled = what.compiled
         fields = list(parameters_of(compiled, what.args))
-        places, end = list[int](), 0  # 8-byte words; a tensor map begins at a multiple of 64 bytes
-        for size, _ in fields:
-            places.append(-(-end // 8) * 8 if size == TENSOR_MAP else end)
-            end = places[-1] - (-size // 8)
+        places, end = _places(tuple([size for size, *_ in fields]))
         words = (ctypes.c_uint64 * (end + 8))()
-        aligned = -(-ctypes.addressof(words) // 64) * 64
-        pointers = (ctypes.c_void_p * len(fields))(*[aligned + 8 * place for place in places])
-        first = (aligned - ctypes.addressof(words)) // 8
-        for (size, x), place in zip(fields, places):
-            if isinstance(x, View):
-                self._address(words, first + place, x, bases)
-            elif size == TENSOR_MAP:
+        begin = ctypes.addressof(words)
+        first = -begin % 64 // 8  # tensor maps begin at multiples of 64 bytes
+        pointers = (ctypes.c_void_p * len(fields))(*[begin + 8 * (first + place) for place in places])
+        for (size, code, x), place in zip(fields, places):
+            i = first + place
+            if size == TENSOR_MAP:
                 descriptor, meta = x
                 address, base, offset = self._where(descriptor.base, bases)
-                start = ctypes.c_void_p(aligned + 8 * place)
+                start = ctypes.c_void_p(begin + 8 * i)
                 ctypes.memmove(start, _tensor_map(descriptor, meta, address), TENSOR_MAP)
                 if base is not None:
                     self._maps.append((start, base, offset))
+            elif not code:
+                self._address(words, i, x, bases)
             elif type(x) is Length:
-                words[first + place] = int(x)
-                self._lengths.append((words, first + place, x))
+                words[i] = int(x)
+                self._lengths.append((words, i, x))
             else:
-                ctypes.memmove(aligned + 8 * place, ctypes.addressof(x), size)
+                struct.pack_into(code, words, 8 * i, x)
         metadata = compiled.metadata
         grid, block = (*what.grid, 1, 1)[:3], (32 * metadata.num_warps, 1, 1)
         params = KernelParams(compiled.function, *grid, *block, metadata.shared, pointers)
@@ -331,9 +335,19 @@ class _Graph:
             self._words.append((words, i, base, offset))
 
 
+@functools.cache
+def _places(sizes: tuple[int, ...]) -> tuple[list[int], int]:
+    """The first 8-byte word of each parameter of these bytes, and the number of words."""
+    places, end = list[int](), 0
+    for size in sizes:
+        places.append(-(-end // 8) * 8 if size == TENSOR_MAP else end)
+        end = places[-1] - (-size // 8)
+    return places, end
+
+
 def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
-    """(bytes, value) of each parameter of a kernel. A value is a view, a ctypes number, a `Length` or (descriptor, its
-    metadata).
+    """(bytes, code of `struct`, value) of each parameter of a kernel. The code is "" for a view, and for a descriptor
+    with its metadata.
 
     The order is that of Triton's own launcher. It leaves out constexprs, and passes a descriptor as tensor map, shape
     and strides. Two pointers to scratch memory come last, null for our kernels.
@@ -342,17 +356,16 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
     for kind, x in zip(compiled.src.signature.values(), args):
         if kind == "constexpr":
             continue
-        if kind.startswith("tensordesc"):
-            yield TENSOR_MAP, (x, next(metas))
-            yield from ((4, ctypes.c_int32(size)) for size in x.shape)
-            yield from ((8, ctypes.c_int64(stride)) for stride in x.strides)
-        elif kind.startswith("*"):
-            yield 8, x
+        if code := _FORMATS.get(kind):
+            yield _SIZES[code], code, x
+        elif kind[0] == "*":
+            yield 8, "", x
         else:
-            number = _FORMATS[kind](x)
-            yield ctypes.sizeof(number), x if type(x) is Length else number
-    yield 8, ctypes.c_uint64(0)
-    yield 8, ctypes.c_uint64(0)
+            yield TENSOR_MAP, "", (x, next(metas))
+            yield from ((4, "i", size) for size in x.shape)
+            yield from ((8, "q", stride) for stride in x.strides)
+    yield 8, "Q", 0
+    yield 8, "Q", 0
 
 
 @functools.cache

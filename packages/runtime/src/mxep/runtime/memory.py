@@ -6,8 +6,9 @@ graph would hold temporaries and gradients at once. The function frees temporari
 the graph is cut at such points until its peak is close to the function's.
 """
 
+import bisect
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import reduce
 from operator import and_, or_
 from typing import Any, NamedTuple
@@ -55,20 +56,21 @@ class Sizes:
         self._kept = {x.source if isinstance(x, View) else x for x in record.results if x is not None}
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
-        self._bytes = {record.given + k: _aligned(made.nbytes) for k, made in enumerate(record.made)}
+        self._made = {k: _aligned(made.nbytes) for k, made in enumerate(record.made)}
+        self._bytes = {record.given + k: nbytes for k, nbytes in self._made.items()}
         """Bytes of each source. An argument counts the bytes that the steps use."""
-        self._users: dict[int, list[int]] = {}
-        """Steps that use each source."""
+        users: dict[int, list[int]] = {}
         self._packed: dict[tuple[int, ...], tuple[dict[int, int], int]] = {}
-        """Results of `packed`, by piece: most pieces of one cut are those of the next."""
+        """Results of `packed`, by sources: most pieces of one cut are those of the next."""
         for i, step in enumerate(record.steps):
             for view in _views(step):
-                self._users.setdefault(view.source, []).append(i)
+                users.setdefault(view.source, []).append(i)
                 self._first.setdefault(view.source, i)
                 self._last[view.source] = i
                 if view.source < record.given:
                     nbytes = view.offset + nbytes_of(view)
                     self._bytes[view.source] = max(nbytes, self._bytes.get(view.source, 0))
+        self._orders = order_of(record, users)
         for source in self._kept:
             self._first.setdefault(source, 0)
             self._last.setdefault(source, 0)
@@ -97,10 +99,10 @@ class Sizes:
         slabs, makes, donated = [], [], []
         held = sum(self._bytes[i] for i in self._donated)
         peak = 0
-        for p, steps in enumerate(pieces):
-            key = steps[0], steps[-1], *ours[p]
+        for p in range(len(pieces)):
+            key = tuple(ours[p])
             if key not in self._packed:
-                self._packed[key] = packed(record, steps, ours[p], self._users)
+                self._packed[key] = packed(key, self._made, self._orders)
             slabs.append(self._packed[key])
             makes.append([k for k in begins[p] if record.made[k].by < 0])
             donated.append([i for i in self._donated if piece_of[self._last[i]] == p])
@@ -122,10 +124,29 @@ SMALL = 8 << 20
 """A peak this many bytes above the function's needs no cut. Smaller allocations are no candidates."""
 
 
+_cuts: dict[Hashable, tuple[list[list[int]], float]] = {}
+"""By kernels: the last cut of a record, and how many times the wanted peak it has. Records of other sizes try it first,
+since a search takes as long as recording."""
+MOST_CUTS_KEPT = 1024
+
+
 def cut(sizes: Sizes, pieces: list[list[int]]) -> list[list[int]]:
     """Cut greedily until the peak is close to the function's, or no cut lowers it."""
     wanted = sizes.called()
     wanted = max(int(CLOSE * wanted), wanted + SMALL)
+    steps = sizes.record.steps
+    key = tuple(id(step.what.kernel) if isinstance(step.what, Launch) else type(step.what) for step in steps)
+    before, ratio = _cuts.get(key, (pieces, 1.0))
+    if sizes.of(before).peak <= max(1.0, ratio) * wanted:
+        return before
+    pieces = _cut(sizes, pieces, wanted)
+    if len(_cuts) >= MOST_CUTS_KEPT:
+        _cuts.clear()
+    _cuts[key] = pieces, sizes.of(pieces).peak / wanted
+    return pieces
+
+
+def _cut(sizes: Sizes, pieces: list[list[int]], wanted: int) -> list[list[int]]:
     peak = sizes.of(pieces).peak
     for _ in range(MOST_CUTS):
         if peak <= wanted:
@@ -144,36 +165,42 @@ def cut(sizes: Sizes, pieces: list[list[int]]) -> list[list[int]]:
     return pieces
 
 
-def packed(
-    record: Record, steps: Sequence[int], sources: Sequence[int], users_of: dict[int, list[int]]
-) -> tuple[dict[int, int], int]:
-    """Offset in a slab of each source of a piece, and the slab's bytes. users_of: steps of each argument and source.
+class Order(NamedTuple):
+    """Sets of steps, as bits: those that use a source, and those that precede all its users."""
+
+    users: int
+    earlier: int
+
+
+def order_of(record: Record, users_of: dict[int, list[int]]) -> dict[int, Order]:
+    """The order of each source that the record makes, by edges between steps. users_of: steps that use a source."""
+    before: list[int] = []  # of each step, those before it
+    for step in record.steps:
+        before.append(reduce(or_, [before[j] | 1 << j for j in step.after], 0))
+    return {
+        k: Order(reduce(or_, [1 << i for i in users]), reduce(and_, [before[i] for i in users]))
+        for k in range(len(record.made))
+        if (users := users_of.get(record.given + k))
+    }
+
+
+def packed(sources: Sequence[int], nbytes: dict[int, int], orders: dict[int, Order]) -> tuple[dict[int, int], int]:
+    """Offset in a slab of each source of a piece, and the slab's bytes. nbytes: aligned, of each source.
 
     Two sources share bytes only if each user of one precedes each user of the other by edges of the graph.
     """
-    first = steps[0] if steps else 0
-    users = {k: sum({1 << (i - first) for i in users_of[record.given + k]}) for k in sources}  # sets of steps, as bits
-    before: list[int] = []  # of each step, those before it
-    for i in steps:
-        after = [j - first for j in record.steps[i].after if j >= first]
-        before.append(reduce(or_, [before[n] | 1 << n for n in after], 0))
-    # Steps that precede every user of a source.
-    earlier = {k: reduce(and_, [b for n, b in enumerate(before) if bits >> n & 1], -1) for k, bits in users.items()}
+    placed: list[tuple[int, int, Order]] = []
     starts: dict[int, int] = {}
-    size = {k: _aligned(record.made[k].nbytes) for k in sources}
-    for k in sorted(sources, key=lambda k: -size[k]):
-        taken = sorted(
-            (starts[other], starts[other] + size[other])
-            for other in starts
-            if users[other] & ~earlier[k] and users[k] & ~earlier[other]
-        )
-        start = 0
-        for begin, end in taken:
-            if start + size[k] <= begin:
-                break
-            start = max(start, end)
+    for k in sorted(sources, key=lambda k: -nbytes[k]):
+        (users, earlier), start, size = orders[k], 0, nbytes[k]
+        for begin, end, other in placed:  # in the order of their begins
+            if users & ~other.earlier and other.users & ~earlier:
+                if start + size <= begin:
+                    break
+                start = max(start, end)
         starts[k] = start
-    return starts, max((starts[k] + size[k] for k in sources), default=0)
+        bisect.insort(placed, (start, start + size, orders[k]))
+    return starts, max((end for _, end, _ in placed), default=0)
 
 
 def forms_of(record: Record) -> dict[int, tuple[Any, ...]]:

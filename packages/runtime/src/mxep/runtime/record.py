@@ -12,7 +12,6 @@ While a `Recorder` is open, `launch` notes our kernels and a dispatch mode notes
 is started in another way. Code that starts one calls :func:`refuse`.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -213,9 +212,18 @@ _FILL_VALUES: dict[Any, Callable[..., Any]] = {
 """For each op, a function from its arguments to the number that it fills its result with."""
 
 
-@functools.cache
+_kinds: dict[int, tuple[str, Any]] = {}
+"""By id of a torch op: its kind, and the op. (Its own hash takes longer.)"""
+
+
 def _kind_of(op: Any) -> str:
     """How a record treats a torch op: "empty", "fill", "copy", "view", "writes", "pure" or "nothing"."""
+    if (known := _kinds.get(id(op))) is None:
+        known = _kinds[id(op)] = _kind(op), op
+    return known[0]
+
+
+def _kind(op: Any) -> str:
     if op in _FILL_VALUES or op in _KINDS:
         return _KINDS.get(op, "fill")
     alias = [each.alias_info for each in (*op._schema.arguments, *op._schema.returns)]
