@@ -62,9 +62,8 @@ def test_replays_have_the_bits_of_the_functions(recipe, dispatcher):
     if dispatcher == "all_to_all":
         assert not replayed
         assert sum(step.replays for step in STEPS) > before
-    else:  # the first of each size was called, the second recorded, one later where the first made the buffers
-        assert replayed["forward_pass"] == 6 - (dispatcher == "symmetric")
-        assert replayed["backward_pass"] == 6
+    else:  # the first of each size was called, the second recorded
+        assert replayed == {"forward_pass": 6, "backward_pass": 6}
     with no_replays():
         wanted = [run(layer, *batch) for batch in batches]
     for one, other in zip(got, wanted):
@@ -102,8 +101,8 @@ def test_layers_and_micro_batches_in_flight_share_graphs_on_all_ranks(ctx, recip
     got = [step(batches) for batches in steps]
     replayed = replays(layers[0])
     assert layers[0].dispatcher is layers[1].dispatcher
-    # Of 24 all but the first two of each size; with peers, the first of all made the buffers.
-    assert replayed == {"forward_pass": 24 - 4 - (ctx.world_size > 1), "backward_pass": 24 - 4}
+    # Of 24 all but the first two of each size.
+    assert replayed == {"forward_pass": 24 - 4, "backward_pass": 24 - 4}
     with no_replays():
         wanted = [step(batches) for batches in steps]
     for one, other in zip(got, wanted):
@@ -145,7 +144,7 @@ def test_another_routing_in_each_step_is_one_replay_more_and_captures_nothing(ct
     for each in given:
         got.append(step(*each))
         counts.append(replays(layer))
-    for before, after in itertools.pairwise(counts[3:]):  # the first makes the buffers, the third is recorded
+    for before, after in itertools.pairwise(counts[1:]):  # the second is recorded
         assert after == {name: number + 1 for name, number in before.items()}
     assert counts[-1].keys() == {"forward_pass", "backward_pass"}
     with no_replays():

@@ -54,11 +54,11 @@ def rehearse_once(
     if not plain or not is_recordable(type(config.backend)) or torch.cuda.is_current_stream_capturing():
         return
     sizes = *(x.shape for x in tensors[3:]), *(x.dtype for x in tensors)
+    stand_in = stand_in_for(dispatcher, given.expert_ids)
     kind = given.x.device, config, needs, dispatcher.borrows, form, sizes
     if kind in _rehearsed:
         return
     _rehearsed.add(kind)
-    stand_in = stand_in_for(dispatcher, given.expert_ids)
     given, main_grads = build(form, iter([_meta(x) for x in tensors]))
     _rehearse(lambda: _both_passes(given, main_grads, stand_in, config, needs, rows_again, room))
 
