@@ -174,7 +174,7 @@ def test_memory_that_stays_is_kept_alive_by_the_record() -> None:
     assert [played(torch.ones(1)).item() for _ in range(5)] == [1, 2, 3, 4, 5]
     assert played.replays == 3
     (kind,) = played._kinds.values()
-    assert [x.data_ptr() for x in kind.record.fixed] == [counter.data_ptr()]
+    assert [x.data_ptr() for x in kind.player._fixed] == [counter.data_ptr()]
 
 
 def test_set_up_is_done_once_and_in_no_record() -> None:

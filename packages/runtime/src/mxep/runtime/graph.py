@@ -63,7 +63,8 @@ class Player:
     has_begun = False
 
     def __init__(self, record: Record, device: torch.device, donated: Collection[int] = ()) -> None:
-        self._record, self._device, given, sources = record, device, record.given, len(record.made)
+        self._given, self._written, self._fixed = record.given, record.written, record.fixed
+        self._device, given, sources = device, record.given, len(record.made)
         sizes = Sizes(record, donated)
         pieces = cut(sizes, pieces_of(record.steps))
         self._bases = given + sources + len(pieces)
@@ -107,10 +108,10 @@ class Player:
                 done += 1
         except BaseException:
             self.has_begun = done > 0
-            del given[self._record.given :]
+            del given[self._given :]
             raise
-        if self._record.written:
-            torch.autograd.graph.increment_version([x for i in self._record.written if (x := held[i]) is not None])
+        if self._written:
+            torch.autograd.graph.increment_version([x for i in self._written if (x := held[i]) is not None])
         return [None if place is None else _seen(held[place], form) for place, form in self._results]
 
 
@@ -137,7 +138,7 @@ class _Called:
     """Steps that run one by one. in_slab: for each source that lies in a slab, the slab's base and the offset there."""
 
     def __init__(self, steps: Sequence[Step], record: Record, in_slab: dict[int, tuple[int, int]]) -> None:
-        self.record, self.in_slab = record, in_slab
+        self.fixed, self.moving, self.in_slab = record.fixed, record.moving, in_slab
         self._done = [self._doing(step.what) for step in steps]
 
     def run(self, held: list[Any], bases: list[int]) -> None:
@@ -176,10 +177,10 @@ class _Called:
         """A function that returns the argument for a play: views and descriptors become tensors, the rest stays."""
         if isinstance(x, View):
             if x.source < 0:
-                stays = self.record.fixed[-x.source - 1]
+                stays = self.fixed[-x.source - 1]
                 return lambda held: stays
             place, start = self.in_slab.get(x.source, (x.source, 0))
-            if place in self.record.moving:  # of which a launch takes the address alone
+            if place in self.moving:  # of which a launch takes the address alone
                 first = x.offset // x.dtype.itemsize
                 return lambda held: held[place].view(-1).view(x.dtype)[first:]
             return lambda held: _seen(held[place], x, start)
@@ -207,7 +208,7 @@ class _Graph:
     def __init__(
         self, steps: Sequence[Step], places: Sequence[int], record: Record, in_slab: dict[int, tuple[int, int]]
     ) -> None:
-        self.steps, self.record, self.in_slab, self._first = steps, record, in_slab, places[0]
+        self.steps, self.fixed, self.in_slab, self._first = steps, record.fixed, in_slab, places[0]
         self._lock = threading.Lock()
         self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()
         weakref.finalize(self, _destroy, self._graph, self._exec)
@@ -266,6 +267,7 @@ class _Graph:
             nodes.append(node)
         call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
         self._alive = [rest for *_, rest in moving]
+        self.steps = ()  # Python's garbage collector looks at all that is kept
         for name, node, params, _ in moving:
             update = getattr(driver(), f"cuGraphExec{name}NodeSetParams{'_v2' if name == 'Kernel' else ''}")
             self._updates.append(functools.partial(update, self._exec, node, *params))
@@ -325,7 +327,7 @@ class _Graph:
     def _where(self, view: View, bases: list[int]) -> tuple[int, int | None, int]:
         """(address, base or None for fixed memory, byte offset from the base)."""
         if view.source < 0:
-            return self.record.fixed[-view.source - 1].data_ptr(), None, 0
+            return self.fixed[-view.source - 1].data_ptr(), None, 0
         base, start = self.in_slab.get(view.source, (view.source, 0))
         return bases[base] + start + view.offset, base, start + view.offset
 

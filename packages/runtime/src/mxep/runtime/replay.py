@@ -64,14 +64,16 @@ class _Recorded(_Kind):
     """A kind that is replayed.
 
     Attributes:
-        form: of the results. donated: indices of tensors that the function released. player: made at the first play.
+        form: of the results. donated: indices of tensors that the function released. record: until the first play,
+            which makes the player.
     """
 
     __slots__ = ("donated", "form", "player", "record")
 
     def __init__(self, record: Record, form: Form, donated: Collection[int]) -> None:
         super().__init__()
-        self.record, self.form, self.donated = record, form, donated
+        self.record: Record | None = record
+        self.form, self.donated = form, donated
         self.player: Player | None = None
 
 
@@ -135,7 +137,10 @@ class Replayed:
                 x.release(*x.__dict__)  # so that memory goes early
         try:
             if found.player is None:
-                found.player = Player(found.record, tensors[0].device, found.donated)
+                with self._lock:  # another thread may be here
+                    if found.record is not None:
+                        found.player, found.record = Player(found.record, tensors[0].device, found.donated), None
+            assert found.player is not None
             results = found.player.play(tensors, given.addresses, tokens)
         except RuntimeError as error:
             if found.player is not None and found.player.has_begun:
