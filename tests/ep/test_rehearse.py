@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -20,8 +21,8 @@ Walked = Callable[[MoE], list[str]]
 
 
 @pytest.fixture
-def walked(monkeypatch: pytest.MonkeyPatch) -> Walked:
-    """A function that returns the names of the kernels which a layer's rehearsal wants, as on a Hopper GPU."""
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that a rehearsal wants, as on a Hopper GPU."""
     names: list[str] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -30,6 +31,12 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> Walked:
     # Kernels of Triton are interpreted here, and those of Gluon would be compiled.
     monkeypatch.setattr(record.Silent, "launch", lambda self, kernel, *_: names.append(kernel.__name__))
     monkeypatch.setattr(launch, "_compile", lambda wanted: names.extend(job[0].__name__ for job in wanted.values()))
+    return names
+
+
+@pytest.fixture
+def walked(names: list[str], monkeypatch: pytest.MonkeyPatch) -> Walked:
+    """A function that returns those of a layer's rehearsal."""
 
     def rehearsed(given: Any, dispatcher: Any, config: Any, needs: Any, main_grads: Any, **how: Any) -> None:
         tensors, form = rehearse.take_apart((given, main_grads))
@@ -80,6 +87,27 @@ def test_a_rehearsal_counts_nothing_in_the_layers_dispatcher(walked: Walked) -> 
     assert {device.type for device in layer.dispatcher._counts} == {"cpu"}
 
 
+@pytest.mark.parametrize("needs", [False, True])
+def test_a_routers_rehearsal_saves_nothing_for_a_backward(needs: bool, names: list[str]) -> None:
+    """A checkpoint counts what is saved, and its second forward rehearses nothing."""
+
+    def fail(_: object) -> None:
+        pytest.fail("saved a tensor")
+
+    x, w = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(8, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(fail, fail):
+        rehearse._rehearse(lambda: rehearse._router_passes(rehearse._meta(x), rehearse._meta(w), 2, True, True, needs))
+    backward = {"top_k_backward_kernel", "fp32_dgrad_kernel", "fp32_wgrad_kernel"}
+    assert {*names} == {"fp32_linear_kernel", "top_k_kernel"} | (backward if needs else set())
+
+
+def test_nothing_is_rehearsed_for_a_mode_that_counts_what_runs() -> None:
+    ran: list[str] = []
+    with FlopCounterMode(display=False):
+        rehearse._rehearse(lambda: ran.append("passes"))
+    assert not ran
+
+
 def test_on_a_cpu_nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearse, "_rehearse", lambda _: pytest.fail("rehearsed"))
     MoE(64, 32, 4, 2, recipe="mxfp8", dispatcher="local")(torch.randn(16, 64, dtype=torch.bfloat16))
@@ -88,6 +116,7 @@ def test_on_a_cpu_nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
 STEP = """
 import hashlib, sys, threading
 import torch
+from torch.utils.checkpoint import checkpoint
 from triton import knobs
 from mxep.ep import MoE, experts, router
 
@@ -98,7 +127,7 @@ if sys.argv[1] == "called":
 torch.manual_seed(0)
 layer = MoE(256, 128, 8, 2, recipe=sys.argv[2], dispatcher=sys.argv[3], device="cuda")
 x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-out = layer(x)
+out = checkpoint(layer, x, use_reentrant=False)
 out.backward(x.detach())
 tensors = out, x.grad, *(p.grad for p in layer.parameters())
 digest = hashlib.sha256(b"".join(t.detach().view(-1).view(torch.uint8).cpu().numpy().tobytes() for t in tensors))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mxep.comms import Workspace, narrow_ids
-from mxep.gemm.router_ops import fp32_linear, top_k
+from mxep.gemm.router_ops import dgrad_op, linear_op, top_k_backward_op, top_k_op, wgrad_op
 from mxep.runtime.bundle import build, take_apart
 from mxep.runtime.replay import is_recordable
 
@@ -64,28 +64,24 @@ def rehearse_once(
 
 
 def rehearse_router(x: Tensor, w: Tensor, k: int, score: str, *, has_choice: bool) -> None:
-    """The same for a router of these logits, before its first forward."""
-    kind = x.device, x.dtype, w.dtype, w.shape, k, score, has_choice
-    if kind in _rehearsed or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+    """The same for a router with these logits x w^T, before its first forward."""
+    needs = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    kind = x.device, x.dtype, w.dtype, w.shape, k, score, has_choice, needs
+    plain = x.is_cuda and type(x) is Tensor and type(w) in (Tensor, Parameter)
+    if kind in _rehearsed or not plain or torch.cuda.is_current_stream_capturing():
         return
     _rehearsed.add(kind)
-
-    def both_passes() -> None:
-        needed = torch.is_grad_enabled()
-        logits = fp32_linear(_meta(x).requires_grad_(needed), _meta(w).requires_grad_(needed))
-        _, weights = top_k(logits, k, score, choice=torch.empty_like(logits) if has_choice else None)
-        if needed:
-            weights.sum().backward()
-
-    _rehearse(both_passes)
+    _rehearse(lambda: _router_passes(_meta(x), _meta(w), k, score == "softmax", has_choice, needs))
 
 
-def _rehearse(both_passes: Callable[[], None]) -> None:
+def _rehearse(passes: Callable[[], None]) -> None:
+    if torch._C._len_torch_dispatch_stack():
+        return  # a mode would count the passes, or expect them again
     from mxep.runtime.launch import rehearsal  # imports Triton: only where there is CUDA
 
     try:
-        with rehearsal():
-            both_passes()
+        with rehearsal(), torch.no_grad():
+            passes()
     except Exception as error:  # the step itself raises it again, if it is one
         logging.getLogger("mxep.ep").debug("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
@@ -123,6 +119,16 @@ def _both_passes(
     weights = given.gate_up_proj, given.down_proj
     back = BackwardInput(torch.empty_like(given.x), x, made.routing, made.saved, *weights, *main_grads, given.lora)
     backward_pass(back, None, wanted=needs, **how)
+
+
+def _router_passes(x: Tensor, w: Tensor, k: int, softmax: bool, has_choice: bool, needs: bool) -> None:
+    """The ops themselves: what autograd would save here, a checkpoint would miss when it computes again."""
+    logits = linear_op(x, w)
+    ids, weights, chosen = top_k_op(logits, torch.empty_like(logits) if has_choice else None, k, softmax)
+    if needs:
+        d_logits = top_k_backward_op(weights, weights, ids, chosen, w.shape[0], softmax)
+        dgrad_op(d_logits, w, x.dtype)
+        wgrad_op(d_logits, x, w.dtype)
 
 
 class Unsent(LocalDispatcher):

@@ -191,7 +191,7 @@ class Router(nn.Module):
         if mask is not None:
             padding = ~checked_mask(mask, x)[:, None]
             x = x.masked_fill(padding, 0.0)
-        if x.is_cuda and not self._rehearsed and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and x.is_cuda and not self._rehearsed:
             self._rehearsed = True
             has_choice = self.expert_bias is not None or self.top_groups < self.num_groups
             rehearse_router(x, self.weight, self.top_k, self.score, has_choice=has_choice)

@@ -27,14 +27,10 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from mxep.gemm.product import is_wanted
-from mxep.runtime.op import is_rehearsed, op
+from mxep.runtime.op import op
 
 _DEVICE = "cuda"
 """Device type of the ops. Other devices use torch's GEMMs."""
-
-
-def _has_ops(x: Tensor) -> bool:
-    return x.device.type == _DEVICE or (x.is_meta and is_rehearsed())
 
 
 def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
@@ -49,11 +45,11 @@ def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
     """
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (T, D) and w (E, D)")
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return fp32_linear(x, w)
     fits = x.dtype == torch.bfloat16 and w.dtype in (torch.float32, torch.bfloat16) and x.device == w.device
-    if fits and _has_ops(x) and type(x) in (Tensor, Parameter) and type(w) in (Tensor, Parameter):
+    if fits and x.device.type == _DEVICE and type(x) in (Tensor, Parameter) and type(w) in (Tensor, Parameter):
         out: Tensor = _FP32Linear.apply(x, w)  # type: ignore[no-untyped-call]
         return out
     return x.float() @ w.float().t()
@@ -124,7 +120,7 @@ def top_k(logits: Tensor, k: int, score: str = "softmax", *, choice: Tensor | No
         raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k must lie in 1..{logits.shape[1]}, got {k}")
-    if _has_ops(logits) and type(logits) is Tensor:
+    if logits.device.type == _DEVICE and type(logits) is Tensor:
         expert_ids, weights = _TopK.apply(logits, choice, k, score == "softmax")  # type: ignore[no-untyped-call]
         return expert_ids, weights
     expert_ids, weights, _ = _plain(logits, choice, k, score)

@@ -73,7 +73,7 @@ class Op:
             if (kind is not Tensor and kind is not Parameter) or (graded and x.requires_grad):
                 return self._overload(*args)
             on_cuda = on_cuda or x.is_cuda
-        if self._name is None or not (on_cuda or is_rehearsed()):
+        if self._name is None or not (on_cuda or _is_rehearsed()):
             return self.reference(*args)
         for i in self._written:
             if args[i] is not None:
@@ -135,7 +135,7 @@ def op(
     return lambda reference: Op(name, reference, fake, launcher, mutates_args, index_dtypes, capability)
 
 
-def is_rehearsed() -> bool:
+def _is_rehearsed() -> bool:
     """Whether launchers are called with meta tensors, to compile their kernels."""
     return here.recorder is not None and here.recorder.rehearses
 
