@@ -71,7 +71,7 @@ def empty_share(
 
 def check_not_fsdp(experts: nn.Module, what: str) -> None:
     """Raise ValueError for experts that FSDP2 has sharded: their shards are not this rank's experts."""
-    from torch.distributed.fsdp import FSDPModule  # not for all who import a layer
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and rarely needed
 
     mesh = next((p.device_mesh for p in experts.parameters() if isinstance(p, DTensor)), None)
     if isinstance(experts, FSDPModule) or (mesh is not None and mesh.ndim != 1):

@@ -93,7 +93,7 @@ def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: De
 
 
 def frozen_weight(module: nn.Module, name: str) -> FrozenWeight:
-    """This rank's weight whose parts `register_frozen` made parameters of a module."""
+    """This rank's weight, from the parameters that `register_frozen` made of its parts."""
     parts = (getattr(module, f"{name}_{part}") for part in FrozenWeight.field_names)
     return FrozenWeight(*(None if part is None else local_tensor(part) for part in parts))  # type: ignore[arg-type]
 

@@ -115,7 +115,7 @@ class Dispatch:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """All fields except the dispatcher, by name; capacity is a Capacity or None."""
+        """The fields that limit a dispatcher, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "dispatcher"}
 
     @staticmethod

@@ -90,7 +90,7 @@ class Later(Generic[_T]):
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
 LEAST_DEVICE_WITH_ROOMS = 0
-"""Index of the first device on which batches of varying length share shapes. -1 is the CPU, which replays nothing."""
+"""Index of the first device on which batches of varying length share shapes. -1 is the CPU. It replays nothing."""
 
 _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.WeakValueDictionary()
 """Living dispatchers by ``key``."""
@@ -387,7 +387,7 @@ class TokenDispatcher(ABC):
         """
 
     def graph_state(self) -> Hashable | None:
-        """State, besides tensors, on which a record of exchanges depends. None: no record can be played now."""
+        """State on which a record of exchanges depends, in addition to tensors. None: no record can be played now."""
         return None
 
     def launched(self, exchanges: int) -> None:  # noqa: B027  without an order there is nothing to count

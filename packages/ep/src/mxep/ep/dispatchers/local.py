@@ -49,7 +49,7 @@ class LocalDispatcher(TokenDispatcher):
         sizes: dict[str, object] = {"max_tokens": max_tokens, "stands_in_for": stands_in_for}
         super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
         self._most = max_tokens
-        if max_tokens is not None:  # otherwise the layer's own counts, which decides the pick of "auto"
+        if max_tokens is not None:  # if it is None, the layer's own max_tokens decides the pick of "auto"
             self.max_tokens = max_tokens
         self._made_alone = stands_in_for is not None and not dist.is_initialized()
 
