@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mxep.ep import MoE, experts, rehearse
+from mxep.ep import LoRAExperts, MoE, experts, freeze_experts, rehearse
 from mxep.gemm.backends import BACKENDS
+from mxep.gemm.frozen import FrozenFormat
 from mxep.runtime import launch, op, record
 
 Walked = Callable[[MoE], list[str]]
@@ -67,6 +68,17 @@ def test_a_rehearsal_wants_the_kernels_of_both_passes(walked: Walked, recipe: st
     assert {*FORWARD, "shift_transpose_kernel", "max_scales_kernel", "quantize_long_columns_kernel"} <= {*names}
     assert names.count("grouped_mm_kernel") == gemms
     assert names.count("swiglu_kernel") == 2
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+def test_frozen_experts_with_lora_are_rehearsed_too(walked: Walked, fmt: FrozenFormat) -> None:
+    layer = MoE(64, 64, 4, 2, recipe="mxfp8", dispatcher="local")
+    freeze_experts(layer, fmt)
+    layer.experts = LoRAExperts(layer.experts, 8)
+    names = walked(layer)
+    assert {"fold_columns_kernel", "grouped_mm_kernel", "swiglu_kernel", "sum_slots_kernel"} <= {*names}
+    assert names.count("swiglu_kernel") == 2
+    assert {name for name in names if "lora" in name}, "the low-rank GEMMs of both passes"
 
 
 def test_without_gradients_a_rehearsal_wants_forward_alone(walked: Walked) -> None:
