@@ -55,6 +55,7 @@ from .layer import (
     DeferredWgrads,
     ForwardInput,
     ForwardOutput,
+    MainGrads,
     Needs,
     WgradInput,
     backward_pass,
@@ -65,9 +66,7 @@ from .layer import (
     wgrad,
 )
 from .lora import LoRAGradients, LoRAWeights
-
-MainGrads = tuple[Tensor | None, Tensor | None]
-"""fp32 (e, 2F, D) and (e, D, F), or None: weight gradients are added there and not returned."""
+from .rehearse import rehearse_once
 
 
 class Parameters(NamedTuple):
@@ -314,9 +313,10 @@ def forward_op(
     found.begin(0)  # one graph serves many layers
     given = ForwardInput(x, weights, expert_ids, join_parts(gate_up_proj), down_proj, gate_up_bias)
     with found.watched(), torch.no_grad():
-        rowwise = held_rowwise(given.gate_up_proj, down_proj, config, dgrad=backward)
         which = Needs(*needs) if backward else None
         again = makes_rows_again(found, config.recipe, which, expert_ids.shape[1])
+        rehearse_once(given, found, config, which, rows_again=again)
+        rowwise = held_rowwise(given.gate_up_proj, down_proj, config, dgrad=backward)
         how: dict[str, Any] = {"config": config, "needs": which, "rows_again": again, "drops": drops}
         made = pass_of(found, forward_pass)(given, rowwise, **how)
     kept = [] if made.kept is None else [made.kept]

@@ -22,7 +22,6 @@ from mxep.runtime.op import check_no_tangent
 
 from .autograd import (
     Layer,
-    MainGrads,
     NodeState,
     Parameters,
     compiled_layer,
@@ -35,7 +34,7 @@ from .dispatchers.base import Routing, TokenDispatcher
 from .dtensors import empty_share, init_normal_, local_tensor, local_weight
 from .formats import PLAIN, LayerConfig, held_rowwise
 from .functional import Weighted, add_down_bias, combine, combine_and_kept, dispatch, expert_mlp
-from .layer import ForwardInput, forward_pass, makes_rows_again, pass_of
+from .layer import ForwardInput, MainGrads, forward_pass, makes_rows_again, pass_of
 from .lora import LoRAWeights
 from .rehearse import rehearse_once
 

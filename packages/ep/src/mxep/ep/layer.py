@@ -71,6 +71,8 @@ class Needs(NamedTuple):
 
 
 NONE = Needs()
+MainGrads = tuple[Tensor | None, Tensor | None]
+"""fp32 (e, 2F, D) and (e, D, F), or None: weight gradients are added there and not returned."""
 
 
 def makes_rows_again(dispatcher: TokenDispatcher, recipe: Recipe, needs: Needs | None, top_k: int) -> bool:

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,7 @@ from .dispatchers.base import Done, Handle, Payload, Routing, TokenDispatcher
 from .dispatchers.local import LocalDispatcher
 from .dispatchers.symmetric import OVERLAP_SMS, SymmetricDispatcher
 from .formats import LayerConfig
-from .layer import BackwardInput, ForwardInput, Needs, backward_pass, forward_pass
-
-if TYPE_CHECKING:
-    from .autograd import MainGrads
+from .layer import BackwardInput, ForwardInput, MainGrads, Needs, backward_pass, forward_pass
 
 _rehearsed: set[Hashable] = set()
 
@@ -36,10 +33,10 @@ def rehearse_once(
     dispatcher: TokenDispatcher,
     config: LayerConfig,
     needs: Needs | None,
-    main_grads: "MainGrads",
+    main_grads: MainGrads = (None, None),
     *,
     rows_again: bool,
-    room: int | None,
+    room: int | None = None,
 ) -> None:
     """Compile the kernels of this forward, and of its backward if it needs any, in other threads. CUDA alone.
 
@@ -104,7 +101,7 @@ def stand_in_for(dispatcher: TokenDispatcher, expert_ids: Tensor) -> TokenDispat
 
 def _both_passes(
     given: ForwardInput,
-    main_grads: "MainGrads",
+    main_grads: MainGrads,
     dispatcher: TokenDispatcher,
     config: LayerConfig,
     needs: Needs | None,
