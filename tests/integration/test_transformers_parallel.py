@@ -94,6 +94,23 @@ def what_cannot_be_spread_says_why_and_changes_nothing(ctx: Context, mesh: Devic
     assert model.config._experts_implementation == "eager"
 
 
+@distributed(2, device="cpu")
+def test_a_fused_optimizer_steps_as_in_one_process_where_weights_are_stored_transposed(ctx: Context) -> None:
+    """It goes through weight and gradient in the order of memory, and CPUs check no strides."""
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    wanted, model = tiny("gpt_oss", "mxep_bf16"), tiny("gpt_oss")
+    expert_parallel(model, mesh, "mxep_bf16")
+    before = {name: whole(p).detach().clone() for name, p in model.named_parameters() if ".experts." in name}
+    for each in (wanted, model):  # all ranks have the same tokens
+        step(each)
+        experts = [p for name, p in each.named_parameters() if name in before]
+        torch.optim.AdamW(experts, lr=10.0, eps=1.0, weight_decay=0.0, fused=True).step()
+    for name, old in before.items():
+        own: Any = model.get_parameter(name)
+        assert own.grad.to_local().stride() == own.to_local().stride(), name
+        assert snr(wanted.get_parameter(name) - old, whole(own) - old) > 100, name
+
+
 @distributed(2)
 def test_a_batch_that_is_too_large_says_what_to_set_and_the_environment_sets_it(ctx: Context) -> None:
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))

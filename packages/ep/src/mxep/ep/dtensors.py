@@ -109,7 +109,13 @@ class Share:
         """The weight's gradient, given this rank's part of it."""
         if local is None or self._weight is None:
             return local
-        return DTensor(local, self._weight._spec, requires_grad=False)
+        return DTensor(_laid_out_as(self._weight._local_tensor, local), self._weight._spec, requires_grad=False)
+
+
+def _laid_out_as(own: Tensor, grad: Tensor) -> Tensor:
+    """`grad` with the strides of `own`. Autograd sees to it for plain tensors, but not for local tensors of DTensors,
+    and fused optimizers go through both in the order of memory."""
+    return grad if grad.stride() == own.stride() else torch.empty_like(own, dtype=grad.dtype).copy_(grad)
 
 
 def local_weight(weight: Tensor) -> Tensor:
