@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 pytest.importorskip("transformers")
 
@@ -126,18 +127,20 @@ class Rows(Reference):
     wants_rowwise = True
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", [Reference(), Rows()])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32"])
 def test_trained_experts_leave_as_forward_multiplied_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, backend: Reference
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, backend: Reference, dtype: torch.dtype
 ) -> None:
-    model = trained("qwen3_moe", f"mxep_{recipe}")
+    """fp32 weights are quantized as they are, never from bf16."""
+    model = tiny("qwen3_moe", f"mxep_{recipe}", dtype)
     monkeypatch.setattr(export, "select", lambda *_: backend)
     ratios = save_quantized(model, tmp_path, "mxfp8")
     assert all(28 < each < 40 for each in ratios.values())
     again = experts_of(load_quantized(tmp_path))
     for name, w in experts_of(model).items():
-        want, _ = backend.quantize_weight_rowwise(w.bfloat16(), Recipe.named(recipe))
+        want, _ = backend.quantize_weight_rowwise(w.to(dtype), Recipe.named(recipe))
         assert torch.equal(again[name], want.dequantize(torch.float32))
 
 
@@ -213,6 +216,20 @@ def test_errors_name_the_cure_before_anything_is_written(tmp_path: Path) -> None
         save_quantized(gpt, tmp_path, "mxfp4")
 
 
+@pytest.mark.parametrize("target", ["q_proj", "experts"])
+def test_a_model_that_peft_changed_within_is_refused(tmp_path: Path, target: str) -> None:
+    """Its base model is a PreTrainedModel, whose weights have PEFT's names."""
+    peft = pytest.importorskip("peft")
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    how = {"target_parameters": both} if target == "experts" else {"target_modules": [target]}
+    model = trained("qwen3_moe")
+    freeze_experts(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**how))
+    with pytest.raises(ValueError, match=f"without PEFT's adapters, got one on .*{target}.*merge_and_unload"):
+        save_quantized(adapted.get_base_model(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @distributed(2, device="cpu")
 def test_ranks_write_one_checkpoint(ctx: Context, tmp_path: Path) -> None:
     model = trained("gpt_oss")
@@ -223,3 +240,31 @@ def test_ranks_write_one_checkpoint(ctx: Context, tmp_path: Path) -> None:
     whole = trained("gpt_oss")
     freeze_experts(whole, "mxfp4")
     assert equal(dict(load_quantized(tmp_path).state_dict()), dict(whole.state_dict()))
+    with pytest.raises(ValueError, match="expected a folder without safetensors"):  # of both
+        save_quantized(model, tmp_path, "mxfp4")
+
+
+@distributed(2, device="cpu")
+def test_ranks_with_whole_models_may_come_late(ctx: Context, tmp_path: Path) -> None:
+    """Rank 0 writes, and others do not take its files for those of another model."""
+    if ctx.rank == 1:
+        dist.barrier(ctx.group)
+    save_quantized(trained("qwen3_moe"), tmp_path)
+    if ctx.rank == 0:
+        dist.barrier(ctx.group)
+
+
+@distributed(2, device="cpu")
+def test_experts_that_fsdp_casts_leave_as_cast(ctx: Context, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for param_dtype in (torch.bfloat16, None):
+        model = tiny("qwen3_moe", "mxep_mxfp8")
+        wanted = {name: w.to(param_dtype or w.dtype) for name, w in experts_of(model).items()}
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+        save_quantized(model, tmp_path / str(param_dtype))
+        dist.barrier(ctx.group)
+        found = experts_of(load_quantized(tmp_path / str(param_dtype)))
+        for name, w in wanted.items():
+            want, _ = Reference().quantize_weight_rowwise(w, Recipe.mxfp8())
+            assert torch.equal(found[name], want.dequantize(torch.float32)), (name, param_dtype)

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -80,8 +81,8 @@ def save_quantized(
 
     Experts or other weights over ranks are gathered, one at a time: all ranks call it, and rank 0 writes.
 
-    Raises ValueError, before anything is written, for another format or layout, for a model without experts, and for
-    sizes that are no multiples of 32.
+    Raises ValueError, before anything is written, for another format or layout, for a model without experts or with
+    PEFT's adapters, and for sizes that are no multiples of 32.
     """
     if fmt not in LAYOUTS:
         raise ValueError(f"save_quantized: expected fmt {', '.join(LAYOUTS)}, got {fmt!r}")
@@ -90,9 +91,14 @@ def save_quantized(
         raise ValueError(
             f"save_quantized: expected a PreTrainedModel, got {type(model).__name__}: merge PEFT's adapters"
         )
+    if adapted := next((name for name, module in model.named_modules() if hasattr(module, "base_layer")), None):
+        raise ValueError(
+            f"save_quantized: expected a model without PEFT's adapters, got one on {adapted}: merge_and_unload(), or "
+            "mxep.integration.transformers.merge_and_freeze"
+        )
     held = {f"{name}.{each}": (module, each) for name, module in experts.items() for each in weight_names(module)}
     folder, found = Path(folder), {}
-    if folder.is_dir() and any(folder.glob("*.safetensors")):
+    if _is_taken(folder, spread=any(isinstance(parameter, DTensor) for parameter in model.parameters())):
         raise ValueError(f"save_quantized: expected a folder without safetensors, got {folder}")
     with _conversions(model) as converters:
         stacked = [name for name in held if not _is_apart(name, converters)]
@@ -108,7 +114,8 @@ def save_quantized(
         for name, x in rest.items():
             writer.add(name, x)
         for name, (module, each) in held.items():
-            for piece, (made, snr_) in _pieces(model, name, module, each, fmt).items():
+            source = _source(module, each, model)
+            for piece, (made, snr_) in _pieces(model, name, module, source, fmt).items():
                 found[piece] = snr_
                 for stored, x in _stored(piece, made, layout).items():
                     writer.add(stored, x)
@@ -118,6 +125,21 @@ def save_quantized(
             ]
             _write_config(model, folder, layout, fmt, sorted(plain))
     return found
+
+
+def _writes() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _is_taken(folder: Path, *, spread: bool) -> bool:
+    """Whether the folder has safetensors that were there before. spread: all ranks are here, and are told alike.
+
+    Only the rank that writes looks: others may be late, and see what it wrote.
+    """
+    found = [_writes() and any(folder.glob("*.safetensors"))]
+    if spread:
+        dist.broadcast_object_list(found)
+    return found[0]
 
 
 @contextmanager
@@ -163,9 +185,10 @@ def _whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _pieces(model: Any, name: str, module: Any, each: str, fmt: str) -> dict[str, tuple[MXTensor | BlockFP8, float]]:
+def _pieces(
+    model: Any, name: str, module: Any, source: MXTensor | Tensor, fmt: str
+) -> dict[str, tuple[MXTensor | BlockFP8, float]]:
     """Name in the checkpoint -> quantized (N, K), or (E, N, K) of stacked experts, and its SNR against the model's."""
-    source = _source(module, each)
     values = _split(model, name, source)
     if fmt == "fp8_block":
         made: dict[str, Any] = {piece: _blocks(x) for piece, x in values.items()}
@@ -175,13 +198,26 @@ def _pieces(model: Any, name: str, module: Any, each: str, fmt: str) -> dict[str
     return {piece: (x, math.inf if ratios[piece] >= LIMIT else ratios[piece]) for piece, x in made.items()}
 
 
-def _source(module: Any, name: str) -> MXTensor | Tensor:
-    """(E, N, K), of all ranks: the shipped MXTensor, or the trained weight in bf16."""
+def _source(module: Any, name: str, model: Any) -> MXTensor | Tensor:
+    """(E, N, K), of all ranks: the shipped MXTensor, or the trained weight as forward has it, in bf16 or fp32."""
     if isinstance(module, FrozenExperts):
         parts: Any = (_whole(getattr(module, f"{name}_{part}")) for part in FrozenWeight.field_names)
         return FrozenWeight(*parts).shipped()
-    w: Tensor = _whole(getattr(module, name)).detach().bfloat16()
+    own = getattr(module, name)
+    w: Tensor = _whole(own).detach().to(_dtype_in_forward(own, model))
     return w.mT.contiguous() if module.is_transposed else w
+
+
+def _dtype_in_forward(weight: Tensor, model: Any) -> torch.dtype:
+    """FSDP2's mixed precision casts weights as it gathers them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one
+            for group in groups:
+                if group is not None and any(each.sharded_param is weight for each in group.fsdp_params):
+                    return group.mp_policy.param_dtype or weight.dtype
+    return weight.dtype
 
 
 def _mx(source: MXTensor | Tensor, fmt: str, module: Any) -> MXTensor:
@@ -190,10 +226,12 @@ def _mx(source: MXTensor | Tensor, fmt: str, module: Any) -> MXTensor:
         if fmt == "mxfp8" or source.qdata.dtype == E2M1.dtype:
             return to_mxfp8(source) if fmt == "mxfp8" else source
         return quantize(source.dequantize(torch.bfloat16), fmt=E2M1)
+    if fmt == "mxfp4":
+        return quantize(source.bfloat16(), fmt=E2M1)  # as `Recipe.rounded_weight`
     how = implementation_of(module.config)
     recipe = None if how is None else how.recipe
-    if fmt == "mxfp4" or not isinstance(recipe, Recipe) or recipe.scaling == "none" or recipe.fmt != E4M3:
-        return quantize(source, fmt=E2M1 if fmt == "mxfp4" else E4M3)
+    if not isinstance(recipe, Recipe) or recipe.scaling == "none" or recipe.fmt != E4M3:
+        return quantize(source, fmt=E4M3)
     assert how is not None
     forward: Any = select(how.backend, source.device).quantize_weight_rowwise(source, recipe)[0]
     rows, columns = (size // scales for size, scales in zip(source.shape[-2:], forward.scale.shape[-2:]))
@@ -245,7 +283,7 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.files, self.waiting, self.bytes = folder, [], {}, 0  # type: ignore[var-annotated]
-        self.writes = not dist.is_initialized() or dist.get_rank() == 0
+        self.writes = _writes()
 
     def add(self, name: str, x: Tensor) -> None:
         if self.writes:
