@@ -214,6 +214,20 @@ def test_errors_name_the_cure_and_change_nothing() -> None:
         model(input_ids=token_ids())
 
 
+def test_after_a_module_that_does_not_fold_the_others_are_frozen_by_a_second_call() -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[..., :32] *= 2**-14
+    with pytest.raises(ValueError, match=r"do not fold exactly, got \d+: pass folded=False") as caught:
+        freeze_experts(model)
+    assert caught.value.__notes__[0].startswith("of model.layers.1.mlp.experts, which is as it was")
+    assert [isinstance(layer.mlp.experts, FrozenExperts) for layer in model.model.layers] == [True, False]
+    with pytest.raises(ValueError, match="expected experts that are not frozen, got mxfp8"):
+        freeze_experts(model, "mxfp4", folded=False)
+    assert len(freeze_experts(model, folded=False)) == 2
+    assert [layer.mlp.experts.gate_up_proj.row_scale is None for layer in model.model.layers] == [False, True]
+
+
 @distributed(2, device="cpu", first=("freeze", "spread"))
 def test_ranks_hold_their_frozen_experts_alone(ctx: Context, first: str) -> None:
     whole = tiny("gpt_oss", "mxep_mxfp8", torch.bfloat16)

@@ -257,6 +257,30 @@ def test_merged_into_the_quantized_format_it_tells_what_was_lost(fmt: str) -> No
         merge_and_freeze(get_peft_model(merged, LoraConfig(target_modules=["q_proj"])))
 
 
+def test_experts_that_do_not_fold_are_merged_as_they_are_stored() -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[..., :32] *= 2**-14
+    freeze_experts(model, folded=False)
+    adapted = with_lora(model)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 1e-6
+    whole = copy.deepcopy(adapted)
+    wanted = step_logits(adapted)
+    with pytest.raises(ValueError, match="expected fmt mxfp8 or mxfp4, got 'fp8'"):
+        merge_and_freeze(adapted, "fp8")
+    with pytest.raises(ValueError, match=r"do not fold exactly, got \d+: pass folded=False") as caught:
+        merge_and_freeze(adapted, folded=True)
+    assert "model.layers.1.mlp.experts, which is as it was" in caught.value.__notes__[0]
+    assert snr(wanted, step_logits(adapted)) > 25, "neither merged twice nor lost"
+    _, errors = merge_and_freeze(adapted, folded=False)
+    assert all("layers.1." in name for name in errors), "those that the first call left"
+    merged, errors = merge_and_freeze(whole)
+    assert len(errors) == 4
+    assert all(layer.mlp.experts.gate_up_proj.row_scale is None for layer in merged.model.layers)
+
+
 def test_an_update_below_half_a_step_of_mxfp4_is_told_as_lost() -> None:
     model = with_lora(pair("gpt_oss", "mxfp4")[0], "gpt_oss")
     for name, parameter in model.named_parameters():

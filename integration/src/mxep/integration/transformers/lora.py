@@ -36,13 +36,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from mxep.ep.dtensors import local_experts, mesh_of
+from mxep.ep.frozen import register_frozen
 from mxep.ep.lora import RANK_MULTIPLE, LoRAWeights
-from mxep.gemm import FrozenWeight
-from mxep.gemm.frozen import FrozenFormat
+from mxep.gemm import FrozenWeight, freeze
+from mxep.gemm.frozen import FORMATS, FrozenFormat
 
 from .experts import Implementation, implementation_of, is_experts, weight_names
 from .parallel import check_adapters, replicate
-from .quantized import FrozenExperts, freeze_module, own_names, thaw
+from .quantized import FrozenExperts, forget_layer, naming, own_names, thaw
 
 
 class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
@@ -68,7 +69,8 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         if self.disable_adapters or not active or kwargs.get("adapter_names"):
             return super().forward(x, *args, **kwargs)
         if isinstance(experts, FrozenExperts):
-            return experts(x, *args, lora=self._weights(active), **kwargs)
+            active = [name for name in active if name not in self.merged_adapters]
+            return experts(x, *args, lora=self._weights(active) if active else None, **kwargs)
         run = self._low_rank(experts, active)
         return (
             super().forward(x, *args, **kwargs) if run is None else run(experts, x, *args, lora=self._weights(active))
@@ -127,8 +129,12 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
                 for A, B, scale in updates:
                     whole.addmm_(B[e].float(), A[e].float(), alpha=scale)
                 w[e] = whole
-            layer.merged_adapters += adapters
         return found
+
+    def tell_merged(self) -> None:
+        """Active adapters of both weights are in the weights now."""
+        for layer in _wrappers(self).values():
+            layer.merged_adapters += [each for each in check_adapters_to_merge(layer) if each in layer.lora_A]
 
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
@@ -220,26 +226,41 @@ class MergeError(NamedTuple):
     changed: float
 
 
-def merge_and_freeze(model: PeftModel, fmt: FrozenFormat | None = None) -> tuple[Any, dict[str, MergeError]]:
+def merge_and_freeze(
+    model: PeftModel, fmt: FrozenFormat | None = None, *, folded: bool | None = None
+) -> tuple[Any, dict[str, MergeError]]:
     """PEFT's `merge_and_unload` that quantizes frozen experts again, a layer after another: the model, and the error of
     each weight by name.
 
-    fmt: "mxfp8" or "mxfp4"; default each weight's own. Raises ValueError without active adapters on frozen experts.
+    fmt: "mxfp8" or "mxfp4"; default each weight's own. folded: as for `mxep.gemm.freeze`; default as each weight was.
+
+    Raises ValueError for another fmt and without active adapters on frozen experts. `freeze` may raise for a module
+    when those before it are merged: call it again with folded=False for the others.
     """
+    if fmt is not None and fmt not in FORMATS:
+        raise ValueError(f"merge_and_freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
     tuner, errors = model.base_model, {}
     for name, layer in list(tuner.model.named_modules()):
         experts = layer.get_base_layer() if isinstance(layer, ParamWrapper) else None
         if not isinstance(experts, FrozenExperts) or not (weights := layer.merged_weights(None)):
             continue
-        before = {each: getattr(experts, each) for each in weights}
-        format_: FrozenFormat = fmt or experts.down_proj.format
-        thaw(experts, weights)
-        freeze_module(experts, format_)
+        before: dict[str, FrozenWeight] = {each: getattr(experts, each) for each in weights}
+        with naming(name):
+            after = {each: _frozen_as(before[each], w, fmt, folded) for each, w in weights.items()}
         for each, w in weights.items():
-            errors[f"{name}.{each}"] = _error(before[each], w, getattr(experts, each))
+            register_frozen(experts, each, after[each], _mesh(experts))
+            errors[f"{name}.{each}"] = _error(before[each], w, after[each])
+        forget_layer(experts)
+        layer.tell_merged()
     if not errors:
         raise ValueError("merge_and_freeze: expected active adapters on frozen experts, got none: merge_and_unload()")
     return model.merge_and_unload(), errors
+
+
+def _frozen_as(before: FrozenWeight, w: Tensor, fmt: FrozenFormat | None, folded: bool | None) -> FrozenWeight:
+    """w, frozen as `before` was but for what is given."""
+    was_folded = before.format == "mxfp4" or before.row_scale is not None
+    return freeze(w, fmt or before.format, folded=was_folded if folded is None else folded)
 
 
 def _error(before: FrozenWeight, merged: Tensor, after: FrozenWeight) -> MergeError:

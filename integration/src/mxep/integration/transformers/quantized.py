@@ -25,9 +25,11 @@ Memory: the model as it becomes, and an expert. E experts, N out, K in features.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -115,37 +117,51 @@ def _empty(kind: type) -> Any:
 
 
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> list[str]:
-    """Freeze every module of experts of a transformers model in `fmt`; returns their names.
+    """Freeze every module of experts of a transformers model in `fmt`; returns the names of all.
 
     model: weights in bf16 or fp32, computed by an implementation of mxep. One module after another, on the device where
     it is: the weights of one are freed before the next. After `expert_parallel`, each rank freezes its experts. Make
     the optimizer, and call fully_shard, afterwards. folded: as for `mxep.gemm.freeze`.
 
-    Raises ValueError, before anything changed, for a model without experts that transformers' registry reaches, for
-    those that FSDP2 has sharded, and for sizes that are no multiples of 32. `freeze` may raise for a module when those
-    before it are frozen.
+    Raises ValueError, before anything changed, for a model without experts that transformers' registry reaches, for one
+    whose experts are all frozen, for those that FSDP2 has sharded, and for sizes that are no multiples of 32. `freeze`
+    may raise for a module when those before it are frozen: call it again with folded=False for the others.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze_experts: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
     found = experts_in(model, "freeze_experts")
     if adapters_on_experts(model):
         raise ValueError("freeze_experts: expected experts without adapters, got PEFT's: merge_and_unload() first")
+    todo = {name: experts for name, experts in found.items() if not isinstance(experts, FrozenExperts)}
     for name, experts in found.items():
         if isinstance(experts, FrozenExperts):
-            raise ValueError(f"{name}: expected experts that are not frozen, got {experts.down_proj.format}")
+            if not todo or experts.down_proj.format != fmt:
+                raise ValueError(f"{name}: expected experts that are not frozen, got {experts.down_proj.format}")
+            continue
         check_not_fsdp(experts, "freeze_experts")
         for each in weight_names(experts):
             shape, inputs = getattr(experts, each).shape, 1 if experts.is_transposed else 2
             if shape[inputs] % BLOCK:
                 raise ValueError(f"{name}.{each}: expected input features in multiples of {BLOCK}, got {tuple(shape)}")
-    for experts in found.values():
-        freeze_module(experts, fmt, folded=folded)
-    keep_names(model)
+    for name, experts in todo.items():
+        with naming(name):
+            freeze_module(experts, fmt, folded=folded)
+        keep_names(model)
     return list(found)
 
 
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Tell which module a ValueError is about, and that those before it are done."""
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(f"of {name}, which is as it was. Modules before it are done; a further call does the others")
+        raise
+
+
 def freeze_module(experts: Any, fmt: FrozenFormat, *, folded: bool = True) -> None:
-    """Freeze one module of experts in its place."""
+    """Freeze one module of experts in its place. Nothing has changed where it raises."""
     num_experts = experts.down_proj.shape[0]  # LongCat has rows for zero experts in gate_up_proj
     mesh = mesh_of(experts.down_proj)
     weights = {}
@@ -166,7 +182,7 @@ def keep_names(model: nn.Module) -> None:
 
     Else transformers 5.17 takes gate_up_proj_qdata for gate_up_proj, and splits it in two for each expert.
     """
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel) and CONVERSIONS not in model.__dict__:
         model.__dict__[CONVERSIONS] = getattr(model, "_weight_conversions", None)
         model._weight_conversions = []
 
