@@ -63,7 +63,6 @@ def test_fp32_kernels_multiply_terms_from_registers_two_programs_an_sm(
 QDATA = {
     "forward": "E4M3.E4M3",
     "wgrad E5M2": "E5M2.E4M3",
-    "wgrad fp32": "E4M3.E4M3",
     "wgrad add": "E4M3.E4M3",
     "wgrad halves": "E4M3.E4M3",
 }
