@@ -81,7 +81,7 @@ def make_config(
     for layer in spec.model.layers:  # flex attention has no backward on CPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
         if layer.moe is not None:  # Qwen3's 64 experts would be most of the time
-            layer.moe.routed_experts.inner_experts.hidden_dim = 96
+            layer.moe.routed_experts.inner_experts.hidden_dim = 32
     optimizer = default_adamw(lr=1e-3)
     optimizer.implementation = "for-loop"
     small = {"local_batch_size": BATCH, "seq_len": LENGTH, "steps": 3, "disable_cuda_graphs": True}
