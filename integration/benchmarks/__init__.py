@@ -6,18 +6,18 @@
     gemm      grouped GEMMs, and forward + backward of them
     linear    linears
     comms     dispatch and combine on all ranks, beside all-to-alls
-    layer     the MoE layer on all ranks, beside the baseline: layer_cases has what is compared and what it must do
+    layer     the MoE layer on all ranks, compared with the baseline; layer_cases defines the cases and their work
     model     whole models of transformers, with mxep's experts, the baseline's or their own
 
-A bench is a module with SECTIONS (name -> results.Section, its tables) and measure(Bench) -> (section, row), one after
-the other. `names` has what a config may name, without torch; `runner` runs it, `timer` times.
+A bench is a module with SECTIONS (name -> results.Section, its tables) and measure(Bench), which yields (section, row)
+pairs. `names` lists the names that a config may use and does not import torch. `runner` runs a bench; `timer` times.
 
 Tasks of their own: `compare` (task=compare: losses over seeds), `estimate` (task=estimate).
 
 Scripts, `python integration/benchmarks/NAME.py`, each with its command in its docstring:
 
     front_page    the README's picture, from docs/results
-    frozen        layers whose experts are frozen in MXFP8 or MXFP4
+    frozen        layers with experts frozen in MXFP8 or MXFP4
     lengths       steps of lengths that never come twice
     lora_model    LoRA of whole models
     peers         layers and GEMMs of peers and of mxep, each in its own process (docs/lab/peers.md)

@@ -8,9 +8,9 @@
     pairs (T K, D)      the same way back
     out (T, D)          weighted sum of a token's pairs in fp32
 
-Backward goes the same ways. Better than the standard implementations known to us in three places: groups, which a
-gather fills with their padding, need no row of zeroes appended; the gradient of spread is a gather and a sum, not an
-addition by index; the weighted sum is one pass. Pointwise work is compiled on CUDA, plain on a CPU.
+Backward takes the same steps in reverse. The layer beats the standard implementations known to us in three places.
+A gather fills the groups and their padding, so no row of zeroes is appended. The gradient of spread is a gather and a
+sum, not an addition by index. The weighted sum is one pass. Pointwise work is compiled on CUDA and plain on a CPU.
 
 Every token has K experts. T tokens of this rank, K experts a token, D model dim, F hidden dim, E experts in all, e
 here, W ranks, R rows with padding.
@@ -68,7 +68,7 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
 
 @compiled
 def sum_pairs(pairs: Tensor, inverse: Tensor) -> Tensor:
-    """Of each token, its pairs: (T K, D) by expert, inverse (T, K) -> (T, D), summed in fp32."""
+    """Sum each token's pairs in fp32: (T K, D) by expert, inverse (T, K) -> (T, D)."""
     return pairs[inverse].float().sum(1).to(pairs.dtype)
 
 
@@ -150,7 +150,7 @@ class BaselineLayer:
 
 @dataclass(frozen=True)
 class Groups:
-    """Where arrived pairs, by source rank and then expert, lie among the rows.
+    """The row of each arrived pair. Pairs arrive by source rank and then by expert; rows are by expert.
 
     index: (R,) int64, pair of a row, -1 for padding. position: (pairs,) int64, row of a pair. offs: (e,) int32.
     sent, arrived: pairs to and from each rank.
@@ -215,7 +215,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """`take` by an index whose inverse is there, too."""
+    """`take` by an index. The inverse index is given too, for backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

@@ -5,15 +5,15 @@
     sweep      over tokens, dim and top-k
 
 us          median over rounds of the slowest rank, barriers included; dispatch includes tables and plan
-wire GB/s   payload that leaves the rank which sends most, over that time; ids, tables and signals do not count
-of wire     of 450 GB/s, NVLink of an H200 in each direction by its data sheet
+wire GB/s   payload that leaves the busiest sender, over that time; ids, tables and signals do not count
+of wire     share of 450 GB/s, NVLink of an H200 in each direction by its data sheet
 x bf16      how many times as fast as the all-to-all of the same pairs in bf16; x 8-bit: in MXFP8
 
-The all-to-all is NCCL's on GPUs, gloo's on CPU ranks: one row for each (token, expert) pair, split sizes known on the
-host beforehand, rows permuted already, nothing unpermuted after: its best case. Dispatch and combine are verified
-before, bit by bit. All ranks start together on the device: a barrier, then a pause in which the hosts enqueue what
-follows, so that none waits for its own host. Inputs are not rotated: the smallest shapes find them in the L2 cache, as
-after the kernel that made them.
+The all-to-all is NCCL's on GPUs and gloo's on CPU ranks, and moves one row for each (token, expert) pair. It is timed
+at its best: the host knows the split sizes, rows are permuted already, and nothing is unpermuted after. Dispatch and
+combine are first verified bit by bit. All ranks start together on the device, with a barrier. The hosts enqueue the
+calls during a pause after it, so no rank waits for its host. Inputs are not rotated. The smallest shapes find them in
+the L2 cache, as they would after the kernel that made them.
 
 T tokens a rank, D elements of a row, E experts, K experts a token, W ranks. A row of MXFP8 is D qdata and D/32 scales.
 """
@@ -105,7 +105,7 @@ def _rows(bench: Bench, section: str, shape: Shape) -> dict[str, Row]:
 
 
 def make_timer(transport: Transport) -> Timer:
-    """One whose failures end everything, as they end the transport."""
+    """A timer that stops all measurements at the first failure, because a failure ends the transport."""
 
     def start() -> None:
         transport.barrier("bench")
@@ -169,11 +169,11 @@ class Traffic:
 
     @property
     def most_pairs(self) -> int:
-        """Of the rank whose experts get most."""
+        """Most pairs that the experts of one rank get."""
         return max(map(sum, zip(*self.pairs)))
 
     def capacity(self, pairs: int) -> float:
-        """Of a plan, as a multiple of the balanced load of `pairs` a rank: SLACK, or what this routing needs."""
+        """Capacity of a plan, over the balanced load of `pairs` a rank: SLACK, or more if this routing needs it."""
         return max(SLACK, self.most_pairs / pairs)
 
     def leaving(self, *, combine: bool = False) -> tuple[int, int]:
@@ -251,7 +251,7 @@ class Exchange:
         return handle.wait(), plan
 
     def again(self, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """A dispatch whose plan is there."""
+        """A dispatch that reuses the plan."""
         return dispatch(self.workspace, payload, self.problem.ids).wait()
 
     def combine(self) -> tuple[Tensor, Tensor | None]:
@@ -259,7 +259,7 @@ class Exchange:
 
 
 def differences(e: Exchange) -> list[str]:
-    """Which of a dispatch and a combine is not bit by bit what plain collectives and plain torch bring. Collective.
+    """Names of the exchanges that differ in any bit from plain collectives and plain torch. Collective.
 
     slots     slot (s, t) = row t of rank s, for every t that this rank needs
     combine   sums of rows by hand, then an all-to-all of equal splits, then sums over ranks
@@ -311,7 +311,7 @@ CALLS: dict[str, Callable[[Exchange], object]] = {
     "combine bf16": lambda e: e.combine(),
     "dispatch mxfp8, again": lambda e: e.again(e.problem.mxfp8),
 }
-"""What is timed of an exchange."""
+"""Name -> the call to time."""
 
 
 def leaving(name: str, p: Problem) -> int:

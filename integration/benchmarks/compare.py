@@ -1,4 +1,4 @@
-"""task=compare: is a recipe's loss that of bf16, but for what differs from run to run anyway?
+"""task=compare: does a recipe's loss differ from bf16's by more than runs differ anyway?
 
     for each seed:   bf16   the recipe   bf16 nudged           the same model and batches, on the same ranks
     first seed:      bf16 again                                is a run repeatable to the last bit?
@@ -7,14 +7,15 @@ Losses are in nats a byte: on held-out text, the same for all runs, and in train
 over the n seeds of (recipe - bf16) is reported with three measures of noise:
 
     seeds             the standard deviation of bf16's loss over seeds, which choose weights and batches
-    nudges            the root mean square of (bf16 nudged - bf16), first weights moved by as much as a rounding to bf16
-                      may, over the root of n: what the mean of n differences without a cause would be
-    standard errors   two of the mean itself
+    nudges            the root mean square of (bf16 nudged - bf16), over the root of n: the size that the mean of n
+                      differences without a cause would have. A nudge moves the first weights by at most the error
+                      of rounding to bf16
+    standard errors   two standard errors of the mean itself
 
-"within" says that the mean is no further from zero than that. Few seeds measure either badly, so read the numbers too.
+"within": the mean is no further from zero than that noise. A few seeds measure both badly, so read the numbers too.
 
-A step has a row of metrics only if `check()` was clean on every rank, and what raises ends the job. So there are
-results only if all steps of all runs were clean.
+A step has a row of metrics only if `check()` was clean on every rank, and an exception ends the job. So results exist
+only if all steps of all runs were clean.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from mxep.integration.train import Run, Trainer
 
 BASE, NUDGED, AGAIN = "bf16", "bf16 nudged", "bf16 again"
 NUDGE = 2.0**-9
-"""Of a weight, at most: half the distance of two bf16 numbers, where that is widest."""
+"""Largest relative change of a weight: half the widest distance between two neighbouring bf16 numbers."""
 LAST = 100
 """Steps that the training loss is averaged over."""
 LOSSES = {"held-out": "valid_loss", "training": "train_loss"}
@@ -56,7 +57,7 @@ Trials = dict[int, dict[str, Run]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """All trials. text: what they read, without its bytes. stopped: by a signal, the last trial missing."""
+    """All trials. text: about the text they read, without its bytes. stopped: by a signal, without the last trial."""
 
     text: dict[str, Any]
     trials: Trials
@@ -64,7 +65,7 @@ class Outcome:
 
 
 def report(config: Config, outcome: Outcome) -> Report:
-    """The losses of each run, what they are over seeds, and the verdicts as remarks."""
+    """The losses of each run, their statistics over seeds, and the verdicts as remarks."""
     found, settings = summarize(outcome.trials), to_json(config)
     about = {"backend": config.backend, "ranks": config.ranks, "ep": config.ep, "steps": config.train.steps}
     about |= {"train_loss over last": min(LAST, config.train.steps), "text": outcome.text, AGAIN: found[AGAIN]}
@@ -88,7 +89,7 @@ def write_report(folder: Path, config: Config, outcome: Outcome, made: Report, c
 
 
 def _of(config: Config) -> str:
-    """What is compared with bf16."""
+    """Name of the recipe compared with bf16, and of its linears."""
     linears = "" if config.recipe.linear is None else f", linears {config.recipe.linear},"
     return make_recipe(config).name + linears
 
@@ -163,7 +164,7 @@ def summarize(trials: Trials) -> dict[str, Any]:
 
 
 def differs(one: Run, two: Run) -> int | None:
-    """The first step whose loss or gradient norm has other bits, or the last for the held-out loss; None: none has."""
+    """First step with another loss or gradient norm, in any bit; the last if only the held-out loss differs; None."""
     for a, b in zip(one.metrics, two.metrics, strict=True):
         if (a["loss"], a["grad_norm"]) != (b["loss"], b["grad_norm"]):
             return int(a["step"])

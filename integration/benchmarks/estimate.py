@@ -3,21 +3,22 @@
     layouts   recipe x dispatcher x EP: ms of a layer's step, bytes sent, memory of a rank, tokens/s of the stack
     stages, memory   of each recipe's best layout: most tokens/s of those that have room
 
-Times are rough. A stage takes its work (layer_cases.work) times the median us per byte or flop in profiles that
-bench=layer wrote, and a step the sum of its stages times the median of measured steps over such sums, by recipe.
+Times are rough. A stage takes its work (layer_cases.work) times the median us per byte or flop in the profiles that
+bench=layer wrote. A step takes the sum of its stages times a factor per recipe: the median of measured steps over
+such sums.
 
-    NVLink and the network   ranks of a group lie side by side. all_to_all takes as long as the slower of both. The
-                network has the share of its nominal speed that NCCL had on NVLink
-    routing     is even: a token needs a rank with e of E experts with probability 1 - C(E - e, K) / C(E, K).
-                imbalance: load of the busiest rank over the mean, for GEMMs and their rows
-    gradients   of experts are reduced over their copies, in a ring, next to micro-batches: the longer counts
-    FSDP        weights, gradients and optimizer over copies of experts. Weights are gathered for forward and again for
-                backward of each micro-batch, a layer next to the next one's; gradients are scattered once a step
-    pipeline    S stages of M micro-batches take (M + S - 1) / M times as long as one; the first keeps min(S, M) of them
-    memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
-                besides, and exchange buffers, which all share. Nothing but experts, no library's
-    over        more than a rank may take: never the best
-    ~           no measurement covers it (docs/guides/scaling.md)
+- NVLink and the network: Ranks of a group lie side by side. all_to_all takes as long as the slower of both. The network
+  reaches the share of its nominal speed that NCCL reached on NVLink.
+- Routing is even: A token needs a rank with e of E experts with probability 1 - C(E - e, K) / C(E, K). `imbalance` is
+  the load of the busiest rank over the mean, for GEMMs and their rows.
+- Gradients of experts are reduced over their copies in a ring, while micro-batches compute. The longer of both counts.
+- FSDP shards weights, gradients and optimizer over the copies of experts. Weights are gathered for forward and again
+  for backward of each micro-batch, while the neighbouring layer computes. Gradients are scattered once a step.
+- Pipeline: S stages of M micro-batches take (M + S - 1) / M times as long as one. The first stage keeps min(S, M) of
+  them.
+- Memory counts experts only: weights and gradients in bf16, the optimizer, the tensors each layer keeps for backward,
+  one layer's temporaries, and the exchange buffers, which all layers share. Memory of libraries is not counted.
+- "over": more than a rank may take; never the best. "~": no measurement covers it (docs/guides/scaling.md).
 
 T tokens a rank, D model dim, F hidden dim, E experts, K a token, e of a rank, N = T K pairs, R rows that fit, W ranks.
 """
@@ -121,7 +122,7 @@ class Layout:
         shape, nodes, dispatcher = self.shape, self.ranks // self.near, self.case.dispatcher
         row = 2 * (row_bytes(self.case.recipe, shape.dim) + row_bytes("bf16", shape.dim))
         each = shape.tokens * (shape.top_k / self.ranks if dispatcher == "all_to_all" else self.needs)
-        if dispatcher == "hierarchical":  # ranks of a node share what came; all slots of other nodes cross
+        if dispatcher == "hierarchical":  # ranks of a node share the rows that arrive; all slots of other nodes cross
             return row * each * (self.ranks - nodes), row * self.slots / nodes * (nodes - 1)
         return row * each * (self.near - 1), row * each * (self.ranks - self.near)
 
@@ -241,7 +242,7 @@ class Memory:
 
 
 def memory(layout: Layout) -> Memory:
-    """Of one layer of a layout."""
+    """Bytes that one layer of a layout needs on a rank."""
     (tokens, dim, hidden, experts, top_k), ranks, capacity = layout.shape, layout.ranks, layout.capacity
     own, recipe, dispatcher = experts // ranks, Recipe.named(layout.case.whole_recipe), layout.case.dispatcher
     quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
@@ -268,14 +269,14 @@ def memory(layout: Layout) -> Memory:
     amax = 4 * own * (dim + hidden) * quantized
     kept = saved + gate_up + plan + amax
     folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
-    # Backward, in order: what is left of what is kept, what there is besides. out is the caller's all the while.
+    # Backward, in order: (bytes still kept from forward, other bytes). The caller holds out all the while.
     w, d_rows, out = own * dim * hidden, 2 * rows * dim, 2 * tokens * dim
     d_gate_up = d_h if quantized else 2 * d_h  # quantized: in d_h's place
     d_y = (rows * (dim + 1), 0, folded * (dim + hidden)) if quantized else (d_rows,) * 3  # for d_h, then, for wgrad
     d_slots = slots * row if quantized and not copied else 0  # of d_out
     colwise = 2 * w * quantized  # of gate_up_proj
     swiglu = h + d_gate_up * (not quantized)
-    # Beside the last weight gradient: dx, and its rows where an exchange may still hold them.
+    # Live during the last weight gradient: dx, and its rows if an exchange may still hold them.
     late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher == "all_to_all")
     operands = folded * (2 * hidden + dim)
     forward = kept + h + of_forward + 1.5 * colwise  # where there is neither out yet nor slots any more
@@ -296,7 +297,7 @@ def memory(layout: Layout) -> Memory:
 
 
 def estimate(config: Config) -> Report:
-    """What `config.estimate` names. ConfigError for a model or rates that cannot be used."""
+    """Estimate the model of `config.estimate`. Raises ConfigError for a model or rates that cannot be used."""
     begin, wanted = time.monotonic(), config.estimate
     with _json_of("estimate.rates"):
         rates = fit(read(wanted.rates or [str(RATES / f"{name}-h200.json") for name in ("host", "layer")]))
@@ -380,7 +381,7 @@ def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator
 
 
 def _row(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: bool = False) -> Row:
-    """Of a layout whose states are whole on each rank, or sharded over its copies, as `estimate.fsdp` says."""
+    """The row of a layout. fsdp: weights, gradients and optimizer are sharded over copies of experts."""
     wanted, shape, ep, dispatcher = config.estimate, layout.shape, layout.ranks, layout.case.dispatcher
     node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages
     stages = rates.stages(layout, wanted.nvlink, wanted.network)

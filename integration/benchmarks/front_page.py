@@ -36,7 +36,7 @@ ALIASES = {
     "bf16/symmetric": "mxep bf16",
     "mxfp8/symmetric": "mxep mxfp8",
 }
-"""What a case is called in older results, or by the layer's bench -> its series here."""
+"""Name of a case in older results or in bench=layer -> its series here."""
 SERIES = {
     BASELINE: ("base", "bf16 baseline"),
     "baseline fp8": ("fp8", "torchao FP8 (measured on DeepSeek-V3 only)"),
@@ -45,7 +45,7 @@ SERIES = {
 }
 """Series -> CSS class, legend."""
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; each series has a place of its own besides.
+# Okabe and Ito's colours: colour-blind readers can tell them apart. Each series also has its own place.
 STYLE = """
 svg { --page: #ffffff; --ink: #1f2328; --dim: #59636e; --line: #d1d9e0;
       --base: #8c8c8c; --fp8: #e69f00; --bf16: #56b4e9; --mxfp8: #0072b2 }

@@ -1,13 +1,16 @@
-"""Frozen quantized experts on one GPU: forward + gradient of x, and what their expansions cost.
+"""Frozen quantized experts on one GPU: forward + gradient of x, and the cost of expanding their weights.
 
     python integration/benchmarks/frozen.py [FILE.json]
 
 A layer with all its experts on one GPU and fixed, balanced routing, as a LoRA fine-tune runs it: no weight gradients.
-"grouped_mm": `baseline.py`, torch's grouped GEMM in bf16 with compiled gathers and SwiGLU, the weights in bf16.
-"bf16": `run_experts` with these weights. "mxfp8", "mxfp4": `run_experts` with them frozen, recipe mxfp8. "+ lora": with
-LoRA of rank 16 on both weights, and its gradients. Launched by the host, in turn: medians of five stretches.
 
-"expand": microseconds for one expansion of gate_up_proj, and the share of the speed of a copy that moves as many bytes.
+- "grouped_mm" is `baseline.py`: torch's grouped GEMM with compiled gathers and SwiGLU, and bf16 weights.
+- "bf16" is `run_experts` with these weights.
+- "mxfp8" and "mxfp4" are `run_experts` with the weights frozen in that format, recipe mxfp8.
+- "+ lora" adds LoRA of rank 16 on both weights, and its gradients.
+- "expand" is microseconds for one expansion of gate_up_proj, and its share of the speed of a copy of as many bytes.
+
+The host launches the calls in turn. Times are medians of five stretches.
 """
 
 import functools
@@ -43,7 +46,7 @@ FROZEN = ("mxfp8", "mxfp4")
 
 
 def microseconds(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Of each call, timed in turn."""
+    """Time the calls in turn: microseconds of each."""
     timer = Timer(torch.device("cuda"), seconds=0.05, rounds=5)
     rows = timer.compare({name: Alternative(lambda call=call: [call], "never") for name, call in calls.items()})  # type: ignore[misc]
     return {name: row["us"] for name, row in rows.items()}
@@ -63,7 +66,7 @@ def layer(kind: str, gate_up: Any, down: Any, lora: LoRAWeights | None = None) -
 
 
 def join_lora(gate_up: Tensor, down: Tensor) -> LoRAWeights:
-    """Of rank 16."""
+    """Random LoRA weights of rank 16 for both projections."""
     (experts, wide, dim), hidden = gate_up.shape, down.shape[2]
     shapes = (experts, RANK, dim), (experts, wide, RANK), (experts, RANK, hidden), (experts, dim, RANK)
     made = [(normal(*shape) * 0.02).requires_grad_() for shape in shapes]

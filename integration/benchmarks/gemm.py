@@ -1,13 +1,15 @@
 """bench=gemm: mxep.gemm beside its peers and ceilings, in one run.
 
-    products   the three products alone, operands ready         forward  out = a w^T
+    products   the three GEMMs alone, operands ready            forward  out = a w^T
     steps      all three from bf16 operands, every              dgrad    da = dy w
                quantization included, the weights' too          wgrad    dw = dy^T a       2 M N K flop each
 
-A maker is a function of a Problem that makes everything ready and returns the call to be timed. Peers are torch's own
-grouped mm: bf16, the baseline; FP8 with a scale a row, whose sums stay in the tensor cores (fast) or leave them now and
-then (slow); torchao's on top of that; and a dense FP8 product of the same M, N, K, with a scale a row or a tensor, as
-ceiling.
+A maker is a function of a Problem. It makes everything ready and returns the call to be timed.
+
+- The baseline is torch's grouped mm in bf16.
+- The FP8 peer is torch's grouped mm with a scale a row. Its sums stay in the tensor cores (fast), or leave them now and
+  then (slow). torchao's grouped mm builds on it.
+- The ceiling is a dense FP8 GEMM of the same M, N, K, with a scale a row or a tensor.
 
 M rows, N out features, K in features, G groups.
 """
@@ -50,7 +52,7 @@ class At:
     timer: Timer
 
     def problems(self, make: Callable[[Sequence[int], torch.Generator], T], nbytes: Callable[[T], int]) -> list[T]:
-        """As many as it takes for none to be in L2 when its turn comes again. nbytes: of one."""
+        """Make enough problems that none is still in L2 when its turn comes again. nbytes: bytes of one problem."""
         first = make(self.shape, self.generator)
         sets = rotations(nbytes(first), self.timer.device)
         return [first, *(make(self.shape, self.generator) for _ in range(sets - 1))]
@@ -158,11 +160,11 @@ class Problem:
 
     @property
     def flop(self) -> int:
-        """Of one product."""
+        """Floating-point operations of one GEMM."""
         return 2 * len(self.a) * self.w[0].numel()
 
     def least_bytes(self, product: str, element: int) -> int:
-        """That a product must move: operands of `element` bytes read once, bf16 results written once."""
+        """Bytes that a GEMM must move: operands of `element` bytes read once, bf16 results written once."""
         a, dy, w = self.a.numel(), self.dy.numel(), self.w.numel()
         read, written = {"forward": (a + w, dy), "dgrad": (dy + w, a), "wgrad": (dy + a, w)}[product]
         return element * read + 2 * written
@@ -214,7 +216,7 @@ def dense_product(product: str, rows: bool, p: Problem) -> Call:
 
 
 def mxep_product(product: str, backend: Backend, p: Problem) -> Call:
-    """Of operands as the backend wants them: on Hopper folded."""
+    """A GEMM of operands in the backend's form. On Hopper they are folded."""
     recipe = Recipe.mxfp8()
     how: dict[str, Any] = {"offs": p.offs, "out_dtype": torch.bfloat16}
     a = backend.quantize_rows(p.a, recipe.fmt, recipe)
@@ -234,7 +236,7 @@ def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
 
 
 def import_torchao(name: str, device: torch.device) -> Any:
-    """A module of torchao. ImportError, which says why, without it; NotImplementedError but on CUDA."""
+    """Import a module of torchao. Raises ImportError with the reason, or NotImplementedError on a CPU."""
     try:
         module = importlib.import_module(f"torchao.{name}")
     except ModuleNotFoundError as error:

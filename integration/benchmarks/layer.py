@@ -1,34 +1,35 @@
 """bench=layer: the layer of mxep.ep on all ranks, forward and backward, beside the baseline in bf16, in one run.
 
-    layer    every case of layer_cases, balanced routing, mxep's as replays of one CUDA graph a step
-    eager    some of them, launched by the host as a user's own loop does
-    stages   kernels of mxep and of the baseline, by stage
-    skew     some cases, where expert i is as likely as 1 / (i + 1)
-    memory   peak memory, and what backward finds, by capacity
-    host     what calls cost the host that launches them, at a small shape, "host"
+Sections:
+
+- layer: Every case of layer_cases, balanced routing. A step of mxep's is a replay of one CUDA graph.
+- eager: Some of the cases, launched by the host as a user's own loop does.
+- stages: Kernels of mxep and of the baseline, by stage.
+- skew: Some cases; expert i has probability proportional to 1 / (i + 1).
+- memory: Peak memory, and memory kept for backward, by capacity.
+- host: Host time of the calls at a small shape named "host". Its ms are the host's clock around calls back to back,
+  which wait for the device only between stretches.
 
 ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's
 x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
 TF             flops of valid rows over ms; floor ms: the least time; of floor: floor over ms (layer_cases)
-dB             of the output and the gradients against the baseline's, the least of all tensors and ranks; a case below
-               its bound fails
+dB             SNR of the output and the gradients against the baseline's, the least of all tensors and ranks; a case
+               below its bound fails
 peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
 outside GiB    peers' memory, libraries' buffers
 kept GiB       in the allocator between forward and backward, above operands, parameters and the output
 launches, ...  of forward and backward (counts)
 
-In section host ms are the host's clock around calls back to back, which wait for the device only between stretches.
+Section stages: a step's kernels as the profiler sees them, summed by stage. A kernel belongs to the first stage of
+STAGES with a pattern in the kernel's name. The profiler looks at a few steps, at higher clocks than sustained ones, so
+compare shares and not sums.
 
-Section stages: a step's kernels as the profiler sees them, summed by stage. A kernel's stage follows from its name, by
-the first pattern of STAGES that it has. The profiler looks at few steps, at higher clocks than sustained ones: shares
-count, not sums.
-
-    us          of a stage's kernels, one after the other, in one step; mean over ranks
-    bytes, flop that the stage must move or compute (layer_cases.work); wire bytes where it is bound by those
-    share       of the ceiling: rate over that of a copy, of a dense product, or over 450 GB/s
-    left us     what a stage at its ceiling would save
+    us          time of a stage's kernels, one after the other, in one step; mean over ranks
+    bytes, flop that the stage must move or compute (layer_cases.work); wire bytes if those bound it
+    share       share of the ceiling: rate over that of a copy, of a dense GEMM, or over 450 GB/s
+    left us     time that a stage at its ceiling would save
     sum         of all stages            whole   from the first kernel's start to the last one's end
-    busy        when any kernel ran      sum - busy is what overlaps, whole - busy what nobody uses
+    busy        when any kernel ran      sum - busy: overlapped time; whole - busy: idle time
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ SECTIONS = {
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """All sections, model by model. Collective, with the same rows on all ranks."""
     if bench.report.sections.keys() - {HOST}:
-        # Of the slowest rank; all measure at the same time, as they work.
+        # The slowest rank's ceilings. All ranks measure at the same time, because they also compute at the same time.
         bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4)))
     for about, shape in models(bench, Shape):
         for name in bench.report.sections:
@@ -115,7 +116,7 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class At:
-    """A problem, and what sections need. opened: closes what is made."""
+    """A problem, and the inputs of a section. opened: closes the layers that `make` returned."""
 
     bench: Bench
     p: Problem
@@ -204,7 +205,7 @@ def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
-    """Each layer is closed before the next, which else would be spared what both use."""
+    """Each layer is closed before the next is made, so that each one pays for the memory that layers share."""
     for name in names:
         row: Row = {"what": name}
         with ExitStack() as opened:
@@ -223,11 +224,10 @@ MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {"stages":
 
 
 def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
-    """Of a step launched by the host, all of whose passes are replays by then, in GiB above what was there before;
-    nothing on a CPU.
+    """Memory of a step launched by the host, in GiB above the memory in use before; {} on a CPU.
 
-    peak GiB: in the allocator and outside. outside GiB: peers' memory, libraries' buffers. kept GiB, if `forward` is
-    given: in the allocator while its output is held, above that.
+    All passes of the measured step are replays. peak GiB: in the allocator and outside. outside GiB: peers' memory and
+    libraries' buffers. kept GiB, if `forward` is given: in the allocator, above its output, while that is held.
     """
     if device.type != "cuda":
         return {}
@@ -238,7 +238,7 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
         torch.cuda.reset_peak_memory_stats()
         step()
     torch.cuda.synchronize()
-    added = max(0, _outside() - outside)  # what other steps left outside is none of its
+    added = max(0, _outside() - outside)  # memory that earlier steps left outside is not this step's
     peak = torch.cuda.max_memory_allocated() - allocated + added
     row: Row = {"peak GiB": peak / GIB, "outside GiB": added / GIB}
     if forward is not None:
@@ -285,7 +285,10 @@ def stage_of(name: str) -> str:
 
 
 def breakdown(events: Iterable[Event], steps: int = 1) -> tuple[dict[str, float], list[str]]:
-    """us of one step by stage, and TOTALS; names of what has no stage, the longest first. ValueError without events."""
+    """(us of one step by stage and by TOTALS, names of kernels without a stage, the longest first).
+
+    Raises ValueError without events.
+    """
     events = sorted(events)
     if not events:
         raise ValueError("the profiler saw no kernels")
@@ -317,8 +320,8 @@ def profiled(call: Call, steps: int, device: torch.device, *activities: Profiler
 
 
 def breakdown_of(call: Call, device: torch.device) -> tuple[dict[str, float], list[str]]:
-    """Of kernels in STEPS calls; on a CPU, where listing takes long, of the outermost operators in one. Collective, if
-    the call is."""
+    """`breakdown` of the kernels in STEPS calls, or on a CPU of the outermost operators in one call, as listing them is
+    slow. Collective, if the call is."""
     cuda = device.type == "cuda"
     activity, wanted = (ProfilerActivity.CUDA, DeviceType.CUDA) if cuda else (ProfilerActivity.CPU, DeviceType.CPU)
     steps = STEPS if cuda else 1
@@ -354,8 +357,8 @@ def stage_rows(
 
 
 def counts(call: Call, device: torch.device) -> Row:
-    """Of one call: launches (kernels, copies and fills), allocations by torch's allocator, and ops, those within others
-    included. Launches and allocations on a GPU only. Collective, if the call is."""
+    """Count a call's launches (kernels, copies and fills), ops (nested ones too), and allocations by torch's allocator.
+    Launches and allocations are counted on a GPU only. Collective, if the call is."""
     cuda = device.type == "cuda"
     events = profiled(call, 1, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
     kernels = [each for each in events if each.device_type == DeviceType.CUDA]

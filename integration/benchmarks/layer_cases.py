@@ -1,26 +1,26 @@
-"""What bench=layer times at one shape: MoE layers of mxep.ep, and the baseline, of the same routing and weights.
+"""The cases of bench=layer at one shape: MoE layers of mxep.ep and the baseline, with the same routing and weights.
 
     RECIPE/DISPATCHER              any of names.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
                                    every step
-    RECIPE/DISPATCHER, kept        of KEPT micro-batches within quantize_weights_once; a figure is of one; forward alone
-                                   quantizes, as that of the first one
+    RECIPE/DISPATCHER, kept        KEPT micro-batches within quantize_weights_once; figures are for one of them. Forward
+                                   alone quantizes, as the first micro-batch does
     ..., worst_case; ..., exact    with these capacities
     RECIPE/DISPATCHER, gate_up_fp8 gate_up is kept in FP8 for backward
     baseline bf16                  baseline.BaselineLayer
-    baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire, with torchao's products (rows and columns scaled)
-                                   or mxep.gemm.grouped_mm, which quantizes what has arrived
+    baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire, with torchao's GEMMs (rows and columns scaled) or
+                                   mxep.gemm.grouped_mm, which quantizes the arrived rows
 
 A step is forward and backward: gradients of x, of the routing weights and of both projections. Ids and weights are
-given: a router is what all have in common.
+given, because all cases would have the same router.
 
-floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, one after the other, of which
+floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, one after the other:
 
-    flops    18 R D F: three products, 2 flop each, of w13 (2F x D) and w2 (D x F), for the R valid rows (no padding) of
-             the rank that has most. Dense rate: of a square product in the same run, FP8 (for recipe bf16: bf16)
-    wire     of the rank that sends most: a row for each token and rank that needs it, out in forward and in backward,
-             in the recipe's format, and as many sums back, twice, in bf16. Ids, weights and signals do not count
-    memory   what no fusion can avoid: x and d_out read, out and dx written; weights read (kept: as qdata) and their
-             gradients written, all bf16: 8 T D + 12 e D F bytes (kept: 9 e D F). Copy rate: of the same run
+- flops = 18 R D F: three GEMMs, 2 flop each, with w13 (2F x D) and w2 (D x F). R counts the valid rows (no padding) of
+  the busiest rank. The dense rate is that of a square GEMM in the same run: FP8, or bf16 for recipe bf16.
+- Wire bytes are the busiest sender's. It sends a row for each token and rank that needs it, in forward and again in
+  backward, in the recipe's format. As many sums go back, twice, in bf16. Ids, weights and signals do not count.
+- Memory bytes = 8 T D + 12 e D F (kept: 9 e D F). No fusion can avoid them: x and d_out are read, out and dx written,
+  weights read (kept: as qdata) and their gradients written, all in bf16. The copy rate is of the same run.
 
 T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, e experts of a rank, W ranks.
 """
@@ -68,10 +68,10 @@ class Shape(NamedTuple):
 
 
 class Problem:
-    """Operands on this rank. Collective, but with a rank of one.
+    """Operands on this rank. Making one is collective if there are several ranks.
 
-    x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D), w2: (e, D, F).
-    traffic: of all ranks. capacity: of a plan, times the balanced load. ranks_per_node: None: a host's.
+    x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D). w2: (e, D, F).
+    traffic: of all ranks. capacity: of a plan, times the balanced load. ranks_per_node: None means the ranks of a host.
     """
 
     def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int, ranks_per_node: int | None = None) -> None:
@@ -169,7 +169,7 @@ class Layer:
 
 
 class Mxep(Layer):
-    """An MoE on the problem's weights. Raises NotImplementedError where the MoE does not offer what is asked."""
+    """An MoE on the problem's weights. Raises NotImplementedError if the MoE does not offer the case."""
 
     in_graph = True
 
@@ -189,7 +189,7 @@ class Mxep(Layer):
             capacity=Capacity.factor(p.capacity) if case.bounded else Capacity(case.suffix),
             max_tokens=p.shape.tokens,
             ranks_per_node=p.ranks_per_node if case.dispatcher == "hierarchical" else None,
-            router=nn.Identity(),  # what it would find is given
+            router=nn.Identity(),  # unused: ids and weights are given
             backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]
             gradient_reduction="sum",  # as the baseline's
             device=p.device,
@@ -247,12 +247,12 @@ Work = dict[str, tuple[str, float]]
 
 
 def flop(shape: Shape, rows: float) -> float:
-    """Of a step with so many rows: T K on average, ``traffic.most_pairs`` of the rank that has most."""
+    """Flops of a step with `rows` rows: T K on average, ``traffic.most_pairs`` on the busiest rank."""
     return 18.0 * rows * shape.dim * shape.hidden
 
 
 def row_bytes(recipe: str, dim: int) -> int:
-    """Of a row on the wire, dispatched."""
+    """Bytes of one dispatched row on the wire."""
     return {"bf16": 2 * dim, "fp8": dim + 1}.get(recipe, dim + dim // BLOCK)
 
 
@@ -263,7 +263,7 @@ def wire_bytes(shape: Shape, traffic: Traffic, recipe: str, *, pairs: bool = Fal
 
 
 def rate(kind: str, case: Case, ceilings: Mapping[str, float]) -> float | None:
-    """Of a kind of work at its ceiling, in 1e12 a second; None without that of a GPU."""
+    """The ceiling for a kind of work, in 1e12 a second; None if it was not measured on a GPU."""
     dense = f"dense {'bf16' if case.recipe == 'bf16' else 'fp8'} TF"
     return WIRE / 1e3 if kind == "wire bytes" else ceilings.get("copy TB/s" if kind == "bytes" else dense)
 
@@ -278,7 +278,7 @@ def floor_ms(shape: Shape, ranks: int, traffic: Traffic, case: Case, ceilings: M
 
 
 def work(shape: Shape, ranks: int, traffic: Traffic, case: Case) -> Work:
-    """What stages (layer) must do in a step of a case; those that are not named have no formula.
+    """Work of each stage of bench=layer in a step of a case. Stages without a formula are missing.
 
     R valid rows of the rank that has most, N = T K pairs.
     """

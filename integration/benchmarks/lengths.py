@@ -1,13 +1,20 @@
-"""What lengths that never come twice cost a layer: ms a step (forward + backward).
+"""Cost of sequence lengths that never come twice: ms a step (forward + backward) of a layer.
 
     python integration/benchmarks/lengths.py [FILE.json]
     torchrun --nproc-per-node 2 integration/benchmarks/lengths.py [FILE.json]
 
-D 2048, F 768, 64 experts, top-8, T drawn from 512 to 4096; over several GPUs each rank draws lengths of its own and
-`max_tokens` is 4096. Times are rank 0's. "called", "recorded", "first play", "second play": steps of a length whose
-room is new, one after the other, each with the device idle before it: medians over rooms. Then what a step takes where
-100 lengths follow each other: "without records"; "never before", in a layer of which nothing is known; "others, never
-before"; "these again", the median of three times.
+D 2048, F 768, 64 experts, top-8, T drawn from 512 to 4096. Over several GPUs each rank draws its own lengths, and
+`max_tokens` is 4096. Times are rank 0's.
+
+- "called", "recorded", "first play", "second play": four steps of a length in a new room, one after the other. The
+  device is idle before each. Medians over rooms.
+
+The others are ms a step over 100 lengths in a row:
+
+- "without records": replays are off. Median of three times.
+- "never before": the first 100 lengths of a new layer.
+- "others, never before": 100 other lengths, right after.
+- "these again": the same other lengths once more. Median of three times.
 """
 
 import os
@@ -58,7 +65,7 @@ class Case:
         self.layer.zero_grad(set_to_none=True)
 
     def each(self, lengths: Sequence[int]) -> float:
-        """Of a step, where these follow each other."""
+        """Milliseconds a step over these lengths, one after the other."""
         return milliseconds(lambda: [self.step(length) for length in lengths]) / len(lengths)
 
 

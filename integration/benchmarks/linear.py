@@ -2,13 +2,16 @@
 
 linear   x (T, K) -> (T, N): both gradients of one weight                                  shapes "linear"
 qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
-host     what a linear costs the host, and what q, k and v do, with the GPU idle           shapes "host"
+host     host time of a linear, and of q, k and v, with the GPU idle                       shapes "host"
 
-A weight is quantized at each call, once along K and once along N: once a step of one micro-batch. Operands are bf16.
-On Hopper `mxfp8` has one scale a row, as `fp8` has. `together` is `linear_together`, `auto` what `auto_recipe` picks,
-which promises to be no slower than bf16 in time of the device. `scaled_mm row` is torch's three dense FP8 products
-with a scale a row, operands ready: what is left if quantizing were free and sums stayed in the tensor cores. `torchao
-rowwise` is its float8 training linear, compiled.
+A weight is quantized at each call, once along K and once along N, as in steps of one micro-batch. Operands are bf16.
+On Hopper `mxfp8` has one scale a row, as `fp8` has.
+
+- `together` is `linear_together`.
+- `auto` is the recipe that `auto_recipe` picks. It promises device time no longer than bf16's.
+- `scaled_mm row` is torch's three dense FP8 GEMMs with a scale a row, operands ready. It shows the time if quantizing
+  were free and sums stayed in the tensor cores.
+- `torchao rowwise` is torchao's float8 training linear, compiled.
 
 T tokens, K in features, N out features.
 """
@@ -60,7 +63,7 @@ class Problem:
 
     @property
     def flop(self) -> int:
-        """Of all products of a forward and backward."""
+        """Floating-point operations of all GEMMs of a forward and backward."""
         return 6 * len(self.x) * sum(w.numel() for w in self.weights)
 
     @property

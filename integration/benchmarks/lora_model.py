@@ -7,9 +7,9 @@ Random weights of a published config. LoRA (PEFT, rank 16) on attention and on a
 AdamW on the adapters, one batch of --tokens in sequences of --length. Head and loss are computed in chunks of rows for
 all kinds (`optimize`), norms and RoPE are transformers' own, eager.
 
-    mxfp8, mxfp4     frozen experts, made quantized: bf16 of one expert at a time
-    mxep_bf16        experts in bf16, computed by mxep, LoRA by its low-rank GEMMs
-    grouped_mm       transformers' grouped_mm experts in bf16, LoRA by PEFT, which adds B A to the weights
+- `mxfp8`, `mxfp4`: Frozen experts, quantized as they are made, so that only one expert at a time is in bf16.
+- `mxep_bf16`: Experts in bf16, computed by mxep, LoRA by its low-rank GEMMs.
+- `grouped_mm`: transformers' grouped_mm experts in bf16, LoRA by PEFT, which adds B A to the weights.
 
 model GiB    after loading, adapters included
 peak GiB     most memory of a step

@@ -1,30 +1,30 @@
 """bench=model: a whole model of transformers on all ranks, steps of training with several kinds of experts.
 
-    baseline bf16        baseline.BaselineLayer in the experts' place
-    transformers bf16    its own grouped_mm, on several ranks between its own all-to-alls (5.23 and newer)
-    mxep RECIPE          mxep.integration.transformers, experts over all ranks by its expert_parallel
-    mxep mxfp8, linear   attention's projections in MXFP8 as well, q, k and v together (convert, join_linears)
-    ..., graph           a step is a replay of one CUDA graph
-    no experts           experts give back what they get: what is not theirs
+- `baseline bf16`: baseline.BaselineLayer in the experts' place.
+- `transformers bf16`: Its own grouped_mm, on several ranks between its own all-to-alls (5.23 and newer).
+- `mxep RECIPE`: mxep.integration.transformers, experts over all ranks by its expert_parallel.
+- `mxep mxfp8, linear`: Attention's projections in MXFP8 as well, q, k and v together (convert, join_linears).
+- `..., graph`: A step is a replay of one CUDA graph.
+- `no experts`: Experts return their input. This measures the rest of the model.
 
-Models whose name starts with DEEPSEEK are of DeepSeek-V3's kind: sigmoid routers, two shared experts, a dense first
-layer, latent attention with whole queries. All others are of Qwen3-MoE's. One model serves all cases, of random
-weights, in bf16. What is not expert is on every rank, attention and norms are compiled on GPUs, and only experts
+Models with a name that starts with DEEPSEEK are like DeepSeek-V3: sigmoid routers, two shared experts, a dense first
+layer, latent attention with whole queries. All others are like Qwen3-MoE. One model with random bf16 weights serves all
+cases. All other parameters are replicated on every rank; attention and norms are compiled on GPUs. Only experts
 exchange.
 
-A step is forward and backward. bench.optimizer=adamw adds torch's fused step, moments in the parameters' dtype, at a
-learning rate of 0, so that all cases have the same weights. bench.activation_checkpointing: each decoder layer keeps
-its input alone.
+A step is forward and backward. bench.optimizer=adamw adds torch's fused step, with moments in the parameters' dtype.
+Its learning rate is 0, so all cases have the same weights. bench.activation_checkpointing: each decoder layer keeps
+only its input.
 
 tokens/s       of all ranks together; TFLOP/s: of a rank, as Megatron-LM counts them (mxep.integration.flops)
 ms             a step: median of sustained stretches, the slowest rank's; x bf16: how many times as fast as the baseline
-of step        share of the step that `no experts` does not take, whose experts get no gradients
+of step        share of the step that `no experts` does not take; its experts get no gradients
 loss           mean over ranks
-dB             of the head's gradient against the baseline's, of the rank where it is least; below LEAST_SNR fails
-held GiB       parameters and the optimizer's moments, of a rank; they are there between steps, and in no peak
+dB             SNR of the head's gradient against the baseline's, least over ranks; below LEAST_SNR fails
+held GiB       parameters and the optimizer's moments, of a rank; held between steps, and not counted in the peak
 peak GiB       most memory of a step above that, gradients included
 
-T tokens of a rank, in two sequences; V vocabulary; D model dim, F hidden dim, E experts, K experts a token.
+T tokens of a rank, in two sequences, V vocabulary, D model dim, F hidden dim, E experts, K experts a token.
 """
 
 from __future__ import annotations
@@ -144,8 +144,11 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model, its optimizer, and the batch of this rank. attentions: each layer's, and others of the same weights,
-    which are converted to MXFP8 once a case asks for them: a converted one that never runs warns of it."""
+    """The model, its optimizer, and the batch of this rank.
+
+    attentions: each layer's own, and a second list with the same weights. The second is converted to MXFP8 once a case
+    needs it. Converting earlier would warn, because a converted module that never runs warns.
+    """
 
     model: Any
     optimizer: torch.optim.Optimizer | None
@@ -212,9 +215,9 @@ class Subject:
         return sum(local_tensor(tensor).nbytes for tensor in (*self.model.parameters(), *moments))
 
     def step(self, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
-        """A call: a step with these experts, to the loss and the head's gradient. It leaves no gradients behind.
+        """A call that runs a step with these experts, and returns loss and head's gradient. It frees all gradients.
 
-        NotImplementedError for what there is not on these ranks.
+        Raises NotImplementedError if these ranks cannot run the case.
         """
         parallel = self.rank.world_size > 1
         if name == TRANSFORMERS and parallel and own_expert_parallel is None:
@@ -271,7 +274,7 @@ def _std(name: str, weight: Tensor, layers: int) -> float:
 
 
 def _adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:
-    """With its moments, which else the first case would be charged for."""
+    """AdamW with its moments allocated. Otherwise the first case would be charged for them."""
     graphs = device.type == "cuda"
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.0, weight_decay=0.0, fused=True, capturable=graphs)
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What a config may name of each bench, known without torch, so that a mistake is answered at once."""
+"""Names that a config may use for each bench. This module does not import torch, so mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class Known:
-    """Of a bench.
+    """Names of one bench.
 
     Attributes:
         sections: its tables. on_ranks: it runs on all ranks.
-        shapes: what bench.shapes may name ("*": anything) -> what each size must be a multiple of.
-        sizes: what the numbers of a shape are.
-        cases, backends, optimizers: what bench.cases, bench.backend and bench.optimizer may name. A bench without
+        shapes: names allowed in bench.shapes ("*": any) -> the number that each size must be a multiple of.
+        sizes: names of the numbers of a shape.
+        cases, backends, optimizers: names allowed in bench.cases, bench.backend and bench.optimizer. A bench without
             optimizers has no bench.activation_checkpointing either.
     """
 
@@ -85,7 +85,7 @@ BENCH = {
 
 
 def bench_complaints(config: BenchConfig) -> Iterator[str]:
-    """What there is not of the bench that `config` names."""
+    """One message for each setting that the bench of `config` does not have."""
     known = BENCH[config.name]
     if config.device == "cpu" and not config.cpu_shapes:
         yield f"bench.device: got 'cpu', and bench={config.name} measures CUDA devices alone"

@@ -10,9 +10,9 @@ and OUT.svg from such files.
 
 layers: each peer has one process for the whole run. Each shape and number of tokens takes three stages:
 
-    reference   one process computes it in fp64 and writes it to a file
-    prepare     each peer makes the same inputs from the same seed, compiles, runs, and reports SNR and memory
-    stretch     all peers are timed in turn, `rounds` times, in shuffled orders
+- reference: One process computes the layer in fp64 and writes the result to a file.
+- prepare: Each peer makes the same inputs from the same seed, compiles, runs, and reports SNR and memory.
+- stretch: All peers are timed in turn, `rounds` times, in shuffled orders.
 
 A peer that exceeds its limit is ended, and its row says so. The JSON file is written after each number of tokens.
 """
@@ -57,7 +57,7 @@ LEAD_SECONDS = 0.1  # of a stretch, not timed
 LEAST_FREE = 0.45  # of the device; with less, a process gives its inputs back until its next stretch
 LATE = "no answer within"
 CACHES = {"TRITON_CACHE_AUTOTUNING": "1", "QUACK_CACHE_AUTOTUNING": "1"}
-"""Environment of a measurement: what a peer has tuned is tuned for the next run, too."""
+"""Environment of a measurement: peers cache their autotuning for the next run."""
 
 
 class Worker:
@@ -71,7 +71,7 @@ class Worker:
         self.d_out: Tensor | None = None
 
     def prepare(self, shape: str, tokens: int, file: str | None) -> Row:
-        """Compile and warm up; SNR against the reference in `file`; bytes above inputs."""
+        """Compile and warm up. Returns SNR against the reference in `file`, and bytes above inputs."""
         self.release()
         if self.at is not None and self.at[0] != SHAPES[shape]:
             importlib.import_module("torch._dynamo").reset()  # other widths would be variables of its code
@@ -161,7 +161,7 @@ class Worker:
 
 
 def serve(connection: Any, peer: str, device: str, log: str) -> None:
-    """A process's main: answer (method, arguments) until the other end closes. What libraries print goes to `log`."""
+    """A process's main: answer (method, arguments) until the other end closes. Output of libraries goes to `log`."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -221,7 +221,7 @@ class Process:
         return {"error": why}
 
     def _said(self) -> str:
-        """The end of what it printed."""
+        """The last 2000 characters of its log."""
         return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """bench=quant: kernels of mxep.quant beside a plain copy.
 
-A case calls ops of `torch.ops.mxep`, whose CUDA kernels are the Triton launchers. `moved` is what has to move at least:
-inputs read once and outputs written once, scales, indices and offs included. What a kernel reads twice, or leaves for
-the next one to read, does not count.
+A case calls ops of `torch.ops.mxep`. Their CUDA kernels are the Triton launchers. `moved` is the least number of bytes
+to move: inputs read once and outputs written once, scales, indices and offs included. Repeated reads, and temporaries
+between two kernels, do not count.
 
 of copy    bytes a second over those of a plain copy, measured before the cases; measured again after them
 target     the share to reach, if one is set; none for shapes of kind "small", where starting takes the time
@@ -41,7 +41,7 @@ ops = torch.ops.mxep
 
 @dataclass(frozen=True)
 class Inputs:
-    """What cases take, of one shape, on the generator's device."""
+    """Inputs of the cases, for one shape, on the generator's device."""
 
     shape: tuple[int, ...]
     generator: torch.Generator
@@ -109,7 +109,7 @@ def _both_per_row(x: Tensor) -> tuple[Tensor, ...]:
 @dataclass(frozen=True)
 class Case:
     """kind: of its shapes. target: share of the copy to reach. moved(*shape): bytes. make(Inputs): arguments.
-    call(*arguments): what is measured."""
+    call(*arguments): the measured call."""
 
     kind: str
     target: float | None

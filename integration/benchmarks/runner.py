@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bench:
-    """What a bench measures with. report: it adds its ceilings there; rows it yields. ranks_per_node: of layers."""
+    """Arguments of a bench. report: gets its ceilings; its rows are yielded. ranks_per_node: of layers."""
 
     rank: Rank
     config: BenchConfig
@@ -86,14 +86,14 @@ def models(bench: Bench, shape_of: Callable[..., T]) -> Iterator[tuple[Row, T]]:
     for model in bench.config.models or bench.config.shapes:
         for sizes in bench.config.shapes[model]:
             if bench.device.type == "cuda":
-                # What is compiled is for the widths of a shape; another's would make them variables.
+                # Compiled code has the widths of one shape as constants. A second shape would make them variables.
                 importlib.import_module("torch._dynamo").reset()
             yield {"model": model, "shape": list(sizes), "ranks": bench.rank.world_size}, shape_of(*sizes)
             free_memory(bench.device)
 
 
 def table(title: str, labels: str, figures: str) -> Section:
-    """A section of columns whose names have a comma between them."""
+    """A section. labels, figures: column names, separated by commas."""
     return Section(title, tuple(labels.split(", ")), {name: FORMATS.get(name, ".2f") for name in figures.split(", ")})
 
 

@@ -3,20 +3,22 @@
     python integration/benchmarks/step.py --layers 4 8 --kinds baseline "mxep_mxfp8 + optimize" --out FILE.json
     torchrun --nproc-per-node 2 integration/benchmarks/step.py --layers 8 16 --out FILE.json
 
-A kind is experts, and what is done to the rest of the model:
+A kind names the experts, and changes to the rest of the model:
 
     baseline      baseline.BaselineLayer            transformers   its own grouped_mm
     mxep_RECIPE   mxep, each weight quantized once a step
     + optimize    mxep.integration.transformers.optimize: loss in chunks, causal SDPA, decoder layers compiled
     + linears     attention's projections in MXFP8 too (with + optimize)
 
-Without "+ optimize" all is as transformers has it, SDPA with its check of the mask. Parameters are bf16. Several GPUs:
-experts over all ranks (EP), the rest sharded by FSDP2 and gathered once a step. BaselineLayer reads sizes on the host
-there, so "+ optimize" of other experts than mxep's compiles attention and norms alone.
+Without "+ optimize" the model is as transformers makes it, SDPA with its check of the mask. Parameters are bf16. On
+several GPUs experts are spread over all ranks (EP). The rest is sharded by FSDP2 and gathered once a step.
+BaselineLayer reads sizes on the host there, so with other experts than mxep's "+ optimize" compiles only attention and
+norms.
 
-Weights are random. `--routing forced` gives every expert as many tokens (Megatron's --moe-router-force-load-balancing);
-`natural` is the router's choice, and `most of mean` says how uneven it is: the rows of the GPU that has most over the
-mean, by layer. Batches differ from micro-batch to micro-batch. Labels are the ids.
+Weights are random. `--routing forced` gives every expert equally many tokens, as Megatron's
+--moe-router-force-load-balancing does. `--routing natural` is the router's choice. `most of mean` says how uneven it
+is: the rows of the busiest GPU over the mean, by layer. Batches differ from micro-batch to micro-batch. Labels are the
+ids.
 
 ms            a step: median; min and max beside it in JSON
 TFLOP/s       of a GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
@@ -25,9 +27,9 @@ shares        of a step: kernels of one profiled step, by name and by the autogr
               `idle`: what is left of `ms`. Kernels that overlap count each
 t(48)         t(N2) + (48 - N2) (t(N2) - t(N1)) / (N2 - N1), for two numbers of layers; the optimizer is scaled with it
 
-Weights, gradients and moments take 5.0 GB a layer, and 5.0 GB for head and embedding; with --moments fp32 7.5 GB each;
-kept quantized weights 1.25 GB a layer. Over two GPUs each has half. By that 8 layers fit one GPU of 80 GB, and 16 two;
-with fp32 moments 6 and 12.
+Weights, gradients and moments take 5.0 GB a layer, and 5.0 GB for head and embedding. With --moments fp32 both are
+7.5 GB. Kept quantized weights take 1.25 GB a layer. Over two GPUs each has half. So 8 layers fit one GPU of 80 GB, and
+16 fit two. With fp32 moments it is 6 and 12.
 """
 
 from __future__ import annotations
@@ -86,8 +88,9 @@ SHARES = {
     "experts other": r"^(?!triton_)\w+_kernel$|mxep::|BaselineLayer|_Spread|_Take|_Weigh|experts other",
     "linears": r"gemm|nvjet|cutlass|xmma|MmBackward|aten::mm|aten::linear",
 }
-"""Share of a step -> what is in the names of its kernels, or of what launched them. The first that matches; else
-"norms, element-wise". MXFP8 linears run the experts' GEMM kernels and count there; an eager head's GEMMs are linears.
+"""Share of a step -> patterns in the names of its kernels, or of the autograd nodes that launched them. The first match
+counts. Kernels without a match are "norms, element-wise". MXFP8 linears run the experts' GEMM kernels and count there.
+An eager head's GEMMs count as linears.
 """
 
 

@@ -1,17 +1,17 @@
 """How long calls take: one round robin of alternatives, of one process or of all ranks.
 
-    prepare    warm up; capture a CUDA graph of calls, taken from the sets of inputs in turn; check what it gives
-    measure    `rounds` times, in an order shuffled anew and on all ranks alike, a stretch of each: replays that fill
-               `seconds`, between two events, enqueued without a pause after some that are not timed
-    a figure   the median over rounds of the slowest rank's time, a call; spread: how much longer the longest round took
-               than the shortest
+- prepare: Warm up, capture a CUDA graph of calls that take the sets of inputs in turn, and check its results.
+- measure: In each of `rounds` rounds, time a stretch of each alternative. The order is shuffled anew, alike on all
+  ranks. A stretch is replays that fill `seconds`, between two events, enqueued right after some untimed ones.
+- A figure is the median over rounds of the slowest rank's time, a call. spread: how much longer the longest round took
+  than the shortest.
 
-A chip at its power limit is as fast as whatever ran before left it cool. So each stretch warms the chip itself, for
-LEAD_SECONDS, and neighbours change. CPU ranks make each call once a stretch, by the host's clock.
+The speed of a chip at its power limit depends on how warm the previous calls left it. So each stretch first warms the
+chip itself, for LEAD_SECONDS, and its neighbours change. CPU ranks make each call once a stretch, by the host's clock.
 
-Inputs that would fit the L2 cache come in several sets (`rotations`), each with outputs of its own: a call finds
-nothing there, as in a model, where others ran in between. A small shape's time holds what a graph needs between two
-kernels.
+Inputs that would fit the L2 cache come in several sets (`rotations`), each with its own outputs. So a call finds
+nothing in the cache, as in a model where other kernels ran in between. A small shape's time includes the gap that a
+graph leaves between two kernels.
 """
 
 from __future__ import annotations
@@ -49,12 +49,15 @@ def nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Alternative:
-    """What is timed beside others.
+    """One of several calls to compare.
 
-    make: gets everything ready and returns the calls, taken in turn. ImportError or NotImplementedError: not here.
-    graph: "must", "may" (else launched by the host, which a note says) or "never" be in a CUDA graph.
-    seconds: of a stretch, instead of the timer's. check: raises what went wrong on the device. inspect:
-    gets the result of the first timed call; collective, may raise FailedOnRanks.
+    make: gets everything ready and returns the calls, to be run in turn. Raises ImportError or NotImplementedError if
+        they cannot run here.
+    graph: whether the calls "must", "may" or "never" be in a CUDA graph. If a "may" fails to capture, the host launches
+        the calls and a note says so.
+    seconds: length of a stretch, instead of the timer's.
+    check: raises errors that happened on the device.
+    inspect: gets the result of the first timed call. Collective, may raise FailedOnRanks.
     """
 
     make: Callable[[], Sequence[Call]]
@@ -80,8 +83,11 @@ class Run:
 
 @dataclass
 class Timer:
-    """seconds: of a stretch. start: on all ranks, before a stretch. graph_calls: most calls in a graph. host: time what
-    calls cost the host, `repeats` of them back to back, without a graph. shared: a failure in a round ends all others.
+    """Times alternatives.
+
+    seconds: length of a stretch. start: called on all ranks before a stretch. graph_calls: most calls in a graph.
+    host: measure host time, of `repeats` calls back to back, without a graph.
+    shared: a failure in a round ends all other alternatives too.
     """
 
     device: torch.device

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 integration/benchmarks/titan.py --model qwen3-30b --case mxfp8 --out titan.jsonl
 
-The model is torchtitan's with fewer layers, the text Python's standard library in words, so that losses fall. What is
-measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/lab/models.md says what to install.
+The model is torchtitan's with fewer layers. The text is Python's standard library, split into words, so that losses
+fall. Figures are the trainer's own logs: tokens/s from log to log, losses, memory. docs/lab/models.md lists packages.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Words:
 
 
 class Logged:
-    """In the place of the trainer's TensorBoard: what it logs, by step."""
+    """Replaces the trainer's TensorBoard and keeps the logged metrics by step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, float]] = {}
