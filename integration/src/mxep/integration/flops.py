@@ -46,9 +46,9 @@ COUNTED = frozenset(
         "qwen3_next",
     ]
 )
-"""Model types whose count equals that of their GEMMs (tests/integration/test_flops.py)."""
+"""Model types for which a test compares the count with their GEMMs (tests/integration/test_flops.py)."""
 GATED = "afmoe", "qwen3_5_moe_text", "qwen3_next"
-"""Model types whose attention's output has a gate, a projection of Dq features."""
+"""Model types with a gate on the output of attention: one more projection, of Dq features."""
 
 
 def flops_per_token(config: Any, length: float) -> dict[str, float]:

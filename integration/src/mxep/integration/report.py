@@ -62,7 +62,7 @@ class Section:
         return dataclasses.replace(self, rows=[])
 
     def texts(self, row: Row, names: Iterable[str]) -> list[str]:
-        """The row's figures of these columns, formatted; "" where it has none."""
+        """The row's figures of these columns, formatted. A missing one is ""."""
         return ["" if row.get(name) is None else format(row[name], self.figures[name]) for name in names]
 
     def show(self, console: Console) -> None:

@@ -127,7 +127,7 @@ def _why_no_load(model: nn.Module) -> str | None:
 
 
 def raise_unserved(model: nn.Module, *, ran: bool = False) -> None:
-    """RuntimeError if mxep does not compute a module of experts though its config names it; the message has the cure.
+    """Raise RuntimeError, with a cure, if mxep does not compute a module of experts and its config says that it does.
 
     ran: whether a forward of the model ran for certain.
     """
@@ -215,8 +215,8 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     Before each optimizer step it raises what went wrong on the device (`check`): the step is not taken.
 
-    It raises RuntimeError where a module of experts runs code of its own although its config names mxep: as training
-    begins where that shows in its class, else before the first optimizer step.
+    It raises RuntimeError if a module of experts runs code of its own and its config names mxep. If the module's class
+    shows that, it raises as training begins, and otherwise before the first optimizer step.
 
     With each loss it logs, of the last micro-batch and over all modules of experts, `mxep/rows` and `mxep/padding`
     (sums), `mxep/busiest` and `mxep/dead` (maxima); per_layer=True: also `mxep/NAME/busiest` and so on of each.

@@ -242,14 +242,14 @@ class Layer:
 
 
 def has_own_parameters(experts: nn.Module) -> bool:
-    """Whether there are parameters besides weights and biases, and besides those that make them (PEFT's adapters)."""
+    """Whether there are parameters other than weights, biases, and what makes those (PEFT's adapters)."""
     names = (name for name, _ in experts.named_parameters())
     return any(name not in WEIGHTS and not name.startswith("parametrizations.") for name in names)
 
 
 @torch.no_grad()
 def activation_of(experts: Any) -> SwiGLU | None:
-    """The module's activation, if mxep.ep's layer has it fused; else None.
+    """The module's activation if mxep.ep's layer has it fused. Otherwise None.
 
     A gate is code of the model's own. It is recognized by its output for a few numbers, also beyond its limit.
     """

@@ -120,7 +120,7 @@ class CausalLM(nn.Module):
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if config.parallel.fsdp:
             shard(self.model, self.blocks, self.experts, mesh, mixed)
-        # As `mxep.ep.MoE` in mxep's own decoder.
+        # These stand for the `mxep.ep.MoE`s of mxep's own decoder.
         self.moes: list[Layer] = [module.__dict__[KEY] for module in self.experts]
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
         self.routers = [RouterView(*each, device) for each in zip(self.experts, self.moes, blocks)]
@@ -150,8 +150,8 @@ class CausalLM(nn.Module):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a token. In training its gradient is also the auxiliary loss's, by its weight.
 
-        That is the mean over layers of K * `load_balancing_loss`, K at balance. transformers' own adds up the layers'
-        loads and scores first, and those of layers that each use a few experts of their own are balanced.
+        The auxiliary loss is the mean over layers of K * `load_balancing_loss`. It is K at balance. transformers' own
+        adds up loads and scores of all layers first. Then layers look balanced if each uses a few other experts.
         """
         out = self(inputs)
         loss = F.cross_entropy(out.logits.float().flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""One call that makes what is not expert fast, too, in a model of transformers: `optimize(model)`.
+"""`optimize(model)`: one call that makes the rest of a transformers model fast, too.
 
     experts      mxep's, if their implementation is not one already
     linears      of attention and dense MLPs in a quantized recipe; those that read one tensor are one GEMM
@@ -50,7 +50,7 @@ ROWS = 4096
 
 IGNORED = -100
 FLOAT16_FACTOR = 2.0**12
-"""Of d_logits in fp16, at most 1 in size, until backward: over num_items most of them would be less than fp16 has."""
+"""Factor of d_logits in fp16 until backward. They are at most 1, and divided by num_items most would vanish in fp16."""
 
 
 def linear_cross_entropy(
@@ -70,8 +70,8 @@ def linear_cross_entropy(
     which chunks add to the gradient of weight, which then gets weight's dtype.
 
     GEMMs are in hidden's dtype, or autocast's. Softmax and loss are in fp32. In fp16 gradients are scaled by the
-    gradient of the loss (a GradScaler's factor) before they are rounded. ValueError for fp16 with another
-    weight_gradient than fp32, which would overflow.
+    gradient of the loss (a GradScaler's factor) before they are rounded. Raises ValueError for fp16 if
+    weight_gradient is not fp32, as sums would overflow.
     """
     kind, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(kind):
@@ -126,7 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """into += a @ b, whose sums are fp32 and are rounded to `into`'s dtype once."""
+    """into += a @ b, summed in fp32 and rounded once to the dtype of `into`."""
     if into.dtype == a.dtype:
         into.addmm_(a, b)
     elif into.is_cuda:
@@ -208,7 +208,7 @@ def defer_head(model: Any, *, rows: int = ROWS, weight_gradient: torch.dtype = t
 
 
 def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-    """transformers' ForCausalLMLoss, also of what a deferred head returned."""
+    """transformers' ForCausalLMLoss. logits may also come from a deferred head."""
     head: Any = getattr(logits, "_mxep_head", None)
     if head is None:
         if logits.shape[-1] != vocab_size:
@@ -288,8 +288,8 @@ def optimize(
     """Speed up training of a causal model of transformers, in place; returns what changed, by part, and logs it.
 
     Call it after `expert_parallel` and before `fully_shard`, PEFT and the optimizer. Parameters keep their names and
-    objects. A second call changes only what the first left. A part that cannot be served is left, and named with the
-    reason as `left: ...`.
+    objects. A second call changes the parts that the first left. A part that cannot be served is left, and its entry is
+    `left: ` and the reason.
 
     experts: a registered implementation for experts that mxep does not compute yet; None leaves them.
     linears: a recipe, as "mxfp8"; None leaves them.
@@ -369,8 +369,8 @@ def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> N
 def _compiled_class(base: Any) -> Any:
     """`base` with a compiled forward. A class, as copies of a model must not run the layers of the original.
 
-    transformers' checkpointing is around this forward, not in the graph. What it recomputes must run as its forward
-    did: a reentrant checkpoint's forward, which has no gradients, was eager.
+    transformers' checkpointing is around this forward, not in the graph. A recomputation must run as the forward did,
+    and the forward of a reentrant checkpoint was eager, as it has no gradients.
     """
     compiled = torch.compile(base.forward)
 

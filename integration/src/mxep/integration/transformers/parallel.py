@@ -145,7 +145,7 @@ def expert_parallel(
         _spread(module, mesh, how, 1 / mesh.size() if gradient_reduction == "mean" else 1.0)
     for linear in adapters:
         replicate(linear, mesh)
-    if everywhere:  # else copies want a reduction: DistributedDataParallel, which knows nothing of it, refuses DTensors
+    if everywhere:  # otherwise copies need a reduction, and DistributedDataParallel refuses DTensors
         leave_to_ranks(model)
     for part in model.modules():  # of a model that PEFT wraps, its own
         if hasattr(type(part), "generate") and hasattr(part, "config"):
@@ -197,7 +197,7 @@ def check_adapters(mesh: DeviceMesh) -> None:
 
 
 def replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    """PEFT adds the adapters' product to a weight, of which each rank then computes its share; so with gradients."""
+    """PEFT adds the adapters' product to a weight. Each rank computes its share of it, and of its gradients."""
     source = None if linear.weight.is_meta else 0
     whole = distribute_tensor(linear.weight.detach(), mesh, [Replicate()], src_data_rank=source)
     linear.weight = nn.Parameter(whole, requires_grad=linear.weight.requires_grad)

@@ -33,7 +33,7 @@ Ids = Tensor | Sequence[Tensor]
 
 @contextmanager
 def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
-    """Within it, forwards of `model` send tokens to the experts `ids`; with gradient checkpointing, backward too.
+    """While it is open, forwards of `model` send tokens to the experts `ids`. So does a checkpoint's backward.
 
     ids: (..., L, K) of any integer dtype, tokens in the model's order, as (batch, length, L, K) or (T, L, K). L counts
         the model's layers, dense ones included and ignored, or its MoE layers. Or a sequence of (..., K), one for each
@@ -43,7 +43,7 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
     forward equals another bit for bit only if both have the same order.
 
     Raises ValueError for other shapes and dtypes and for ids that are no experts, and in a forward with another number
-    of tokens or of a router that does not use `torch.topk`. Waits for the device once. What is compiled runs eagerly.
+    of tokens or of a router that does not use `torch.topk`. Waits for the device once. Compiled layers run eagerly.
     """
     blocks = _blocks(model)
     given = _of_layers(model, ids, blocks)
@@ -63,9 +63,9 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
-    """Within it, each MoE layer appends the ids (T, K) of each forward to its list; `joined_routing` joins them.
+    """While it is open, each MoE layer appends the ids (T, K) of a forward to its list. `joined_routing` joins them.
 
-    What is compiled runs eagerly. So do checkpoints of its last forward, also after it.
+    Compiled layers run eagerly. So do checkpoints of its last forward, even after it closed.
     """
     blocks = _blocks(model)
     found: list[list[Tensor]] = [[] for _ in blocks]
