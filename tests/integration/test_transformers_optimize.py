@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,6 +224,16 @@ def test_a_copy_runs_its_own_layers() -> None:
             parameter.mul_(0.5)
     assert_close(found, gradients(expected), 40)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_compiled_layers_are_pickled() -> None:
+    model, file = model_of(), io.BytesIO()
+    optimize(model)
+    torch.save(model, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    assert type(other.model.layers[0]) is type(model.model.layers[0])
+    assert_close(gradients(other), gradients(model), 40)
 
 
 def test_the_auxiliary_loss_of_compiled_layers_is_that_of_eager_ones() -> None:

@@ -1,6 +1,7 @@
 """A model that names mxep and computes its experts without it is told, whatever the reason; what is served is equal."""
 
 import copy
+import io
 import re
 import types
 from collections.abc import Callable
@@ -24,7 +25,15 @@ from transformers import (
 
 from integration.tiny_models import CONFIGS, step, tiny, token_ids, worst
 from mxep.gemm import Recipe
-from mxep.integration.transformers import Implementation, MxepCallback, check, load_report, register, route_experts
+from mxep.integration.transformers import (
+    Implementation,
+    MxepCallback,
+    check,
+    freeze_experts,
+    load_report,
+    register,
+    route_experts,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = Path(transformers.__file__).parent / "models"
@@ -93,6 +102,19 @@ def test_llama4_is_told_until_it_is_routed() -> None:
     step(model)
     check(model)
     assert load_report(model)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_routed_llama4_is_pickled_and_copied(frozen: bool) -> None:
+    model = tiny("llama4", dtype=torch.bfloat16)
+    route_experts(model, "mxep_bf16")
+    if frozen:
+        freeze_experts(model)
+    file, wanted = io.BytesIO(), model(input_ids=token_ids()).logits
+    torch.save(model, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
+        assert torch.equal(other(input_ids=token_ids()).logits, wanted)
 
 
 def test_every_family_without_the_decorator_is_known() -> None:

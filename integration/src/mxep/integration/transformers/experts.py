@@ -446,6 +446,26 @@ class Implementation:
         return layer
 
 
+MADE = "_mxep_made"
+"""Attribute of a class made of another, which no module has by name: what makes it, and the other."""
+
+
+def pickled(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """`__reduce_ex__` of instances of such classes."""
+    kind, makers = type(self), []
+    while made := kind.__dict__.get(MADE):
+        maker, kind = made
+        makers.append(maker)
+    return _empty, (kind, *reversed(makers)), self.__dict__
+
+
+def _empty(kind: Any, *makers: Any) -> Any:
+    """A module of the class that makers make of `kind`, without state."""
+    for maker in makers:
+        kind = maker(kind)
+    return object.__new__(kind)
+
+
 def prepare(experts: Any, hidden_states: Tensor) -> None:
     """Do what would break a graph of the experts' next forward: make their layer, and pick the recipe of "auto".
 

@@ -57,7 +57,7 @@ from mxep.gemm.frozen import FORMATS, FrozenFormat
 from mxep.quant import BLOCK, BlockFP8, MXTensor, rescale_blocks, to_mxfp8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
 
-from .experts import KEY, experts_in, implementation_of, is_experts, registered, weight_names
+from .experts import KEY, MADE, experts_in, implementation_of, is_experts, pickled, registered, weight_names
 from .parallel import adapters_on_experts, expert_parallel
 
 
@@ -96,8 +96,7 @@ class FrozenExperts(nn.Module):
             )
         return run(self, hidden_states, top_k_index, top_k_weights, lora=lora)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty, (type(self).__bases__[1],), self.__dict__  # no module has its class by name
+    __reduce_ex__ = pickled
 
     def extra_repr(self) -> str:
         weight = self.down_proj
@@ -107,13 +106,8 @@ class FrozenExperts(nn.Module):
 
 @functools.cache
 def _frozen_class(kind: type) -> type:
-    return type(f"Frozen{kind.__name__}", (FrozenExperts, kind), {"__doc__": kind.__doc__})
-
-
-def _empty(kind: type) -> Any:
-    """A frozen module of experts without state."""
-    frozen: Any = _frozen_class(kind)
-    return object.__new__(frozen)
+    names = {"__doc__": kind.__doc__, MADE: (_frozen_class, kind)}
+    return type(f"Frozen{kind.__name__}", (FrozenExperts, kind), names)
 
 
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> list[str]:
