@@ -269,6 +269,8 @@ def test_bad_input_is_said() -> None:
         LoRAExperts(experts, 12)
     with pytest.raises(ValueError, match="expected Experts or FrozenExperts, got Linear"):
         LoRAExperts(torch.nn.Linear(2, 2), 8)
+    with pytest.raises(ValueError, match="expected Experts or FrozenExperts, got LoRAExperts"):
+        LoRAExperts(LoRAExperts(experts, 8), 8)
     assert isinstance(LoRAExperts(FrozenExperts.of(experts), 8).base, FrozenExperts)
 
 

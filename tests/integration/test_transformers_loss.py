@@ -92,6 +92,14 @@ def test_what_needs_no_gradient_gets_none() -> None:
         assert tensors[1 - frozen].grad.any()
 
 
+@pytest.mark.parametrize("label", [-1, 96])
+def test_a_label_of_no_word_is_refused(label: int) -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    labels[3] = label
+    with pytest.raises(RuntimeError, match=r"labels: expected 0 to 95 or -100, got others"):
+        linear_cross_entropy(hidden, weight, labels)
+
+
 def test_a_second_backward_is_refused() -> None:
     loss = linear_cross_entropy(*inputs(torch.float32))
     loss.backward(retain_graph=True)

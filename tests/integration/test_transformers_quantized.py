@@ -156,6 +156,8 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
         load_quantized(plain)
     with pytest.raises(ValueError, match="experts_implementation: got 'eager', want one that mxep has registered"):
         load_quantized(tmp_path, experts_implementation="eager")
+    with pytest.raises(ValueError, match=r"dtype: expected torch\.bfloat16 or torch\.float32, got 'auto'"):
+        load_quantized(tmp_path, dtype="auto")
     config = json.loads((tmp_path / "config.json").read_text())
     for method in ("gptq", "bitsandbytes", "quark"):
         (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))

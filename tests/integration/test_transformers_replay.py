@@ -200,4 +200,11 @@ def test_errors_say_what_is_expected_and_leave_the_model() -> None:
         replay_routing(model, ids[..., :1]),
     ):
         model(input_ids=token_ids())
+    with record_routing(model) as calls:
+        with pytest.raises(ValueError, match="expected forwards within record_routing, got none"):
+            joined_routing(calls, 2)
+        model(input_ids=token_ids())
+    for batch in (0, 5):
+        with pytest.raises(ValueError, match=f"batch: expected the number of sequences of 48 tokens, got {batch}"):
+            joined_routing(calls, batch)
     assert "forward" not in model.model.layers[0].mlp.__dict__

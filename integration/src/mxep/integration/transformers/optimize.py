@@ -71,13 +71,16 @@ def linear_cross_entropy(
 
     GEMMs are in hidden's dtype, or autocast's. Softmax and loss are in fp32. In fp16 gradients are scaled by the
     gradient of the loss (a GradScaler's factor) before they are rounded. Raises ValueError for fp16 if
-    weight_gradient is not fp32, as sums would overflow.
+    weight_gradient is not fp32, as sums would overflow. Raises RuntimeError for labels that are neither ignore_index
+    nor below V, on CUDA by the device, as `torch.nn.functional.cross_entropy` does.
     """
     kind, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     if dtype == torch.float16 and weight_gradient != torch.float32:
         raise ValueError(f"weight_gradient: expected torch.float32 for GEMMs in float16, got {weight_gradient}")
+    known = (labels >= 0) & (labels < len(weight)) | (labels == ignore_index)
+    torch._assert_async(known.all(), f"labels: expected 0 to {len(weight) - 1} or {ignore_index}, got others")
     if num_items is None:
         num_items = (labels != ignore_index).sum()
     scale = torch.as_tensor(num_items, dtype=torch.float32, device=hidden.device).reciprocal()

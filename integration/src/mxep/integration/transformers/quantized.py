@@ -233,7 +233,8 @@ def load_quantized(
 ) -> Any:
     """The model of a folder with config.json and safetensors, in evaluation mode, its experts frozen (`FrozenExperts`).
 
-    experts_implementation: a registered name of mxep. dtype: of what is no expert's. device: default the CPU.
+    experts_implementation: a registered name of mxep. dtype: bf16 or fp32, of what is no expert's.
+    device: default the CPU.
     mesh: 1-D, of ranks that share the experts. Each reads its own alone, and `expert_parallel` follows.
     rescale: quantize experts again whose FP8 scales are no powers of two; random weights keep 31.5 dB of theirs.
     folded: as for `mxep.gemm.freeze`. how: more for the model's `from_pretrained`, such as attn_implementation.
@@ -243,6 +244,8 @@ def load_quantized(
     missing and unexpected tensors of the rest. `freeze` raises for norms that fold badly: pass folded=False.
     """
     registered(experts_implementation, "experts_implementation")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype!r}")
     device = torch.device(device or "cpu")
     with QuantizedCheckpoint(folder) as checkpoint:
         config = _config(checkpoint)

@@ -89,8 +89,14 @@ def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
 def joined_routing(found: list[list[Tensor]], batch: int) -> Tensor:
     """int32 (batch, length, L, K) of what `record_routing` found, L MoE layers: the forwards of a `generate` in a row.
 
-    The last generated token was never an input, so length is one less than that of its result.
+    The last generated token was never an input, so length is one less than that of its result. ValueError if there was
+    no forward, or one of another number of sequences.
     """
+    if not found or not all(found):
+        raise ValueError("joined_routing: expected forwards within record_routing, got none of some layers")
+    for ids in found[0]:
+        if batch < 1 or len(ids) % batch:
+            raise ValueError(f"batch: expected the number of sequences of {len(ids)} tokens, got {batch}")
     layers = [torch.cat([ids.view(batch, -1, ids.shape[-1]) for ids in calls], 1) for calls in found]
     return torch.stack(layers, 2).int()
 

@@ -108,7 +108,7 @@ class LoRAExperts(nn.Module):
         Raises ValueError for another rank, or a base without experts.
         """
         super().__init__()
-        if not hasattr(base, "gate_up_proj") or not hasattr(base, "down_proj"):
+        if not hasattr(base, "gate_up_proj") or not hasattr(base, "down_proj") or isinstance(base, LoRAExperts):
             raise ValueError(f"LoRAExperts: expected Experts or FrozenExperts, got {type(base).__name__}")
         check_not_fsdp(base, "LoRAExperts")
         if rank < 1 or rank % RANK_MULTIPLE:

@@ -59,6 +59,7 @@ OTHERS = {
     ".weight_global_scale": "NVFP4 of compressed-tensors",
     ".weight_zero_point": "integers of compressed-tensors",
     ".weight_shape": "packed integers of compressed-tensors",
+    "_column_scale": "a state of mxep's frozen experts: load_state_dict takes it, save_quantized writes a checkpoint",
 }
 """Endings of names that tell a format which is not read."""
 USUAL_BLOCKS = ((128, 128), (32, 32))
