@@ -1,5 +1,7 @@
 """The command in this process, and small configs."""
 
+import copy
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -8,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from mxep.integration import app
@@ -47,6 +51,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`optimize` compiles by AOTAutograd without inductor, which has no part in most tests of it."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from mxep.integration.transformers.optimize import _compiled_class
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    _compiled_class.cache_clear()
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    _compiled_class.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of text that is easy to learn."""
@@ -55,11 +75,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def composed(*overrides: str) -> DictConfig:
-    """What Hydra composes of configs/ and a command line."""
+@functools.cache
+def chosen(*overrides: str) -> DictConfig:
     register()
     with initialize_config_dir(str(configs_dir()), version_base="1.3"):
         return compose("config", list(overrides))
+
+
+def composed(*overrides: str) -> DictConfig:
+    """What Hydra composes of configs/ and a command line. It reads the files that a command chooses once: 0.3 s."""
+    values = [override for override in overrides if "." in override.partition("=")[0]]
+    config = copy.deepcopy(chosen(*(override for override in overrides if override not in values)))
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
+    return config
 
 
 @pytest.fixture(scope="session")

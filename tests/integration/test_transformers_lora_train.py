@@ -108,6 +108,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(map(torch.equal, whole.state_dict().values(), again.state_dict().values()))
 
 
+@pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_lora_trains_in_an_optimized_model(compile: bool) -> None:
     """With the loss in chunks, whose head is frozen, and checkpointing. Compiled, the second step runs as a graph."""
