@@ -164,7 +164,10 @@ def summarize(trials: Trials) -> dict[str, Any]:
 
 
 def differs(one: Run, two: Run) -> int | None:
-    """First step with another loss or gradient norm, in any bit; the last if only the held-out loss differs; None."""
+    """The first step at which loss or gradient norm differ in any bit.
+
+    If only the held-out loss differs, the last step. If nothing differs, None.
+    """
     for a, b in zip(one.metrics, two.metrics, strict=True):
         if (a["loss"], a["grad_norm"]) != (b["loss"], b["grad_norm"]):
             return int(a["step"])
