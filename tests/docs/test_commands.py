@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from composed import composed
 from docs.test_links import PAGES, ROOT
 from mxep.integration import config, schema
-from mxep.integration.app import register
-from mxep.integration.schema import configs_dir
 
 GPUS = 8
 LAUNCHED = "mxep.integration.app"
@@ -58,12 +56,6 @@ def jobs_of(overrides: list[str]) -> Iterator[list[str]]:
     return map(list, itertools.product(*choices))
 
 
-def composed(overrides: list[str]) -> DictConfig:
-    register()
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        return compose("config", overrides)
-
-
 def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
     """Why the command makes no job."""
     overrides, ranks = parted([re.sub(r"\b[A-Z][A-Z_]{3,}\b", str(stand_in), word) for word in words])
@@ -83,7 +75,7 @@ def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch)
         return "a sweep without -m"
     try:
         for job in jobs:
-            raw = composed(job)
+            raw = composed(*job)
             if raw.resume is None:
                 config.prepare(raw, job)
     except Exception as error:
@@ -103,7 +95,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "model"
     folder.mkdir()
-    sizes = OmegaConf.to_container(composed(["model=qwen3_moe_tiny"]), resolve=True)["model"]["transformers"]
+    sizes = OmegaConf.to_container(composed("model=qwen3_moe_tiny"), resolve=True)["model"]["transformers"]
     (folder / "config.json").write_text(json.dumps(sizes))
     tokens = {"model": {"vocab": {chr(97 + i): i for i in range(26)}}, "added_tokens": []}
     (folder / "tokenizer.json").write_text(json.dumps(tokens))

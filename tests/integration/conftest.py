@@ -1,6 +1,5 @@
 """The command in this process, and small configs."""
 
-import copy
 import functools
 import os
 import sys
@@ -9,16 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
 
+from composed import composed
 from mxep.integration import app
-from mxep.integration.app import register
 from mxep.integration.config import prepare, resolve
 from mxep.integration.launch import start_fork_server
-from mxep.integration.schema import Config, configs_dir
+from mxep.integration.schema import Config
 from ranks import PRELOAD, PRELOAD_OF_INTEGRATION  # sets TRITON_INTERPRET, which the fork server must know
 
 ON_TEXT = ("data=text", "data.batch=4", "data.length=32", "train.valid_batches=1")
@@ -73,21 +68,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "lines.txt"
     file.write_text("".join(f"line {i % 100} of the text: abc {i % 7}\n" for i in range(3000)))
     return file
-
-
-@functools.cache
-def chosen(*overrides: str) -> DictConfig:
-    register()
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        return compose("config", list(overrides))
-
-
-def composed(*overrides: str) -> DictConfig:
-    """What Hydra composes of configs/ and a command line. It reads the files that a command chooses once: 0.3 s."""
-    values = [override for override in overrides if "." in override.partition("=")[0]]
-    config = copy.deepcopy(chosen(*(override for override in overrides if override not in values)))
-    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
-    return config
 
 
 @pytest.fixture(scope="session")

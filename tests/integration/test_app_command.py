@@ -16,7 +16,8 @@ from rich.console import Console
 
 from benchmarks import runner
 from benchmarks.names import BENCH
-from integration.conftest import TINY, composed
+from composed import composed
+from integration.conftest import TINY
 from mxep import ep, gemm
 from mxep.integration import app, schema, verify
 from mxep.integration import data as data_module

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from omegaconf import OmegaConf
 
-from integration.conftest import composed
+from composed import composed
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
 from mxep.integration import app

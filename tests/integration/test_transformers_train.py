@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from composed import composed
 from gemm.test_hopper import needs_hopper
-from integration.conftest import composed
 from integration.test_train import losses, make_trainer, needs_gpu, train_stop_and_resume
 from integration.tiny_models import tiny, whole
 from mxep.gemm import Recipe
