@@ -99,8 +99,8 @@ class Op:
                 if not x.is_contiguous():
                     args = (*args[:i], x.contiguous(), *args[i + 1 :])
         assert index is not None
-        if index < 0:
-            index = torch.cuda.current_device()  # a rehearsal's meta tensors
+        if _is_rehearsed():  # with meta tensors
+            index = torch.cuda.current_device()
         if not runs_on(index, self._capability):
             _log_that_it_is_slow(index)
             return self.reference(*args)
