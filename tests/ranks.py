@@ -34,8 +34,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for the fork server, which imports triton before any test
 
 
-PRELOAD = ["pytest", "triton.experimental.gluon.nvidia.hopper"]
-"""What ranks in tests of comms and ep would import, for up to 3 s each."""
+PRELOAD_OF_ALL = ["pytest", "triton.experimental.gluon.nvidia.hopper"]
+"""What any rank would import, the latter when it first interprets a kernel, for 0.2 s."""
+PRELOAD = [*PRELOAD_OF_ALL]
+"""What ranks in tests of ep would import, for up to 3 s each."""
 PRELOAD_OF_INTEGRATION: list[str] = []
 """And those of integration. The first to ask starts the fork server of a whole run, so all ask for all."""
 if not torch.cuda.is_available():  # importing these starts CUDA, and what is forked then cannot use it
@@ -98,7 +100,7 @@ def distributed(
             if device == "cuda" and torch.cuda.device_count() < world_size:
                 pytest.skip(f"fewer than {world_size} GPUs")
             args = (FunctionName.of(body), each)
-            start_fork_server(*PRELOAD[:2])
+            start_fork_server(*PRELOAD_OF_ALL)
             skipped = run_ranks(_run_body, args, world_size=world_size, timeout=timeout, device=device)
             if skipped[0] is not None:
                 pytest.skip(skipped[0])
