@@ -175,6 +175,24 @@ def test_gradients_under_checkpointing_are_the_same() -> None:
         assert torch.equal(got, other)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_state_is_loaded_only_by_experts_that_are_folded_alike(strict: bool, folded: bool) -> None:
+    """With strict=False torch would load the codes of one kind, and keep the scales of the other."""
+    one, other = (MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, dispatcher="local") for _ in range(2))
+    freeze_experts(one, folded=folded)
+    freeze_experts(other, folded=not folded)
+    before = other.state_dict()["experts.down_proj_qdata"].clone()
+    with pytest.raises(
+        ValueError, match=f"folded={not folded}, got folded={folded}: freeze the model with folded={folded}"
+    ):
+        other.load_state_dict(one.state_dict(), strict=strict)
+    assert torch.equal(other.state_dict()["experts.down_proj_qdata"], before)
+    freeze_experts(third := MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, dispatcher="local"), folded=folded)
+    third.load_state_dict(one.state_dict(), strict=strict)
+    assert torch.equal(third(tokens()), one(tokens()))
+
+
 def test_compiled_it_breaks_the_graph_and_says_why() -> None:
     frozen, _ = make_layers("mxfp8")
     want = frozen(tokens())

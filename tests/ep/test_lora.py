@@ -267,6 +267,11 @@ def test_bad_input_is_said() -> None:
     experts = Experts(DIM, HIDDEN_DIM, EXPERTS)
     with pytest.raises(ValueError, match="expected a rank that is a multiple of 8, got 12"):
         LoRAExperts(experts, 12)
+    for rank in (8.0, "8"):
+        with pytest.raises(ValueError, match=f"expected a rank that is a multiple of 8, got {rank!r}"):
+            LoRAExperts(experts, rank)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected a finite alpha, got nan"):
+        LoRAExperts(experts, 8, alpha=float("nan"))
     with pytest.raises(ValueError, match="expected Experts or FrozenExperts, got Linear"):
         LoRAExperts(torch.nn.Linear(2, 2), 8)
     with pytest.raises(ValueError, match="expected Experts or FrozenExperts, got LoRAExperts"):

@@ -50,7 +50,7 @@ from transformers.core_model_loading import (
 )
 
 from mxep.ep.dtensors import check_not_fsdp, group_of, local_experts, local_tensor, mesh_of
-from mxep.ep.frozen import frozen_weight, register_frozen
+from mxep.ep.frozen import check_state, frozen_weight, register_frozen
 from mxep.ep.lora import LoRAWeights
 from mxep.gemm import FrozenWeight, freeze
 from mxep.gemm.frozen import FORMATS, FrozenFormat
@@ -97,6 +97,10 @@ class FrozenExperts(nn.Module):
         return run(self, hidden_states, top_k_index, top_k_weights, lora=lora)
 
     __reduce_ex__ = pickled
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        check_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         weight = self.down_proj

@@ -79,6 +79,10 @@ class FrozenExperts(nn.Module):
         how |= {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, **how)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        check_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         weight = self.down_proj
         local, dim, hidden_dim = weight.shape
@@ -90,6 +94,18 @@ def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: De
     """Make the parts of `weight` parameters ``{name}_{part}`` of a module. mesh: ranks that share the experts."""
     for part in FrozenWeight.field_names:
         module.register_parameter(f"{name}_{part}", _frozen(getattr(weight, part), mesh))
+
+
+def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Raise ValueError if a module of frozen experts is about to load qdata that are folded where its own are not, or
+    the other way round. With strict=False torch would load the qdata and skip their scales."""
+    for name in ("gate_up_proj", "down_proj"):
+        folded, own = f"{prefix}{name}_row_scale" in state, getattr(module, f"{name}_row_scale", None) is not None
+        if f"{prefix}{name}_qdata" in state and folded != own:
+            raise ValueError(
+                f"{prefix}{name}: expected a state of experts frozen with folded={own}, got folded={folded}: freeze "
+                f"the model with folded={folded} before it loads"
+            )
 
 
 def frozen_weight(module: nn.Module, name: str) -> FrozenWeight:

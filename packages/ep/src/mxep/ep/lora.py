@@ -11,6 +11,7 @@ They are part of the layer's passes (`layer.py`), so they are replayed with it.
 R_max rows, D model dim, F hidden dim, e local experts.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,14 +106,16 @@ class LoRAExperts(nn.Module):
     ) -> None:
         """base: its parameters stop requiring gradients. rank: r, a multiple of 8. alpha: default r. dtype: of A and B.
 
-        Raises ValueError for another rank, or a base without experts.
+        Raises ValueError for another rank, an alpha that is not finite, or a base without experts.
         """
         super().__init__()
         if not hasattr(base, "gate_up_proj") or not hasattr(base, "down_proj") or isinstance(base, LoRAExperts):
             raise ValueError(f"LoRAExperts: expected Experts or FrozenExperts, got {type(base).__name__}")
         check_not_fsdp(base, "LoRAExperts")
-        if rank < 1 or rank % RANK_MULTIPLE:
-            raise ValueError(f"LoRAExperts: expected a rank that is a multiple of {RANK_MULTIPLE}, got {rank}")
+        if not isinstance(rank, int) or rank < 1 or rank % RANK_MULTIPLE:
+            raise ValueError(f"LoRAExperts: expected a rank that is a multiple of {RANK_MULTIPLE}, got {rank!r}")
+        if alpha is not None and not math.isfinite(alpha):
+            raise ValueError(f"LoRAExperts: expected a finite alpha, got {alpha}")
         self.base, self.rank, self.alpha = base.requires_grad_(False), rank, float(rank if alpha is None else alpha)
         a_parameter = next(base.parameters())
         mesh = mesh_of(a_parameter)
