@@ -98,10 +98,12 @@ def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: De
 
 def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Raise ValueError if a module of frozen experts is about to load qdata that are folded where its own are not, or
-    the other way round. With strict=False torch would load the qdata and skip their scales."""
+    the other way round. With strict=False torch would load the qdata and skip their scales. It refuses qdata of other
+    shapes itself, as those of another format are."""
     for name in ("gate_up_proj", "down_proj"):
         folded, own = f"{prefix}{name}_row_scale" in state, getattr(module, f"{name}_row_scale", None) is not None
-        if f"{prefix}{name}_qdata" in state and folded != own:
+        qdata = state.get(f"{prefix}{name}_qdata")
+        if qdata is not None and qdata.shape == getattr(module, f"{name}_qdata").shape and folded != own:
             raise ValueError(
                 f"{prefix}{name}: expected a state of experts frozen with folded={own}, got folded={folded}: freeze "
                 f"the model with folded={folded} before it loads"
