@@ -30,7 +30,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(op, "runs_on", lambda *_: True)
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
     # Kernels of Triton are interpreted here, and those of Gluon would be compiled.
-    monkeypatch.setattr(record.Silent, "launch", lambda self, kernel, *_: names.append(kernel.__name__))
+    monkeypatch.setattr(record.Rehearsal, "launch", lambda self, kernel, *_: names.append(kernel.__name__))
     monkeypatch.setattr(launch, "_compile", lambda wanted: names.extend(job[0].__name__ for job in wanted.values()))
     return names
 
@@ -108,7 +108,9 @@ def test_a_routers_rehearsal_saves_nothing_for_a_backward(needs: bool, names: li
 
     x, w = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(8, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(fail, fail):
-        rehearse._rehearse(lambda: rehearse._router_passes(rehearse._meta(x), rehearse._meta(w), 2, True, True, needs))
+        rehearse._rehearse(
+            object(), lambda: rehearse._router_passes(*map(rehearse._meta, (x, w)), 2, True, True, needs)
+        )
     backward = {"top_k_backward_kernel", "fp32_dgrad_kernel", "fp32_wgrad_kernel"}
     assert {*names} == {"fp32_linear_kernel", "top_k_kernel"} | (backward if needs else set())
 
@@ -116,12 +118,12 @@ def test_a_routers_rehearsal_saves_nothing_for_a_backward(needs: bool, names: li
 def test_nothing_is_rehearsed_for_a_mode_that_counts_what_runs() -> None:
     ran: list[str] = []
     with FlopCounterMode(display=False):
-        rehearse._rehearse(lambda: ran.append("passes"))
+        rehearse._rehearse("a kind", lambda: ran.append("passes"))
     assert not ran
 
 
 def test_on_a_cpu_nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearse, "_rehearse", lambda _: pytest.fail("rehearsed"))
+    monkeypatch.setattr(rehearse, "_rehearse", lambda *_: pytest.fail("rehearsed"))
     MoE(64, 32, 4, 2, recipe="mxfp8", dispatcher="local")(torch.randn(16, 64, dtype=torch.bfloat16))
 
 

@@ -46,34 +46,40 @@ def rehearse_once(
         return
     dispatcher.rehearsed = True
     tensors, form = take_apart((given, main_grads))
-    plain = given.x.is_cuda and not {*map(type, tensors)} - {Tensor, Parameter}
     # Other backends may start kernels in their own way, which meta tensors would break.
-    if not plain or not is_recordable(type(config.backend)) or torch.cuda.is_current_stream_capturing():
+    if not is_recordable(type(config.backend)) or not _are_plain(*tensors):
         return
-    sizes = *(x.shape for x in tensors[3:]), *(x.dtype for x in tensors)
-    stand_in = stand_in_for(dispatcher, given.expert_ids)
-    kind = given.x.device, config, needs, dispatcher.borrows, form, sizes
-    if kind in _rehearsed:
-        return
-    _rehearsed.add(kind)
-    given, main_grads = build(form, iter([_meta(x) for x in tensors]))
-    _rehearse(lambda: _both_passes(given, main_grads, stand_in, config, needs, rows_again, room))
+    stand_in = stand_in_for(dispatcher, given.expert_ids)  # even of a known kind: it makes the buffers
+    weights, _ = take_apart((given.gate_up_proj, given.down_proj, given.lora))
+    sizes = *(x.shape for x in weights), *(x.dtype for x in tensors)
+
+    def passes() -> None:
+        meta, grads = build(form, iter([_meta(x) for x in tensors]))
+        _both_passes(meta, grads, stand_in, config, needs, rows_again, room)
+
+    _rehearse((given.x.device, config, needs, dispatcher.borrows, form, sizes), passes)
 
 
 def rehearse_router(x: Tensor, w: Tensor, k: int, score: str, *, has_choice: bool) -> None:
     """The same for a router with these logits x w^T, before its first forward."""
     needs = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     kind = x.device, x.dtype, w.dtype, w.shape, k, score, has_choice, needs
-    plain = x.is_cuda and type(x) is Tensor and type(w) in (Tensor, Parameter)
-    if kind in _rehearsed or not plain or torch.cuda.is_current_stream_capturing():
+    if _are_plain(x, w):
+        _rehearse(kind, lambda: _router_passes(_meta(x), _meta(w), k, score == "softmax", has_choice, needs))
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    """Whether kernels for these tensors would be launched now: on CUDA, of no subclass, outside of captures."""
+    is_cuda = tensors[0].is_cuda and not {*map(type, tensors)} - {Tensor, Parameter}
+    return is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def _rehearse(kind: Hashable, passes: Callable[[], None]) -> None:
+    """Run the passes of a kind once in this process."""
+    # A dispatch mode would count the passes, or expect them again.
+    if kind in _rehearsed or torch._C._len_torch_dispatch_stack():
         return
     _rehearsed.add(kind)
-    _rehearse(lambda: _router_passes(_meta(x), _meta(w), k, score == "softmax", has_choice, needs))
-
-
-def _rehearse(passes: Callable[[], None]) -> None:
-    if torch._C._len_torch_dispatch_stack():
-        return  # a mode would count the passes, or expect them again
     from mxep.runtime.launch import rehearsal  # imports Triton: only where there is CUDA
 
     try:

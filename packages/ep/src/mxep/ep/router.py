@@ -191,15 +191,13 @@ class Router(nn.Module):
         if mask is not None:
             padding = ~checked_mask(mask, x)[:, None]
             x = x.masked_fill(padding, 0.0)
+        has_choice = self.expert_bias is not None or self.top_groups < self.num_groups
         if not torch.compiler.is_compiling() and x.is_cuda and not self._rehearsed:
             self._rehearsed = True
-            has_choice = self.expert_bias is not None or self.top_groups < self.num_groups
             rehearse_router(x, self.weight, self.top_k, self.score, has_choice=has_choice)
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 would route differently
             logits = fp32_linear(x, self.weight)
-            choice = None
-            if self.expert_bias is not None or self.top_groups < self.num_groups:
-                choice = self._choice(logits.detach())
+            choice = self._choice(logits.detach()) if has_choice else None
             expert_ids, weights = top_k(logits, self.top_k, self.score, choice=choice)
             if not self.normalize:
                 weights = scores_of(logits, self.score).gather(1, expert_ids.long())

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from .graph import for_triton, keep_captures, unlike_a_node
 from .lengths import Length
-from .record import Silent, here
+from .record import Rehearsal, here
 
 _IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
@@ -87,14 +87,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         recorder.launch(kernel, compiled, grid, args, constants)
         if why := "it was compiled alone" if found is None else unlike_a_node(compiled, len(args)):
             recorder.refuse(why)
-
-
-class Rehearsal(Silent):
-    """A thread's open rehearsal. wanted: (kernel, grid, arguments, constexprs) of launches, by key."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wanted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]] = {}
 
 
 @contextmanager

@@ -111,12 +111,16 @@ class Record(NamedTuple):
     moving: tuple[int, ...] = ()
 
 
-class Silent:
-    """A recorder that notes nothing, open during a rehearsal (`launch.py`)."""
+class Rehearsal:
+    """In place of a recorder while kernels are compiled ahead (`launch.py`). It notes no steps.
+
+    wanted: (kernel, grid, arguments, constexprs) of launches, by key.
+    """
 
     rehearses = True
 
     def __init__(self) -> None:
+        self.wanted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]] = {}
         self.tails: dict[int, frozenset[int]] = {}
         self.events: dict[Any, frozenset[int]] = {}
 
@@ -131,7 +135,7 @@ class Silent:
 
 
 class _Here(threading.local):
-    recorder: "Recorder | Silent | None" = None
+    recorder: "Recorder | Rehearsal | None" = None
     calls = False
 
 
