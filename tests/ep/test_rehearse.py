@@ -25,6 +25,7 @@ Walked = Callable[[MoE], list[str]]
 def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that a rehearsal wants, as on a Hopper GPU."""
     names: list[str] = []
+    monkeypatch.setattr(launch, "_compiled", {})  # other tests of this process may have compiled some
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(op, "runs_on", lambda *_: True)
