@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, run_experts, swiglu
-from mxep.ep.autograd import fake_plan, forward_op
+from mxep.ep.autograd import forward_op
 from mxep.ep.dtensors import local_tensor
-from mxep.ep.formats import LayerConfig, fake_saved
-from mxep.ep.layer import ForwardInput, Needs, forward_pass
-from mxep.gemm import Recipe, grouped_mm
+from mxep.ep.formats import LayerConfig, Needs, fake_plan, fake_saved
+from mxep.ep.layer import ForwardInput, forward_pass
+from mxep.gemm import Recipe, freeze, grouped_mm
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.reference import Reference
 from mxep.integration.launch import Rank, run_ranks
@@ -295,14 +295,17 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
         sizes = dispatcher or {"max_tokens": max_tokens, "capacity": Capacity.factor(1.5)}
         moe = MoE(DIM, 96, 4, top_k, recipe=recipe, **sizes)
         ids, weights = (found.detach() for found in moe.router(x))
-        names = moe.dispatcher.key, recipe, "auto", 1.0, None
-        for needs in ((True, False), (False, True)):
-            proj, down = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-            options = None, *names, [*needs, False], True, False
-            saved = forward_op(x, weights, [proj], down, ids, *options)
+        names = moe.dispatcher.key, recipe, "auto", 1.0, None, 0.5
+        proj, down = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
+        four = [torch.randn(4, *shape, dtype=x.dtype) for shape in ((8, DIM), (192, 8), (8, 96), (DIM, 8))]
+        frozen = [freeze(w, "mxfp4").parts for w in (proj, down)]
+        cases = [([proj, down], [1, 1, 0, 0], (*needs, False, False)) for needs in ((True, False), (False, True))]
+        cases.append(([*frozen[0], *frozen[1], *four], [3, 3, 0, 4], (False, False, False, True)))
+        for parameters, counts, needs in cases:
+            saved = forward_op(x, weights, ids, parameters, counts, *names, [*needs], True, False)
             with FakeTensorMode() as mode:
-                one, two, three, four, five = map(mode.from_tensor, (x, weights, proj, down, ids))
-                fake = forward_op(one, two, [three], four, five, *options)
+                one, two, three, *others = map(mode.from_tensor, (x, weights, ids, *parameters))
+                fake = forward_op(one, two, three, others, counts, *names, [*needs], True, False)
             assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 

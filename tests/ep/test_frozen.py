@@ -50,11 +50,11 @@ def make_layers(fmt: str, **options: Any) -> tuple[MoE, MoE]:
     return frozen, moe
 
 
-def step(moe: MoE, x: Tensor) -> list[Tensor]:
-    """out, and the gradients of x and the router."""
+def step(moe: MoE, x: Tensor, run: Any = None) -> list[Tensor]:
+    """out, and the gradients of x and the router. run: moe, compiled."""
     x = x.clone().requires_grad_()
     moe.zero_grad()
-    out = moe(x)
+    out = (moe if run is None else run)(x)
     out.backward(torch.ones_like(out) / 8)
     return [out.detach(), x.grad, moe.router.weight.grad]  # type: ignore[list-item]
 
@@ -193,13 +193,14 @@ def test_a_state_is_loaded_only_by_experts_that_are_folded_alike(strict: bool, f
     assert torch.equal(third(tokens()), one(tokens()))
 
 
-def test_compiled_it_breaks_the_graph_and_says_why() -> None:
-    frozen, _ = make_layers("mxfp8")
-    want = frozen(tokens())
-    assert torch.equal(torch.compile(frozen, backend="eager")(tokens()), want)
+@pytest.mark.parametrize(("fmt", "folded"), [("mxfp8", True), ("mxfp8", False), ("mxfp4", True)])
+def test_compiled_it_is_one_graph_and_the_same_bits(fmt: str, folded: bool) -> None:
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="its weights are frozen"):
-        torch.compile(frozen, backend="eager", fullgraph=True)(tokens())
+    moe = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", dispatcher="local", bias=True)
+    freeze_experts(moe, fmt, folded=folded)
+    want = step(moe, tokens())
+    got = step(moe, tokens(), torch.compile(moe, backend="aot_eager", fullgraph=True))
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
 def test_a_model_is_frozen_layer_by_layer() -> None:

@@ -257,10 +257,23 @@ def test_pefts_tensors_mean_the_same_update() -> None:
         other.load_peft_state_dict({name: x[:8] for name, x in state.items()})
 
 
-def test_compiled_it_breaks_the_graph() -> None:
-    moe = make_layer("mxfp8")
-    want = moe(tokens())
-    assert torch.equal(torch.compile(moe, backend="eager")(tokens()), want)
+@pytest.mark.parametrize("fmt", [None, "mxfp4"])
+@distributed(2)
+def test_compiled_it_is_one_graph_and_the_same_bits(ctx: Any, fmt: str | None) -> None:
+    how = {"group": ctx.group, "dispatcher": "symmetric", "max_tokens": T, "capacity": Capacity.factor(2.0)}
+    moe = make_layer(fmt, device=ctx.device, **how)
+    x, d_out = (tokens(seed=seed + ctx.rank).to(ctx.device) for seed in (0, 7))
+
+    def step(run: Any) -> list[Tensor]:
+        moe.zero_grad()
+        given = x.clone().requires_grad_()
+        out = run(given)
+        out.backward(d_out)
+        return [out.detach(), given.grad, *(local_tensor(p.grad) for p in moe.parameters() if p.grad is not None)]  # type: ignore[list-item]
+
+    want, got = step(moe), step(torch.compile(moe, backend="aot_eager", fullgraph=True))
+    assert len(want) == 7
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
 def test_bad_input_is_said() -> None:

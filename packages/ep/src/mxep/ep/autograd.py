@@ -9,7 +9,7 @@ One node for dispatch, MLP and combine equals the composed functions of `functio
 
 The ops, which a graph calls and does not look into:
 
-    mxep::layer_forward    x, weights, gate_up_proj, down_proj, ids, gate_up_bias -> out, `Saved`, the plan, kept
+    mxep::layer_forward    x, weights, ids, parameters -> out, `Saved`, the plan, kept
     mxep::layer_backward   d_out and these -> dx, d_weights and the gradients of the parameters that need one
 
 Dispatcher, recipe and backend are in the graph by their keys and names. Graphs, and what inductor keeps of them on
@@ -22,8 +22,8 @@ T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max row
 """
 
 import contextlib
-import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,35 +33,44 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.fx.node import has_side_effect
 
-from mxep.comms import RoutingPlan, make_plan
+from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS, select
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.product import SavedOperands, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import Weight, join_parts, weight_parts, weights_are_held
+from mxep.gemm.quantize_once import join_parts, weight_parts, weights_are_held
 from mxep.quant import E4M3, SwiGLU
 from mxep.runtime.bundle import build, take_apart, tensors_in
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import count_flops, offer_flops
 
-from .checks import check_weights, checked_tokens
+from .checks import check_frozen, check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
 from .dtensors import Share, local_tensor, local_weight
-from .formats import LayerConfig, fake_saved, held_colwise, held_rowwise, join_saved, num_parts
-from .layer import (
+from .formats import (
     NONE,
+    AnyWeight,
+    LayerConfig,
+    Needs,
+    fake_plan,
+    fake_saved,
+    held_colwise,
+    held_rowwise,
+    join_saved,
+    makes_rows_again,
+    num_parts,
+)
+from .layer import (
     PLAN,
     BackwardInput,
     DeferredWgrads,
     ForwardInput,
     ForwardOutput,
     MainGrads,
-    Needs,
     WgradInput,
     backward_pass,
     bias_gradient,
     forward_pass,
-    makes_rows_again,
     pass_of,
     wgrad,
 )
@@ -271,9 +280,10 @@ def compiled_layer(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
-    gate_up_proj: Weight,
-    down_proj: Tensor,
+    gate_up_proj: AnyWeight,
+    down_proj: AnyWeight,
     gate_up_bias: Tensor | None,
+    lora: LoRAWeights | None,
     dispatcher: TokenDispatcher,
     config: LayerConfig,
     wgrad_scale: float,
@@ -281,65 +291,99 @@ def compiled_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """out (T, D) of `run_experts`, if there is no `unsupported_reason`; and the pairs with a row, if `drops`."""
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
-    proj, down_proj = tuple(local_weight(half) for half in weight_parts(gate_up_proj)), local_weight(down_proj)
-    bias = None if gate_up_bias is None else local_weight(gate_up_bias)
-    check_weights(x, join_parts(proj), down_proj, bias, dispatcher, config)
-    needs = [any(half.requires_grad for half in proj), down_proj.requires_grad, bias is not None and bias.requires_grad]
+    local_bias = None if gate_up_bias is None else local_weight(gate_up_bias)
+    bias = [] if local_bias is None else [local_bias]
+    four = [] if lora is None else [local_weight(each) for each in lora.tensors]
+    if isinstance(gate_up_proj, FrozenWeight) and isinstance(down_proj, FrozenWeight):
+        gate_up, down = gate_up_proj.parts, down_proj.parts
+        check_frozen(x, gate_up_proj, down_proj, local_bias, dispatcher, config)
+    else:
+        gate_up, down = ([local_weight(part) for part in weight_parts(w)] for w in (gate_up_proj, down_proj))  # type: ignore[arg-type]
+        check_weights(x, join_parts(gate_up), down[0], local_bias, dispatcher, config)
+    kinds = gate_up, down, bias, four
+    needs = [any(each.requires_grad for each in kind) for kind in kinds]
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
     names = dispatcher.key, config.recipe.name, config.backend.name
-    how = *names, wgrad_scale, config.activation.packed, needs, backward
-    out, *others = forward_op(x, weights, list(proj), down_proj, expert_ids, bias, *how, drops)
+    how = *names, wgrad_scale, config.activation.packed, 0.0 if lora is None else lora.scale, needs, backward
+    parameters = [each for kind in kinds for each in kind]
+    out, *others = forward_op(x, weights, expert_ids, parameters, [len(kind) for kind in kinds], *how, drops)
     return out, others[-1].detach() if drops else None
+
+
+class _OpParameters(NamedTuple):
+    """The parameters of an op: its list of tensors, of which `counts` says how many are of each of these."""
+
+    gate_up_proj: AnyWeight
+    down_proj: Tensor | FrozenWeight
+    gate_up_bias: Tensor | None
+    lora: LoRAWeights | None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], counts: Sequence[int], lora_scale: float = 0.0) -> "_OpParameters":
+        one_by_one = iter(tensors)
+        gate_up, down, bias, four = ([*itertools.islice(one_by_one, count)] for count in counts)
+        gate_up_proj, down_proj = (FrozenWeight(*w) if len(w) > 2 else join_parts(w) for w in (gate_up, down))
+        lora = LoRAWeights(four[0], four[1], four[2], four[3], lora_scale) if four else None
+        return cls(gate_up_proj, down_proj, bias[0] if bias else None, lora)
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Of an expert's gate_up_proj and down_proj."""
+        gate_up = self.gate_up_proj if isinstance(self.gate_up_proj, tuple) else (self.gate_up_proj,)
+        return sum(w.shape[1:].numel() for w in gate_up), self.down_proj.shape[1:].numel()
 
 
 @torch.library.custom_op("mxep::layer_forward", mutates_args=())
 def forward_op(
     x: Tensor,
     weights: Tensor,
-    gate_up_proj: list[Tensor],
-    down_proj: Tensor,
     expert_ids: Tensor,
-    gate_up_bias: Tensor | None,
+    parameters: list[Tensor],
+    counts: list[int],
     dispatcher: str,
     recipe: str,
     backend: str,
     wgrad_scale: float,
     activation: list[float] | None,
+    lora_scale: float,
     needs: list[bool],
     backward: bool,
     drops: bool,
 ) -> list[Tensor]:
     found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
     found.begin(0)  # one graph serves many layers
-    given = ForwardInput(x, weights, expert_ids, join_parts(gate_up_proj), down_proj, gate_up_bias)
+    given = ForwardInput(x, weights, expert_ids, *_OpParameters.of(parameters, counts, lora_scale))
     with found.watched(), torch.no_grad():
         which = Needs(*needs) if backward else None
         again = makes_rows_again(found, config.recipe, which, expert_ids.shape[1])
         rehearse_once(given, found, config, which, rows_again=again)
-        rowwise = held_rowwise(given.gate_up_proj, down_proj, config, dgrad=backward)
+        rowwise = held_rowwise(given.gate_up_proj, given.down_proj, config, dgrad=backward)
         how: dict[str, Any] = {"config": config, "needs": which, "rows_again": again, "drops": drops}
         made = pass_of(found, forward_pass)(given, rowwise, **how)
     kept = [] if made.kept is None else [made.kept]
-    if made.saved is None:
+    if which is None:
         return [made.out, *kept]
     saved = tensors_in(made.saved)
     if weights_are_held():
         # The graph may overwrite its outputs, so held tensors, which come last, are returned as copies.
-        own = sum(num_parts(config.recipe, needs[0] and not again))
+        own = sum(num_parts(config.recipe, which.keep_rows(again)))
         saved[own:] = [part.clone() for part in saved[own:]]
     return [made.out, *saved, *(getattr(made.routing.plan, name) for name in PLAN), *kept]
 
 
 @forward_op.register_fake
-def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any) -> list[Tensor]:
-    _, dispatcher, recipe, backend, _, activation, needs, backward, drops = how
+def _(x: Tensor, weights: Tensor, ids: Tensor, parameters: list[Tensor], counts: list[int], *how: Any) -> list[Tensor]:
+    dispatcher, recipe, backend, _, activation, lora_scale, needs, backward, drops = how
     out, kept = x.new_empty(x.shape), [weights.new_empty(weights.shape)] if drops else []
     if not backward:
         return [out, *kept]
     found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
-    plan = fake_plan(ids, weights, found, config)
-    keep_rows = needs[0] and not makes_rows_again(found, config.recipe, Needs(*needs), ids.shape[1])
-    saved = fake_saved(x, plan, (join_parts(proj), down_proj), config, keep_rows, copied=found.borrows)
+    plan, which = fake_plan(ids, weights, found, config), Needs(*needs)
+    keep_rows = which.keep_rows(makes_rows_again(found, config.recipe, which, ids.shape[1]))
+    of = _OpParameters.of(parameters, counts, lora_scale)
+    lora = of.lora if which.lora else None
+    both = of.gate_up_proj, of.down_proj
+    saved = fake_saved(x, plan, both, config, keep_rows, copied=found.borrows, lora=lora)
     return [out, *tensors_in(saved), *(getattr(plan, name) for name in PLAN), *kept]
 
 
@@ -348,65 +392,80 @@ def backward_op(
     d_out: Tensor,
     x: Tensor | None,
     saved: list[Tensor],
-    gate_up_proj: list[Tensor],
-    down_proj: Tensor,
     expert_ids: Tensor,
+    parameters: list[Tensor],
+    counts: list[int],
     dispatcher: str,
     recipe: str,
     backend: str,
     wgrad_scale: float,
     activation: list[float] | None,
+    lora_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
     found, config = find_dispatcher(dispatcher), _config(d_out.device, recipe, backend, activation)
     fields: Any = dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
     routing, which = Routing(plan, expert_ids, found.num_local_experts), Needs(*needs)
-    rows_again = x is not None
-    kept_rows = which.gate_up_proj and not rows_again
-    kept = join_saved(saved[: -len(PLAN)], d_out.dtype, down_proj.dtype, config.recipe, kept_rows)
+    rows_again, of = x is not None, _OpParameters.of(parameters, counts, lora_scale)
+    how: dict[str, Any] = {"keep_rows": which.keep_rows(rows_again), "lora": which.lora}
+    kept = join_saved(saved[: -len(PLAN)], d_out.dtype, of.down_proj.dtype, config.recipe, **how)
     with found.watched(), torch.no_grad():
-        given = BackwardInput(d_out, x, routing, kept, join_parts(gate_up_proj), down_proj)
-        colwise = held_colwise(given.gate_up_proj, down_proj, kept, config)
-        how: dict[str, Any] = {"config": config, "wanted": which, "rows_again": rows_again}
+        given = BackwardInput(d_out, x, routing, kept, of.gate_up_proj, of.down_proj, lora=of.lora)
+        colwise = held_colwise(of.gate_up_proj, of.down_proj, kept, config)
+        how = {"config": config, "wanted": which, "rows_again": rows_again}
         made = pass_of(found, backward_pass)(given, colwise, **how, wgrad_scale=wgrad_scale)
     return tensors_in(made)
 
 
 @backward_op.register_fake
 def _(
-    d_out: Tensor, x: Any, saved: list[Tensor], gate_up_proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any
+    d_out: Tensor, x: Any, saved: Any, ids: Tensor, parameters: list[Tensor], counts: list[int], *how: Any
 ) -> list[Tensor]:
-    d_weights = d_out.new_empty(ids.shape, dtype=torch.float32)
-    e, dim, hidden_dim = down_proj.shape
-    bias = d_weights.new_empty(e, 2 * hidden_dim)
-    of_proj = (2, e, hidden_dim, dim) if len(gate_up_proj) == 2 else (e, 2 * hidden_dim, dim)
-    grads = down_proj.new_empty(of_proj), down_proj.new_empty(down_proj.shape), bias
-    return [d_out.new_empty(d_out.shape), d_weights, *(grad for grad, need in zip(grads, how[-1]) if need)]
+    d_weights, needs = d_out.new_empty(ids.shape, dtype=torch.float32), Needs(*how[-1])
+    grads, (of_gate_up, of_down, *_) = [d_out.new_empty(d_out.shape), d_weights], counts
+    gate_up, down = parameters[:of_gate_up], parameters[of_gate_up:][:of_down]
+    if needs.gate_up_proj:
+        shape = gate_up[0].shape
+        grads.append(gate_up[0].new_empty((2, *shape) if of_gate_up == 2 else shape))
+    if needs.down_proj:
+        grads.append(down[0].new_empty(down[0].shape))
+    if needs.gate_up_bias:
+        grads.append(d_weights.new_empty(len(gate_up[0]), sum(w.shape[1] for w in gate_up)))
+    if needs.lora:
+        grads += [each.new_empty(each.shape) for each in parameters[-4:]]
+    return grads
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, _, gate_up_proj, down_proj, expert_ids, bias, *ctx.names, _, drops = inputs
+    x, _, expert_ids, parameters, counts, *ctx.names, _, drops = inputs
     saved = output[1:-1] if drops else output[1:]
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.halves = len(gate_up_proj)
+    before, of_bias, ctx.counts = counts[0] + counts[1], counts[2], counts
+    ctx.bias_dtype = parameters[before].dtype if of_bias else None
     dispatcher, recipe, *_, needs = ctx.names
     again = makes_rows_again(find_dispatcher(dispatcher), _recipe(recipe), Needs(*needs), expert_ids.shape[1])
-    ctx.save_for_backward(x if again else None, *gate_up_proj, down_proj, expert_ids, *saved)
+    read = *parameters[:before], *parameters[before + of_bias :]
+    ctx.save_for_backward(x if again else None, expert_ids, *read, *saved)
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    x, *found = ctx.saved_tensors  # may be read only once
-    proj, (down_proj, expert_ids, *saved) = found[: ctx.halves], found[ctx.halves :]
+    x, expert_ids, *found = ctx.saved_tensors  # may be read only once
+    counts = [*ctx.counts[:2], 0, ctx.counts[3]]
+    parameters, saved = found[: sum(counts)], found[sum(counts) :]
     del found
-    dx, d_weights, *rest = backward_op(grads[0], x, saved, proj, down_proj, expert_ids, *ctx.names)
     *_, needs = ctx.names
-    d_proj = [None] * ctx.halves
-    if needs[0]:
-        d_proj = list(rest.pop(0)) if ctx.halves == 2 else [rest.pop(0)]
-    d_down = rest.pop(0) if needs[1] else None
-    d_bias = rest.pop(0).to(ctx.bias_dtype) if needs[2] else None
-    return dx, d_weights, d_proj, d_down, None, d_bias, *[None] * 8
+    dx, d_weights, *rest = backward_op(grads[0], x, saved, expert_ids, parameters, counts, *ctx.names)
+    made: list[Any] = []
+    for need, count in zip(needs, ctx.counts):
+        if not need:
+            made += [None] * count
+        elif count == 2:  # gate and up apart
+            made += rest.pop(0)
+        else:
+            made += [rest.pop(0) for _ in range(count)]
+    if needs[2]:
+        made[sum(counts[:2])] = made[sum(counts[:2])].to(ctx.bias_dtype)
+    return dx, d_weights, None, made, *[None] * 10
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
@@ -422,48 +481,20 @@ def _config(device: torch.device, recipe: str, backend: str, activation: Sequenc
 _recipe = functools.cache(Recipe.named)
 
 
-def fake_plan(expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher, config: LayerConfig) -> RoutingPlan:
-    """The plan that `dispatch` would make, from fake tensors."""
-    sizes = dispatcher.static_tokens(expert_ids.shape[0])
-    assert sizes is not None
-    top_k = expert_ids.shape[1]
-    plan = make_plan(
-        expert_ids.new_empty(*sizes, top_k),
-        weights.new_empty(*sizes, top_k),
-        expert_ids.new_empty(sizes[0]),
-        first_expert=0,
-        num_local_experts=dispatcher.num_local_experts,
-        alignment=config.recipe.group_alignment,
-        capacity=dispatcher.capacity,
-        num_experts=dispatcher.num_experts,
-    )
-    return dataclasses.replace(plan, dispatch=expert_ids.new_empty(1))
-
-
 @count_flops(torch.ops.mxep.layer_forward)
-def _flops_forward(
-    x: Tensor, weights: Tensor, gate_up_proj: list[Tensor], down_proj: Tensor, *_: Any, out_val: Any
-) -> int:
+def _flops_forward(x: Any, weights: Tensor, ids: Any, parameters: Any, counts: Any, *_: Any, out_val: Any) -> int:
     """2 M N K of both GEMMs, for T * K rows: the cost of this rank's tokens, wherever their experts are."""
-    elements = sum(w[0].numel() for w in (*gate_up_proj, down_proj))
-    return 2 * weights.numel() * elements
+    return 2 * weights.numel() * sum(_OpParameters.of(parameters, counts).elements)
 
 
 @count_flops(torch.ops.mxep.layer_backward)
 def _flops_backward(
-    d_out: Tensor,
-    x: Any,
-    saved: Any,
-    gate_up_proj: list[Tensor],
-    down_proj: Tensor,
-    ids: Tensor,
-    *how: Any,
-    out_val: Any,
+    d_out: Any, x: Any, saved: Any, ids: Tensor, parameters: Any, counts: Any, *how: Any, out_val: Any
 ) -> int:
     """FLOPs of two dgrads, and of a wgrad for each weight that needs one."""
-    of_gate_up, of_down = 2 * sum(w[0].numel() for w in gate_up_proj), 2 * down_proj[0].numel()
-    needs: list[bool] = how[-1]
-    return ids.numel() * (of_gate_up * (1 + needs[0]) + of_down * (1 + needs[1]))
+    gate_up, down = _OpParameters.of(parameters, counts).elements
+    needs = Needs(*how[-1])
+    return 2 * ids.numel() * (gate_up * (1 + needs.gate_up_proj) + down * (1 + needs.down_proj))
 
 
 offer_flops()

@@ -79,8 +79,10 @@ def check_not_fsdp(experts: nn.Module, what: str) -> None:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """This rank's part of `x`: not differentiable, not a copy."""
-    return x._local_tensor if isinstance(x, DTensor) else x
+    """This rank's part of `x`: not a copy, and not differentiable but under torch.compile."""
+    if not isinstance(x, DTensor):
+        return x
+    return x.to_local() if torch.compiler.is_compiling() else x._local_tensor
 
 
 class Share:

@@ -32,9 +32,9 @@ from .autograd import (
 from .checks import check_frozen, check_lora, check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher
 from .dtensors import empty_share, init_normal_, local_tensor, local_weight
-from .formats import PLAIN, LayerConfig, held_rowwise
+from .formats import PLAIN, LayerConfig, held_rowwise, makes_rows_again
 from .functional import Weighted, add_down_bias, combine, combine_and_kept, dispatch, expert_mlp
-from .layer import ForwardInput, MainGrads, forward_pass, makes_rows_again, pass_of
+from .layer import ForwardInput, MainGrads, forward_pass, pass_of
 from .lora import LoRAWeights
 from .rehearse import rehearse_once
 
@@ -126,14 +126,13 @@ def run_experts(
         layer: from ``dispatcher.number_layer()``. Ranks that call numbered layers in different orders raise
             PeersDisagree. 0: unknown, as always under torch.compile.
 
-    Under torch.compile it is one op of the graph, with `fullgraph=True` too, and the routing is None. Five cases break
+    Under torch.compile it is one op of the graph, with `fullgraph=True` too, and the routing is None. Four cases break
     the graph, and fail a full one with the reason:
 
     - a `main_grad`;
     - a dispatcher that learns its sizes at run time, as with `Capacity.exact()` or without ``max_tokens``;
     - a recipe or a backend without a name;
-    - wgrad "bf16", which composes the functions of `functional.py`;
-    - frozen weights, and LoRA.
+    - wgrad "bf16", which composes the functions of `functional.py`.
 
     torch.export allows no breaks and raises RuntimeError there.
 
@@ -146,8 +145,7 @@ def run_experts(
     whole: Any = None
     reason: str | None = None
     if torch.compiler.is_compiling():
-        reason = unsupported_reason(dispatcher, config, main_grads) if frozen is None else "its weights are frozen"
-        reason = reason if lora is None else "it has LoRA"
+        reason = unsupported_reason(dispatcher, config, main_grads)
     if reason is not None:
         if not torch.compiler.is_dynamo_compiling():  # torch.export, which allows no breaks
             raise RuntimeError(f"run_experts is in no exported graph: {reason}")
@@ -192,7 +190,7 @@ def run_experts(
         with dispatcher.watched():
             out, kept, routing = _compose(x, ids, weights, *dense, **how)
     elif torch.compiler.is_compiling():
-        how_op = gate_up_bias, dispatcher, config, wgrad_scale, drops
+        how_op = gate_up_bias, lora, dispatcher, config, wgrad_scale, drops
         out, kept = compiled_layer(x, ids, weights, dense[0], dense[1], *how_op)
     else:
         ids = checked_tokens(x, ids, weights, dispatcher)

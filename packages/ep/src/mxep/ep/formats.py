@@ -8,14 +8,14 @@
 R_max rows, D model dim, F hidden dim, e local experts.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mxep import quant
-from mxep.comms import RoutingPlan, gather_rows
+from mxep.comms import RoutingPlan, gather_rows, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight
@@ -24,7 +24,8 @@ from mxep.quant import MXFormat, MXParts, MXTensor, SwiGLU
 from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import replayed
 
-from .dispatchers.base import Payload
+from .dispatchers.base import Payload, TokenDispatcher
+from .lora import LoRAWeights
 
 
 @replayed
@@ -104,6 +105,33 @@ class LayerConfig(Bundle):
     activation: SwiGLU  # without a default, which Dynamo of torch 2.11 cannot read
 
 
+class Needs(NamedTuple):
+    """A choice of parameters, such as those that have gradients."""
+
+    gate_up_proj: bool = False
+    down_proj: bool = False
+    gate_up_bias: bool = False
+    lora: bool = False
+
+    def keep_rows(self, rows_again: bool) -> bool:
+        """Whether forward keeps rows: gradients of gate_up_proj and LoRA read them. rows_again: `makes_rows_again`."""
+        return (self.gate_up_proj or self.lora) and not rows_again
+
+
+NONE = Needs()
+
+
+def makes_rows_again(dispatcher: TokenDispatcher, recipe: Recipe, needs: Needs | None, top_k: int) -> bool:
+    """Whether forward keeps no rows, and backward makes them again from x, for the gradient of gate_up_proj.
+
+    This works on one rank, where slots are the tokens themselves. x costs no memory, since a router keeps it, too.
+    Top-1 layers keep quantized slots: their x may be a temporary tensor (``score_before_experts``), twice as large.
+    """
+    if needs is None or needs.lora or not needs.gate_up_proj:
+        return False
+    return dispatcher.slots_are_tokens and (recipe.scaling == "none" or top_k > 1)
+
+
 @dataclass(frozen=True)
 class Saved(Operands):
     """The tensors that forward leaves to backward besides the weights themselves.
@@ -124,16 +152,36 @@ class Saved(Operands):
     down_inner: Tensor | None = None
 
 
+def fake_plan(expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher, config: LayerConfig) -> RoutingPlan:
+    """The plan that `dispatch` would make, from fake tensors."""
+    sizes = dispatcher.static_tokens(expert_ids.shape[0])
+    assert sizes is not None
+    top_k = expert_ids.shape[1]
+    plan = make_plan(
+        expert_ids.new_empty(*sizes, top_k),
+        weights.new_empty(*sizes, top_k),
+        expert_ids.new_empty(sizes[0]),
+        first_expert=0,
+        num_local_experts=dispatcher.num_local_experts,
+        alignment=config.recipe.group_alignment,
+        capacity=dispatcher.capacity,
+        num_experts=dispatcher.num_experts,
+    )
+    return replace(plan, dispatch=expert_ids.new_empty(1))
+
+
 def fake_saved(
     x: Tensor,
     plan: RoutingPlan,
-    weights: tuple[Weight, Tensor],
+    weights: tuple[AnyWeight, Tensor | FrozenWeight],
     config: LayerConfig,
     keep_rows: bool,
     *,
     copied: bool,
+    lora: LoRAWeights | None = None,
 ) -> Saved:
-    """The tensors that forward would leave to backward, as fake tensors. copied: the dispatcher `borrows`."""
+    """The tensors that forward would leave to backward, as fake tensors. copied: the dispatcher `borrows`. lora: if it
+    has gradients."""
     recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
     slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
     num_rows, wide = plan.slot_rows.shape[0] if slots else plan.max_rows, 2 * hidden_dim
@@ -150,7 +198,8 @@ def fake_saved(
     gate_up = quantized(plan.max_rows, wide, wide) if fp8 else x.new_empty(plan.max_rows, wide)
     later = (rowwise_and_saved(w, recipe, config.backend, dgrad=True)[1] for w in weights)
     columns = (w.weight if isinstance(w.weight, MXTensor) else w.amax for w in later)
-    return Saved(rows, gate_up, *columns)
+    inner = () if lora is None else (x.new_empty(plan.max_rows, A.shape[1]) for A in lora.tensors[::2])
+    return Saved(rows, gate_up, *columns, *inner)
 
 
 def num_parts(recipe: Recipe, keep_rows: bool) -> tuple[int, int]:
@@ -159,14 +208,21 @@ def num_parts(recipe: Recipe, keep_rows: bool) -> tuple[int, int]:
 
 
 def join_saved(
-    tensors: list[Tensor], dtype: torch.dtype, weight_dtype: torch.dtype, recipe: Recipe, keep_rows: bool
+    tensors: list[Tensor],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    recipe: Recipe,
+    *,
+    keep_rows: bool,
+    lora: bool,
 ) -> Saved:
-    """`Saved` from its tensors. dtype: of x."""
+    """`Saved` from its tensors. dtype: of x. lora: it has gradients."""
+    inner = [tensors.pop() for _ in range(2 * lora)][::-1]
     of_rows, of_gate_up = num_parts(recipe, keep_rows)
     rows, gate_up, columns = tensors[:of_rows], tensors[of_rows:][:of_gate_up], tensors[of_rows + of_gate_up :]
     half = len(columns) // 2
     of_columns = (_joined(part, (-2, -1), weight_dtype) for part in (columns[:half], columns[half:]))
-    return Saved(_joined(rows, -1, dtype), _joined(gate_up, -1, dtype), *of_columns)
+    return Saved(_joined(rows, -1, dtype), _joined(gate_up, -1, dtype), *of_columns, *inner)
 
 
 def _joined(parts: list[Tensor], axis: Any, dtype: torch.dtype) -> Any:

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from mxep.comms import RoutingPlan
-from mxep.gemm import Recipe
 from mxep.gemm.frozen import expanded
 from mxep.quant import MXParts, group_sums
 from mxep.runtime.bundle import Bundle, Operands
@@ -42,9 +41,11 @@ from mxep.runtime.replay import Replayed, replayed
 
 from .dispatchers.base import Payload, Routing, TokenDispatcher
 from .formats import (
+    NONE,
     AnyWeight,
     ColwiseWeights,
     LayerConfig,
+    Needs,
     RowwiseWeights,
     Saved,
     Wire,
@@ -60,30 +61,8 @@ from .formats import (
 )
 from .lora import LoRAGradients, LoRAWeights, add_lora, gradient_of_A, lora_backward
 
-
-class Needs(NamedTuple):
-    """A choice of parameters, such as those that have gradients."""
-
-    gate_up_proj: bool = False
-    down_proj: bool = False
-    gate_up_bias: bool = False
-    lora: bool = False
-
-
-NONE = Needs()
 MainGrads = tuple[Tensor | None, Tensor | None]
 """fp32 (e, 2F, D) and (e, D, F), or None: weight gradients are added there and not returned."""
-
-
-def makes_rows_again(dispatcher: TokenDispatcher, recipe: Recipe, needs: Needs | None, top_k: int) -> bool:
-    """Whether forward keeps no rows, and backward makes them again from x, for the gradient of gate_up_proj.
-
-    This works on one rank, where slots are the tokens themselves. x costs no memory, since a router keeps it, too.
-    Top-1 layers keep quantized slots: their x may be a temporary tensor (``score_before_experts``), twice as large.
-    """
-    if needs is None or needs.lora or not needs.gate_up_proj:
-        return False
-    return dispatcher.slots_are_tokens and (recipe.scaling == "none" or top_k > 1)
 
 
 # ── forward ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +115,7 @@ def forward_pass(
     The exchanges and dx are made in any case, as ranks do not know what the others need. rows_again: see
     `makes_rows_again`. drops: return `kept`. room: of the dispatcher's `room_for`; then tokens are contiguous.
     """
-    recipe, keep_rows = config.recipe, needs is not None and (needs.gate_up_proj or needs.lora) and not rows_again
+    recipe, keep_rows = config.recipe, needs is not None and needs.keep_rows(rows_again)
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
     how: dict[str, Any] = {"alignment": recipe.group_alignment} | ({} if room is None else {"room": room})
     arriving = dispatcher.dispatch(payload, given.expert_ids, given.weights, overlap=True, **how)

@@ -22,8 +22,8 @@ from mxep.runtime.replay import is_recordable
 from .dispatchers.base import Done, Handle, Payload, Routing, TokenDispatcher
 from .dispatchers.local import LocalDispatcher
 from .dispatchers.symmetric import OVERLAP_SMS, SymmetricDispatcher
-from .formats import LayerConfig
-from .layer import BackwardInput, ForwardInput, MainGrads, Needs, backward_pass, forward_pass
+from .formats import LayerConfig, Needs
+from .layer import BackwardInput, ForwardInput, MainGrads, backward_pass, forward_pass
 
 _rehearsed: set[Hashable] = set()
 

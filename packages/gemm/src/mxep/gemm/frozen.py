@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXFormat, MXTensor, column_scales, fold, quantize, to_mxfp8
-from mxep.runtime.bundle import Bundle, tensors_in
+from mxep.runtime.bundle import Bundle
 
 FrozenFormat = Literal["mxfp8", "mxfp4"]
 FORMATS: dict[str, MXFormat] = {"mxfp8": E4M3, "mxfp4": E2M1}
@@ -70,8 +70,13 @@ class FrozenWeight(Bundle):
         return "mxfp8" if self.qdata.shape[-1] == self.shape[-1] else "mxfp4"
 
     @property
+    def parts(self) -> list[Tensor]:
+        """The tensors that it consists of, in order: 3, or 6 if they are folded."""
+        return [x for x in (getattr(self, name) for name in self.field_names) if x is not None]
+
+    @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in tensors_in(self))
+        return sum(part.nbytes for part in self.parts)
 
     def along_k(self) -> MXTensor:
         """The values that GEMMs multiply: qdata with one scale per row if they are stored so, else per 32 elements."""
