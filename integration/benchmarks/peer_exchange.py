@@ -1,0 +1,125 @@
+"""torch's symmetric-memory all-to-all on NVSHMEM (`all_to_all_vdev_2d`) beside NCCL's, on all ranks.
+
+    NVSHMEM_DISABLE_NVLS=1 torchrun --nproc-per-node 2 integration/benchmarks/peer_exchange.py [FILE.json]
+
+bench=comms times mxep beside the same NCCL calls: a process has one kind of symmetric memory. (`bench.shapes.headline`
+takes these shapes; torch 2.11 has at most 15 experts a rank.) As there, rows are permuted before and nothing is
+unpermuted after; but the sizes are on the device, and dispatch lays out each expert's rows at a multiple of 32. Both
+directions are first compared with what was sent, bit by bit.
+
+us      median over rounds of the slowest rank; vdev_2d is launched by the host, and NCCL is in a CUDA graph
+"""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.comms import BLOCK, PAUSE, Collective, Problem, Shape
+from benchmarks.timer import Alternative, Timer
+from mxep.integration.mesh import all_gather_tensor
+from mxep.integration.report import provenance, write_json
+
+SHAPES = [Shape(8192, 7168, 16, 4), Shape(8192, 5120, 16, 1), Shape(4096, 4096, 16, 1)]
+
+
+def group_name() -> Any:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.group_name
+
+
+class VDev:
+    """Rows of each (token, expert) pair to the expert's rank, grouped by expert, and back again. Collective."""
+
+    def __init__(self, p: Problem, sent: Tensor) -> None:
+        """sent: (T K, D), by expert."""
+        self.name, pairs, experts = group_name(), len(sent), p.shape.experts
+        most = p.traffic.most_pairs + BLOCK * p.local_experts
+        make: Any = lambda *shape, dtype: symm_mem.empty(*shape, dtype=dtype, device=p.device)  # noqa: E731
+        self.sent, self.back = (make(pairs, p.shape.dim, dtype=sent.dtype) for _ in range(2))
+        self.received = make(most, p.shape.dim, dtype=sent.dtype)
+        self.splits = make(experts, dtype=torch.int64)
+        self.where, self.where_back = (make(2, experts, dtype=torch.int64) for _ in range(2))
+        self.sent.copy_(sent)
+        self.splits.copy_(p.ids.flatten().bincount(minlength=experts))
+
+    def dispatch(self) -> None:
+        torch.ops.symm_mem.all_to_all_vdev_2d(
+            self.sent, self.received, self.splits, self.where, self.name, major_align=BLOCK
+        )
+
+    def combine(self) -> None:
+        torch.ops.symm_mem.all_to_all_vdev_2d_offset(self.received, self.back, self.where, self.where_back, self.name)
+
+    def check(self, p: Problem) -> None:
+        """Raise RuntimeError if a row differs. Collective."""
+        self.back.zero_()
+        self.dispatch()
+        self.combine()
+        rows, splits = all_gather_tensor(self.sent), all_gather_tensor(self.splits)
+        ends, found = splits.cumsum(1), self.where.tolist()
+        for at, (size, offset) in enumerate(zip(*found)):  # by expert, then source rank
+            expert, source = p.rank * p.local_experts + at // p.ranks, at % p.ranks
+            end = int(ends[source, expert])
+            wanted = rows[source, end - int(splits[source, expert]) : end]
+            if not self.received[offset : offset + size].equal(wanted):
+                raise RuntimeError(f"wrong rows of expert {expert} from rank {source}")
+        if not self.back.equal(self.sent):
+            raise RuntimeError("combine: other rows come back than were sent")
+
+
+def measure(device: torch.device) -> list[dict[str, Any]]:
+    """A row for each shape and call. Collective."""
+    rows, flag = [], torch.zeros(1, device=device, dtype=torch.float32)
+    here: Any = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
+
+    def start() -> None:
+        dist.all_reduce(flag)
+        torch.cuda._sleep(PAUSE)
+
+    timer = Timer(device, seconds=0.02, rounds=7, start=start, shared=True)
+    for shape in SHAPES:
+        p = Problem(here, shape, 0.0, 0)
+        nccl = Collective(p, p.bf16, torch.bfloat16)
+        order = p.ids.flatten().long().argsort(stable=True) // shape.top_k
+        nccl.sent.copy_(p.bf16[0].view(torch.bfloat16)[order])
+        peer = VDev(p, nccl.sent)
+        peer.check(p)
+        calls = {"NCCL bf16": nccl.dispatch, "NCCL bf16, combine": nccl.combine}
+        found = timer.compare(
+            {name: Alternative(lambda call=call: [call], "may") for name, call in calls.items()}  # type: ignore[misc]
+            | {
+                "vdev_2d bf16": Alternative(lambda: [peer.dispatch], "never"),  # noqa: B023
+                "vdev_2d bf16, combine": Alternative(lambda: [peer.combine], "never"),  # noqa: B023
+            }
+        )
+        rows += [{"shape": list(shape), "what": name, **row} for name, row in found.items()]
+        if here.rank == 0:
+            print(*rows[-4:], sep="\n", flush=True)
+    return rows
+
+
+def main() -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    symm_mem.set_backend("NVSHMEM")
+    symm_mem.enable_symm_mem_for_group(group_name())
+    rows = measure(device)
+    if dist.get_rank() == 0 and sys.argv[1:]:
+        write_json(
+            provenance("peer_exchange.py", None) | {"ranks": dist.get_world_size(), "rows": rows}, [Path(sys.argv[1])]
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
