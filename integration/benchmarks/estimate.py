@@ -35,7 +35,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from mxep.comms import Capacity
 from mxep.comms.layout import Layout as Buffer
@@ -48,7 +48,7 @@ from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.integration.config import ConfigError
 from mxep.integration.model import make_capacity
 from mxep.integration.report import Report, Row, Section
-from mxep.integration.schema import SIZE_NAMES, Config, moe_layers, sizes_of
+from mxep.integration.schema import SIZE_NAMES, Config, sizes_of
 from mxep.quant.shapes import padded_rows
 
 from .comms import WIRE, Traffic
@@ -360,6 +360,14 @@ def model_of(config: Config) -> tuple[Shape, int]:
         raise ConfigError(f"estimate.model: {file} has no {names}: wanted one of an MoE model")
     shape = Shape(tokens, sizes["dim"], sizes["hidden_dim"], sizes["experts"], sizes["top_k"])
     return shape, moe_layers(found, sizes["layers"])
+
+
+def moe_layers(found: Mapping[str, Any], layers: int) -> int:
+    """How many of ``layers`` layers have experts."""
+    every = found.get("decoder_sparse_step") or found.get("interleave_moe_layer_step") or 1
+    dense = {*range(found.get("first_k_dense_replace") or 0), *(found.get("mlp_only_layers") or ())}
+    sparse = [i for i in range(layers) if i not in dense and not (i + 1) % every]
+    return len(found.get("moe_layers") or sparse)
 
 
 def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator[Row]:

@@ -86,7 +86,7 @@ def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model as save_pretrained writes it, with a tokenizer and a text; GPUs, and the packages that models want."""
-    monkeypatch.setattr(config, "gpus", lambda: [None] * GPUS)
+    monkeypatch.setattr(config, "gpu_count", lambda: GPUS)
     installed = config.importlib.metadata.version
     monkeypatch.setattr(
         config.importlib.metadata, "version", lambda name: "5.17.0" if name == "transformers" else installed(name)

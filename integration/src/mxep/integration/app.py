@@ -43,7 +43,7 @@ from .launch import (
     RanksFailed,
     end_fork_server,
     end_on_signals,
-    gpus,
+    gpu_count,
     raise_on_signals,
     reports,
     run_in_place,
@@ -51,7 +51,6 @@ from .launch import (
     start_fork_server,
     under_torchrun,
 )
-from .machine import complaints
 from .schema import TASKS, Config, command_line_complaint, configs_dir, override_key
 
 if TYPE_CHECKING:
@@ -131,14 +130,12 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
     try:
         end_on_signals(lambda: _remove_empty(folder))
         config, checkpoints = prepare(raw, overrides)
-        if missing := "; ".join(complaints(config)):
-            raise ConfigError(missing)
         if config.task.name in ("train", "compare") and config.data.path is not None:
             for note in data.notes(config.data):
                 _say(f"data.path: {note}")
         if not under_torchrun() and config.task.name != "estimate":  # which has no ranks
             # Imports of transformers, such as torchao, may start CUDA, and a forked rank could not use it then.
-            early = config.model.transformers is not None and not gpus()
+            early = config.model.transformers is not None and not gpu_count()
             start_fork_server(*["mxep.integration.transformers.model"] * early)
             atexit.register(end_fork_server)  # so that the command leaves nothing behind
         checkpoints = _check(config, checkpoints)

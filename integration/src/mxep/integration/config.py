@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from . import data
 from .checkpoint import TOKENIZER, find, read_state
-from .launch import gpus, under_torchrun
+from .launch import gpu_count, under_torchrun
 from .schema import (
     ALIGNMENT,
     CASES,
@@ -157,7 +157,7 @@ def _fill_parallel(config: Config, ranks: int | None) -> None:
     if ranks is not None:
         parallel.ranks = ranks
     elif parallel.ranks is None:
-        parallel.ranks = (len(gpus()) if parallel.device != "cpu" else 0) or 2
+        parallel.ranks = (gpu_count() if parallel.device != "cpu" else 0) or 2
     if parallel.ep is None:
         parallel.ep = 1 if config.dispatcher.name == "local" else parallel.ranks
 
@@ -390,7 +390,7 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
     else:
         config, checkpoints = _resume(raw, overrides, given, ranks)
     bench = config.bench
-    if config.task.name == "bench" and bench.device == "cuda" and not gpus():
+    if config.task.name == "bench" and bench.device == "cuda" and not gpu_count():
         cure = "; bench.device=cpu tries small shapes without one" if bench.cpu_shapes else ""
         raise ConfigError(f"bench={bench.name} needs a CUDA device, and there is none here{cure}")
     return config, checkpoints

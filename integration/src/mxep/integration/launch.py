@@ -40,7 +40,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,6 @@ PRELOAD = "MXEP_PRELOAD"
 """In the environment of the fork server alone: further modules that it imports."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 PR_SET_PDEATHSIG = 1
-COMPUTE_CAPABILITY = 75, 76
-"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 
 
 class RanksFailed(RuntimeError):
@@ -113,30 +111,14 @@ def reports() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-class Gpu(NamedTuple):
-    """A device's compute capability, and the bytes that it has."""
-
-    capability: tuple[int, int]
-    bytes: int
-
-
-def gpus() -> list[Gpu]:
-    """The GPUs that the driver shows this process, as CUDA_VISIBLE_DEVICES has them. Asks without torch."""
+def gpu_count() -> int:
+    """How many GPUs the driver shows this process, as CUDA_VISIBLE_DEVICES has them. Asks without torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return []
-    count, device, size, capability = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t(), (ctypes.c_int * 2)()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return []
-    found = []
-    for index in range(count.value):
-        driver.cuDeviceGet(ctypes.byref(device), index)
-        for number, attribute in enumerate(COMPUTE_CAPABILITY):
-            driver.cuDeviceGetAttribute(ctypes.byref(capability, 4 * number), attribute, device)
-        driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
-        found.append(Gpu((capability[0], capability[1]), size.value))
-    return found
+        return 0
+    count = ctypes.c_int()
+    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
 def end_on_signals(clean_up: Callable[[], None] = lambda: None) -> None:

@@ -356,14 +356,6 @@ def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
     return hf_config["model_type"] in CAPTURED and attends_to_all(hf_config)
 
 
-def moe_layers(found: Mapping[str, Any], layers: int) -> int:
-    """How many of ``layers`` layers have experts."""
-    every = found.get("decoder_sparse_step") or found.get("interleave_moe_layer_step") or 1
-    dense = {*range(found.get("first_k_dense_replace") or 0), *(found.get("mlp_only_layers") or ())}
-    sparse = [i for i in range(layers) if i not in dense and not (i + 1) % every]
-    return len(found.get("moe_layers") or sparse)
-
-
 def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
     """A task without its key, a key that there is not, for which Hydra would advise a `+`, or a choice that is none."""
     own = any(argument.startswith(("-cd", "--config-", "hydra.searchpath")) for argument in arguments)
