@@ -1,7 +1,6 @@
 """task=estimate: time, bytes and memory of a stack of MoE layers on machines that nobody has here. Needs no GPU.
 
-    layouts   recipe x dispatcher x EP: ms of a layer's step, bytes sent, memory of a rank, tokens/s of the stack
-    stages, memory   of each recipe's best layout: most tokens/s of those that have room
+    recipe x dispatcher x EP: ms of a layer's step, bytes sent, memory of a rank, tokens/s of the stack
 
 Times are rough. A stage takes its work (layer_cases.work) times the median us per byte or flop in the profiles that
 bench=layer wrote. A step takes the sum of its stages times a factor per recipe: the median of measured steps over
@@ -9,13 +8,10 @@ such sums.
 
 - NVLink and the network: Ranks of a group lie side by side. all_to_all takes as long as the slower of both. The network
   reaches the share of its nominal speed that NCCL reached on NVLink.
-- Routing is even: A token needs a rank with e of E experts with probability 1 - C(E - e, K) / C(E, K). `imbalance` is
-  the load of the busiest rank over the mean, for GEMMs and their rows.
+- Routing is even: A token needs a rank with e of E experts with probability 1 - C(E - e, K) / C(E, K).
 - Gradients of experts are reduced over their copies in a ring, while micro-batches compute. The longer of both counts.
 - FSDP shards weights, gradients and optimizer over the copies of experts. Weights are gathered for forward and again
   for backward of each micro-batch, while the neighbouring layer computes. Gradients are scattered once a step.
-- Pipeline: S stages of M micro-batches take (M + S - 1) / M times as long as one. The first stage keeps min(S, M) of
-  them.
 - Memory counts experts only: weights and gradients in bf16, the optimizer, the tensors each layer keeps for backward,
   one layer's temporaries, and the exchange buffers, which all layers share. Memory of libraries is not counted.
 - "over": more than a rank may take; never the best. "~": no measurement covers it (docs/guides/scaling.md).
@@ -59,30 +55,25 @@ RATES = Path(__file__).parents[2] / "docs" / "results"
 RENAMED = {"push": "dispatch", "return": "combine", "split fold": "fold for wgrad", "standard bf16": BASELINE}
 """Names in results of 21 November 2026 -> names now."""
 MEASURED_RANKS, MEASURED_ROWS, MOST_RANKS = 4, 2048, 512  # most ranks and fewest rows an expert of profiles; most tried
-SECTIONS = {
-    "layouts": Section(
-        "ms and MB sent of a layer by layout and EP; ~: extrapolated (docs/guides/scaling.md)",
-        ("layout",),
-        {"ms": ".2f", "NVL MB": ".0f", "net MB": ".0f", "GiB": ".0f", "ktok/s": ".0f"},
-    ),
-    "stages": Section("best layouts: us of a layer's step", ("layout", "stage"), {"us": ".0f", "of step": ".0%"}),
-    "memory": Section("best layouts: GiB of a rank", ("layout", "what"), {"GiB": ".2f"}),
-}
+TABLE = Section(
+    "ms and MB sent of a layer by layout and EP; ~: extrapolated (docs/guides/scaling.md)",
+    ("layout",),
+    {"ms": ".2f", "NVL MB": ".0f", "net MB": ".0f", "GiB": ".0f", "ktok/s": ".0f"},
+)
 
 
 @dataclass(frozen=True)
 class Layout:
     """A layer over W ranks, and its Traffic (comms) with even routing: rows on average.
 
-    what: a case of bench=layer. imbalance: load of the busiest rank over the mean. node: ranks that NVLink connects.
-    nodes_per_token: the most nodes of a token, where a router limits them, of hierarchical.
+    what: a case of bench=layer. node: ranks that NVLink connects. nodes_per_token: the most nodes of a token, where a
+    router limits them, of hierarchical.
     """
 
     shape: Shape
     ranks: int
     what: str
     capacity: Capacity = field(default_factory=Capacity.worst_case)
-    imbalance: float = 1.0
     node: int = MOST_RANKS
     nodes_per_token: int | None = None
 
@@ -96,8 +87,8 @@ class Layout:
         return min(self.ranks, self.node)
 
     @property
-    def most_pairs(self) -> float:
-        return self.imbalance * self.shape.tokens * self.shape.top_k
+    def most_pairs(self) -> int:
+        return self.shape.tokens * self.shape.top_k
 
     @property
     def needs(self) -> float:
@@ -249,10 +240,10 @@ def memory(layout: Layout) -> Memory:
     sources, crossing = 1 if dispatcher == "local" else ranks, layout.slots if dispatcher == "hierarchical" else 0
     slots = layout.near * crossing or sources * tokens
     if dispatcher == "all_to_all":  # with room for a 32nd more, on average
-        slots = math.ceil(layout.imbalance * pairs * 33 / 32)
+        slots = math.ceil(pairs * 33 / 32)
         rows = round_up(slots + own * (align - 1), align)
     elif capacity.kind == "exact":  # half of the padding, on average
-        rows = round_up(math.ceil(layout.imbalance * pairs) + own * (align - 1) // 2, align)
+        rows = round_up(pairs + own * (align - 1) // 2, align)
     else:
         rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
     row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
@@ -303,18 +294,12 @@ def estimate(config: Config) -> Report:
         rates = fit(read(wanted.rates or [str(RATES / f"{name}-h200.json") for name in ("host", "layer")]))
     with _json_of("estimate.model"):
         shape, layers = model_of(config)
-    if wanted.layers is None and wanted.pipeline_stages > layers:
-        raise ConfigError(
-            f"estimate.pipeline_stages: got {wanted.pipeline_stages}, wanted at most {layers}, the model's MoE layers"
-        )
-    layers = wanted.layers or math.ceil(layers / wanted.pipeline_stages)
+    layers = wanted.layers or layers
     speeds = {"NVLink GB/s": wanted.nvlink, "network GB/s": wanted.network, "GiB": wanted.memory}
-    sections = {name: SECTIONS[name].empty() for name in wanted.sections or SECTIONS}
-    report = Report(f"mxep estimate, {wanted.nodes} x {wanted.gpus_per_node} GPUs", speeds, sections)
+    report = Report(f"mxep estimate, {wanted.nodes} x {wanted.gpus_per_node} GPUs", speeds, {"layouts": TABLE.empty()})
     found = [{"layers": layers, "shape": list(shape), **row} for row in layouts(config, rates, shape, layers)]
-    for section in report.sections:
-        for row in found if section == "layouts" else _of_best(section, found):
-            report.add(section, row)
+    for row in found:
+        report.add("layouts", row)
     report.about["sentence"] = sentence(found, config)
     report.remarks = textwrap.wrap(report.about["sentence"], 80)
     report.seconds = time.monotonic() - begin
@@ -328,13 +313,12 @@ def sentence(found: list[Row], config: Config) -> str:
     where = (
         "inside a node" if (ep := best["EP"]) <= wanted.gpus_per_node else f"over {ep // wanted.gpus_per_node} nodes"
     )
-    copies = wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages // ep
+    copies = wanted.gpus_per_node * wanted.nodes // ep
     said = f"EP {ep} {where}, {copies} {'copy' if copies == 1 else 'copies'}{' sharded by FSDP2' * best['fsdp']}"
-    said += f", {wanted.pipeline_stages} pipeline stages" * (wanted.pipeline_stages > 1)
     gib = f"{best['GiB']:.1f} GiB" if best["GiB"] >= 0.1 else f"{math.ceil(best['GiB'] * 1024)} MiB"
     said += f", {'fits with' if fit else 'takes'} {gib} ({best['layout']}, {best['ktok/s']:.0f} ktok/s)"
-    more = "more GPUs, pipeline stages, or fewer tokens a rank"
-    return said if fit else f"Nothing fits in {wanted.memory:g} GiB; the least is {said}: take {more}"
+    cure = "take more GPUs, or fewer tokens a rank"
+    return said if fit else f"Nothing fits in {wanted.memory:g} GiB; the least is {said}: {cure}"
 
 
 @contextlib.contextmanager
@@ -373,9 +357,9 @@ def moe_layers(found: Mapping[str, Any], layers: int) -> int:
 def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator[Row]:
     """Rows of all layouts, the best of each recipe marked."""
     wanted = config.estimate
-    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages
+    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
     sizes = [ep for ep in range(1, min(world, MOST_RANKS) + 1) if not (world % ep or shape.experts % ep)]
-    bounds = make_capacity(config), wanted.imbalance, node, config.dispatcher.nodes_per_token
+    bounds = make_capacity(config), node, config.dispatcher.nodes_per_token
     for recipe in wanted.recipes:
         found, (base, _, change) = [], recipe.partition("_")
         for ep in (ep for ep in sizes if not (node % ep if ep <= node else ep % node)):
@@ -391,7 +375,7 @@ def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator
 def _row(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: bool = False) -> Row:
     """The row of a layout. fsdp: weights, gradients and optimizer are sharded over copies of experts."""
     wanted, shape, ep, dispatcher = config.estimate, layout.shape, layout.ranks, layout.case.dispatcher
-    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages
+    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
     stages = rates.stages(layout, wanted.nvlink, wanted.network)
     ms = sum(stages.values()) / 1e3
     weights = 3 * shape.experts // ep * shape.dim * shape.hidden
@@ -402,8 +386,7 @@ def _row(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: boo
     grad_ms = rates.us[BASELINE, "NCCL"] * WIRE * max(lanes) / 1e3 / wanted.micro_batches
     of_layer, parameters = memory(layout), {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
     sizes = {name: float(layers * weights * size) / (replicas if fsdp else 1) for name, size in parameters.items()}
-    in_flight = min(wanted.pipeline_stages, wanted.micro_batches)
-    sizes |= {"kept": in_flight * layers * of_layer.kept, "work": of_layer.work}
+    sizes |= {"kept": layers * of_layer.kept, "work": of_layer.work}
     sizes |= {"gathered": 6.0 * weights} if fsdp else {}  # two layers' weights and the gradients of one are whole
     sizes |= {"buffers": of_layer.buffers}
     gib = sum(sizes.values()) / GIB
@@ -411,22 +394,12 @@ def _row(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: boo
         return _row(config, rates, layout, layers, fsdp=True)
     few_rows = rows_per_expert(shape.tokens, shape.top_k, ep, shape.experts) < MEASURED_ROWS
     unlike = ep > MEASURED_RANKS or few_rows or dispatcher != "symmetric" or layout.case.recipe == "fp8"
-    waiting = (wanted.micro_batches + wanted.pipeline_stages - 1) / wanted.micro_batches
     row = {"layout": f"{layout.what} {ep}", "recipe": layout.case.whole_recipe, "dispatcher": dispatcher, "EP": ep}
     row |= {name: sent / 1e6 for name, sent in zip(("NVL MB", "net MB"), layout.wire)}
     row |= {"ms": ms, "grad ms": grad_ms, "GiB": gib, "fsdp": fsdp}
     return row | {
-        "ktok/s": shape.tokens * world / layers / max(ms, grad_ms) / waiting,
+        "ktok/s": shape.tokens * world / layers / max(ms, grad_ms),
         "note": " ".join(filter(None, ["fsdp" * fsdp, "over" * (gib > wanted.memory), "~" * unlike])),
         "stages": stages,
         "memory": {name: size / GIB for name, size in sizes.items()},
     }
-
-
-def _of_best(section: str, found: list[Row]) -> Iterator[Row]:
-    for row in found:
-        for name, value in row[section].items() if row.get("best") else ():
-            if section == "stages":
-                yield {"layout": row["layout"], "stage": name, "us": value, "of step": value / 1e3 / row["ms"]}
-            else:
-                yield {"layout": row["layout"], "what": name, "GiB": value}

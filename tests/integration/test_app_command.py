@@ -59,12 +59,8 @@ MISTAKES = [
     (["parallel.ranks=3"], "model.experts must be a multiple of 3 (parallel.ep), got 8: try parallel.ep=1 or "),
     (["recipe.name=mxfp8_up"], "recipe: got 'mxfp8_up', want bf16, fp8, mxfp8"),
     (["task=bench", "bench=layer"], "needs a CUDA device, and there is none here; bench.device=cpu tries"),
-    (["backend=hopper"], "backend=hopper: got ranks on CPUs, wanted CUDA devices of compute capability 9.0"),
-    (["dispatcher=nvshmem"], "dispatcher=nvshmem: got ranks on CPUs, wanted CUDA devices"),
-    (["parallel.device=cuda"], "parallel.device=cuda: got 0 CUDA devices here, wanted one for each of 2 ranks"),
     (["optimizer.beta1=1"], "optimizer.beta1: got 1.0, wanted at least 0 and below 1"),
     (["recipe.name=fp8_floor_ceil"], "recipe: got 'fp8_floor_ceil', want bf16, fp8, mxfp8"),
-    (["model=qwen3_30b_a3b", "model.layers=4800"], "billion parameters take"),
     (["task=bench", "bench=quant", "bench.device=cpu"], "bench=quant measures CUDA devices alone"),
     (["task=bench", "bench=layer", "bench.device=cpu", "bench.models=[x]"], "bench.models: got 'x', wanted some"),
     (["task=bench", "bench=comms", "bench.sections=[x]"], "bench.sections: got 'x', wanted some of headline; skew"),
@@ -218,23 +214,6 @@ def data(path: Path, **changes: int) -> DataConfig:
     return DataConfig(str(path), **({"max_bytes": 10**6, "batch": 1, "length": 8} | changes))
 
 
-def test_what_is_read_of_a_folder_and_what_is_not_text_is_said(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("words " * 100)
-    (tmp_path / "b.md").write_bytes(b"\x00\xff" * 100)
-    (tmp_path / "c.bin").write_bytes(b"\x00" * 100)
-    assert list(data_module.notes(data(tmp_path, max_bytes=500))) == [
-        f"reads 2 files of {tmp_path}, 800 bytes, the first 500 of them (data.max_bytes)",
-        "left out 1 files with other endings: .bin (1); data.path=FILE reads any one",
-        f"1 of 2 files are not UTF-8 text, such as {tmp_path / 'b.md'}: the model learns bytes, whatever they mean",
-    ]
-    assert list(data_module.notes(data(tmp_path / "a.txt"))) == []
-    (one,) = data_module.notes(data(tmp_path / "c.bin"))
-    assert one == f"{tmp_path / 'c.bin'} is not UTF-8 text: the model learns bytes, whatever they mean"
-    (tmp_path / "long.txt").write_text("é" * data_module.HEAD)  # the head that is looked at ends within a character
-    (tmp_path / "odd.txt").write_text("a" + "é" * data_module.HEAD)
-    assert [list(data_module.notes(data(tmp_path / name))) for name in ("long.txt", "odd.txt")] == [[], []]
-
-
 def test_a_text_that_is_too_short_is_told_with_its_size(tmp_path: Path):
     (tmp_path / "a.txt").write_text("words")
     assert data_module.complaint(data(tmp_path / "a.txt")) == (
@@ -268,8 +247,6 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so_and_a_crash_says_how
     other.write_text("another text " * 1000)
     taken = run_in("taken", f"resume={step}", "recipe=fp8", f"data.path={other}", "train.steps=3")
     assert taken.code == 0, taken.err
-    assert f"mxep: fp8 goes on from {step}: weights and moments of mxfp8, step 2\n" in taken.err
-    assert f"mxep: fp8 goes on from {step} with another text: {other}\n" in taken.err
     assert (tmp_path / "taken" / "fp8" / "step-000003").exists()
     assert "steps are done" not in taken.err
     assert "mxep: all 2 steps are done: train.steps=N asks for more" in run_in("again", whole).err

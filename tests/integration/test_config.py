@@ -125,7 +125,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         ),
         (["backend=blackwell", "recipe=mxfp8", "recipe.linear=fp8"], "not fp8's; wanted another backend"),
         (["backend=triton", "task=verify"], "not fp8's; wanted another backend"),
-        (["verify.out=/no/such/file"], "verify.out: no such folder: /no/such"),
+        (["task=compare", "compare.out=/no/such/file"], "compare.out: no such folder: /no/such"),
         (["verify.cases=[bf16/pigeon]"], "verify.cases: got 'bf16/pigeon'"),
         (["data.path=/no/such/file"], "data.path: no such file or folder: /no/such/file"),
         (["model=deepseek_v3_proxy", "model.layers=1"], "model.layers must be at least 2 (first_k_dense_replace=1"),

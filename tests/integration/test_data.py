@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -153,20 +152,6 @@ def test_a_models_vocabulary_follows_and_losses_are_in_nats_a_byte(
     assert row["token_loss"] == pytest.approx(torch.log(torch.tensor(300.0)).item(), rel=0.02)  # it knows nothing yet
     assert row["loss"] == pytest.approx(row["token_loss"] / row["bytes_per_token"])
     assert row["valid"] == pytest.approx(row["loss"], rel=0.2)  # after a step
-
-
-def test_a_file_is_read_once_while_a_config_is_checked_and_anew_once_it_changed(
-    prepared: Callable[..., Config], tmp_path: Path
-):
-    file = tmp_path / "tokenizer.json"
-    found = {"model": {"vocab": {str(i): i for i in range(300)}}, "added_tokens": []}
-    for size in (300, 301):
-        file.write_text(json.dumps(found))
-        with mock.patch.object(json, "loads", side_effect=json.loads) as loads:
-            config = prepared("model=qwen3_moe_tiny", f"data.tokenizer={file}")
-        assert config.model.transformers["vocab_size"] == size
-        assert sum("added_tokens" in call.args[0] for call in loads.call_args_list) == 1
-        found["added_tokens"].append({"id": 300})
 
 
 def test_a_run_on_tokens_resumes_bit_for_bit_with_the_tokenizer_of_its_checkpoint(

@@ -124,7 +124,7 @@ def test_a_config_of_transformers_is_read(tmp_path: Path, given: dict, sizes: tu
 
 def test_the_tables_are_80_wide_and_mark_what_is_extrapolated(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
-    sizes = "estimate.nodes=64", "estimate.layers=4", "dispatcher.capacity=factor", "estimate.sections=null"
+    sizes = "estimate.nodes=64", "estimate.layers=4", "dispatcher.capacity=factor"
     config = prepared(f"estimate.model={tmp_path}", *sizes)
     report = task.estimate(config)
     console = Console(width=80, record=True, file=io.StringIO())
@@ -158,8 +158,8 @@ def test_a_faster_network_and_fewer_rows_cost_less():
         report = task.estimate(prepared(*given, "estimate.recipes=[mxfp8]", *overrides))
         return {row["layout"]: row["ms"] for row in report.sections["layouts"].rows}
 
-    changed = "network=100", "nvlink=900", "imbalance=2"
-    plain, (network, nvlink, busy) = ms(), (ms(f"estimate.{each}") for each in changed)
+    changed = "network=100", "nvlink=900"
+    plain, (network, nvlink) = ms(), (ms(f"estimate.{each}") for each in changed)
     factor = "dispatcher=hierarchical", "dispatcher.capacity=factor", "dispatcher.factor=1.25"
     bounded = [ms(*factor, f"dispatcher.nodes_per_token={most}")["mxfp8/hierarchical 32"] for most in (1, 2, 4)]
     assert bounded[0] < bounded[1] < bounded[2] == ms(*factor)["mxfp8/hierarchical 32"]
@@ -167,7 +167,6 @@ def test_a_faster_network_and_fewer_rows_cost_less():
         assert plain[f"mxfp8/{name} 32"] > network[f"mxfp8/{name} 32"]
     assert plain["mxfp8/hierarchical 32"] > nvlink["mxfp8/hierarchical 32"]
     assert plain["mxfp8/symmetric 8"] == network["mxfp8/symmetric 8"] > nvlink["mxfp8/symmetric 8"]
-    assert all(busy[layout] > plain[layout] for layout in plain)
 
 
 SMALL = "model.dim=2048", "model.hidden_dim=768", "model.experts=128", "model.top_k=8", "estimate.recipes=[mxfp8]"
@@ -211,22 +210,6 @@ def test_what_does_not_fit_is_never_the_best():
     assert f"takes {least['GiB']:.1f} GiB" in sentence
 
 
-def test_pipeline_stages_share_layers_and_gpus_and_wait_for_each_other():
-    given = "model.layers=48", "estimate.nodes=4", "estimate.fsdp=false", "estimate.memory=1000"
-    one, _ = rows_of(*given, "estimate.micro_batches=6")
-    four, sentence = rows_of(*given, "estimate.micro_batches=6", "estimate.pipeline_stages=4")
-    name = "mxfp8/symmetric 8"
-    assert max(row["EP"] for row in four.values()) == 8, "of 32 GPUs a stage has 8"
-    assert four[name]["memory"]["weights"] == pytest.approx(one[name]["memory"]["weights"] / 4, rel=1e-4)
-    assert four[name]["memory"]["kept"] == pytest.approx(one[name]["memory"]["kept"], rel=1e-4), "of four micro-batches"
-    assert four[name]["ktok/s"] == pytest.approx(one[name]["ktok/s"] * 6 / 9, rel=1e-3)
-    assert re.match(r"EP \d inside a node, \d cop(y|ies), 4 pipeline stages, fits with", sentence)
-    with pytest.raises(ConfigError, match=r"pipeline_stages: got 5, wanted a divisor of 8, the GPUs"):
-        prepared("estimate.pipeline_stages=5")
-    with pytest.raises(ConfigError, match=r"pipeline_stages: got 8, wanted at most 4, the model's MoE layers"):
-        rows_of("model.layers=4", "estimate.pipeline_stages=8")
-
-
 def test_it_runs_anywhere_by_the_rates_of_h200s(mxep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     finished = mxep("task=estimate", *SMALL)
@@ -251,12 +234,10 @@ def test_layouts_are_tried_whatever_the_runs_own_ranks_are():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("estimate.imbalance=0.5", "estimate.imbalance: got 0.5, wanted at least 1"),
         ("estimate.model=nowhere", "estimate.model: no such file: nowhere"),
         ("estimate.rates=[a.json]", "estimate.rates: no such file: a.json: leave it out for the rates"),
         ("estimate.rates=[]", "estimate.rates: got none"),
         ("estimate.recipes=[int8]", "estimate.recipes: got 'int8', wanted some of bf16; fp8; mxfp8"),
-        ("estimate.sections=[speed]", "estimate.sections: got 'speed', wanted some of layouts"),
         ("estimate.network=0", "estimate.network: got 0.0, wanted a number above 0"),
     ],
 )

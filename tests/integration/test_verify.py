@@ -39,11 +39,10 @@ SMALL = ("verify.tokens=48", "verify.dim=64", "verify.hidden_dim=64", "verify.ex
 
 
 def test_all_cases_pass_on_two_ranks_and_the_table_is_written(mxep, tmp_path: Path):
-    finished = mxep("task=verify", *SMALL, f"verify.out={tmp_path / 'out.json'}", "verify.commit=abc")
+    finished = mxep("task=verify", *SMALL)
     assert finished.code == 0, finished.out + finished.err
     report = json.loads((tmp_path / "run" / "verify.json").read_text())
-    assert json.loads((tmp_path / "out.json").read_text()) == report
-    assert (report["commit"], report["ranks"], report["backend"], report["dim"]) == ("abc", 2, "reference", 64)
+    assert (report["ranks"], report["backend"], report["dim"]) == (2, "reference", 64)
     assert report["versions"]["torch"] == torch.__version__
     assert report["command"].startswith("mxep task=verify")
     results = [*report["sections"]["layers"], *report["sections"]["linears"]]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import os
 import shlex
 import sys
@@ -34,8 +33,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from . import __version__, data
-from .checkpoint import TOKENIZER, changed, find, new_folder, read_state, same_text, take
+from . import __version__
+from .checkpoint import find, new_folder, read_state, take
 from .config import RESTORED, ConfigError, load_benchmark, prepare, to_json
 from .launch import (
     OUT_OF_MEMORY,
@@ -130,9 +129,6 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
     try:
         end_on_signals(lambda: _remove_empty(folder))
         config, checkpoints = prepare(raw, overrides)
-        if config.task.name in ("train", "compare") and config.data.path is not None:
-            for note in data.notes(config.data):
-                _say(f"data.path: {note}")
         if not under_torchrun() and config.task.name != "estimate":  # which has no ranks
             # Imports of transformers, such as torchao, may start CUDA, and a forked rank could not use it then.
             early = config.model.transformers is not None and not gpu_count()
@@ -187,26 +183,10 @@ def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
             f"resume: {config.resume} has no checkpoint of {', '.join(names)}, only of {', '.join(checkpoints)}"
         )
     if reports():
-        for name in checkpoints.keys() & set(names):
-            _say_what_changed(name, Path(checkpoints[name]), config)
         done = [read_state(Path(checkpoints[name])).step if name in checkpoints else 0 for name in names]
         if min(done) >= config.train.steps:
             _say(f"all {min(done)} steps are done: train.steps=N asks for more")
     return checkpoints
-
-
-def _say_what_changed(name: str, folder: Path, config: Config) -> None:
-    """A line if run ``name`` goes on from another recipe, one if with another text, and one if with other tokens."""
-    state, begin = read_state(folder), f"{name} goes on from {_short(folder)}"
-    if (folder / TOKENIZER).exists() and (reason := changed(folder, [TOKENIZER])):
-        _say(reason)
-    if state.run != name:
-        _say(f"{begin}: weights and moments of {state.run}, step {state.step}")
-    if same_text(to_json(config)["data"], state.config.get("data") or {}):
-        return  # where a text that has changed under its name is refused
-    source, text = data.read(config.data)
-    if hashlib.sha256(text).hexdigest() != state.digest:
-        _say(f"{begin} with another text: {source}")
 
 
 # Tasks
@@ -322,9 +302,10 @@ def _finish(results: Report, config: Config, folder: Path) -> int:
     if reports():
         from .report import write_json
 
-        section, file = getattr(config, config.task.name), folder / f"{config.task.name}.json"
-        written = [file, *([Path(section.out)] if section.out else [])]
-        write_json(results.to_json(_command(), section.commit), written)
+        section, written = getattr(config, config.task.name), [folder / f"{config.task.name}.json"]
+        if out := getattr(section, "out", None):
+            written.append(Path(out))
+        write_json(results.to_json(_command(), getattr(section, "commit", None)), written)
         results.show(Console())
         print(f"results: {', '.join(map(_short, written))}")
         if results.failed:

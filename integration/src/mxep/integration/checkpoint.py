@@ -255,7 +255,8 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     state, moments = read_state(folder), _moments(model, optimizer)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if reason := next(filter(None, all_gather(changed(folder, _files(folder, "*.safetensors")[rank::ranks]))), None):
+    files = [name for name in _files(folder) if name != "state.json"]  # which read_state has checked
+    if reason := next(filter(None, all_gather(changed(folder, files[rank::ranks]))), None):
         raise ValueError(reason)
     for what, tensors in {"model": model.state_dict(), "optimizer": moments}.items():
         if reason := _difference(folder / what, tensors, state.config["parallel"]["ranks"]):
@@ -348,8 +349,8 @@ def _first(error: CheckpointException) -> str:
     return next((f"rank {rank}: {wrapped[0]}" for rank, wrapped in sorted(error.failures.items())), str(error))
 
 
-def _files(folder: Path, pattern: str = "*") -> list[str]:
-    return sorted(str(file.relative_to(folder)) for file in folder.rglob(pattern) if file.is_file())
+def _files(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
 def _sync(path: Path) -> None:

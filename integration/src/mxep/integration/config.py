@@ -36,7 +36,6 @@ from .schema import (
     ALIGNMENT,
     CASES,
     CHANGES,
-    ESTIMATES,
     KEPT_IN_FP8,
     LINEAR_CASES,
     RECIPES,
@@ -244,7 +243,7 @@ def _complaints(config: Config) -> Iterator[str]:
         yield from _check_estimate(config)
     if task == "bench":
         yield from load_benchmark("names").bench_complaints(config.bench)
-    for key in ("bench.out", "compare.out", "estimate.out", "verify.out"):
+    for key in ("bench.out", "compare.out"):
         if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(file).parent}"
     if task == "compare":
@@ -327,11 +326,8 @@ def _check_verify(config: Config) -> Iterator[str]:
 def _check_estimate(config: Config) -> Iterator[str]:
     wanted = config.estimate
     yield from unknown("estimate.recipes", wanted.recipes, (*RECIPES, *(f"{r}_{KEPT_IN_FP8}" for r in RECIPES[1:])))
-    yield from unknown("estimate.sections", wanted.sections or (), ESTIMATES)
     if wanted.model and not Path(wanted.model).exists():
         yield f"estimate.model: no such file: {wanted.model}"
-    if (gpus := wanted.gpus_per_node * wanted.nodes) % wanted.pipeline_stages:
-        yield f"estimate.pipeline_stages: got {wanted.pipeline_stages}, wanted a divisor of {gpus}, the GPUs"
     if missing := [file for file in wanted.rates or () if not Path(file).exists()]:
         cure = "leave it out for the rates of H200s in docs/results"
         yield f"estimate.rates: no such file: {', '.join(missing)}: {cure}"

@@ -14,15 +14,12 @@ B sequences a step over all ranks, b = B / ranks of them here, S tokens a sequen
 
 from __future__ import annotations
 
-import codecs
-import functools
 import hashlib
 import importlib.util
 import json
 import sysconfig
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,7 +34,6 @@ CHUNK = 1 << 16
 HELD_OUT = 16  # every 16th chunk of a text
 NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SUFFIXES = {".py", ".pyi", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".rs", ".json", ".yaml", ".toml", ".html", ".tex"}
-HEAD = 1 << 16  # bytes at a file's start that are checked to be text
 
 
 def read(config: DataConfig) -> tuple[str, bytes]:
@@ -77,24 +73,6 @@ def complaint(config: DataConfig) -> str | None:
     return None
 
 
-def notes(config: DataConfig) -> Iterator[str]:
-    """Yield lines on the files that are read and those that are not."""
-    root, files = _files(config)
-    if root.is_dir():
-        size = sum(file.stat().st_size for file in files)
-        cut = f", the first {config.max_bytes:,} of them (data.max_bytes)" if size > config.max_bytes else ""
-        yield f"reads {len(files)} files of {root}, {size:,} bytes{cut}"
-        others = Counter(file.suffix or "none" for file in _within(root) if file.suffix not in SUFFIXES)
-        if others:
-            kinds = ", ".join(f"{ending} ({count})" for ending, count in others.most_common(5))
-            yield f"left out {others.total()} files with other endings: {kinds}; data.path=FILE reads any one"
-    binary = [file for file in files if not _is_text(file)]
-    if binary:
-        which = f"{len(binary)} of {len(files)} files are" if len(files) > 1 else f"{binary[0]} is"
-        example = f", such as {binary[0]}" if len(files) > 1 else ""
-        yield f"{which} not UTF-8 text{example}: the model learns bytes, whatever they mean"
-
-
 def _files(config: DataConfig) -> tuple[Path, list[Path]]:
     """Return the folder or file, and the files to read."""
     if config.path is None:
@@ -110,16 +88,6 @@ def _within(root: Path, pattern: str = "*") -> list[Path]:
         file for file in sorted(root.rglob(pattern)) if not NOT_TEXT.intersection(file.relative_to(root).parts[:-1])
     )
     return [file for file in found if file.is_file()]
-
-
-def _is_text(file: Path) -> bool:
-    with file.open("rb") as stream:
-        head = stream.read(HEAD)
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)  # its end may be cut within a character
-    except UnicodeDecodeError:
-        return False
-    return b"\0" not in head
 
 
 def tokenizer_complaint(config: DataConfig) -> str | None:
@@ -142,14 +110,7 @@ def vocabulary_of(config: DataConfig) -> int:
     """How many token ids there may be."""
     if config.tokenizer is None:
         return config.vocabulary or VOCABULARY
-    about = Path(config.tokenizer).stat()
-    return _tokens_of(config.tokenizer, (about.st_ino, about.st_mtime_ns, about.st_size))
-
-
-@functools.cache
-def _tokens_of(file: str, version: tuple[int, ...]) -> int:
-    """Number of token ids in a tokenizer.json. version: the file's, as it may be written again."""
-    found: dict[str, Any] = json.loads(Path(file).read_text())
+    found: dict[str, Any] = json.loads(Path(config.tokenizer).read_text())
     model = found["model"]["vocab"]  # of Unigram a list
     ids: list[int] = [len(model) - 1] if isinstance(model, list) else list(model.values())
     return 1 + max([*ids, *(int(each["id"]) for each in found["added_tokens"])])

@@ -34,7 +34,6 @@ BENCHES = ("quant", "gemm", "linear", "comms", "layer", "model")
 VOCABULARY = 256
 """Tokens of a text without a tokenizer: bytes."""
 TASKS = ("train", "compare", "verify", "bench", "estimate")
-ESTIMATES = ("layouts", "stages", "memory")
 
 
 def is_recipe(name: str) -> bool:
@@ -236,8 +235,6 @@ class VerifyConfig:
     experts: Count
     top_k: Count
     cases: list[str] | None
-    out: str | None
-    commit: str | None
 
 
 @dataclass
@@ -272,14 +269,9 @@ class EstimateConfig:
     memory: Positive
     optimizer_bytes: NotNegative
     micro_batches: Count
-    pipeline_stages: Count
     fsdp: bool | None
-    imbalance: Annotated[float, Range(1)]
     recipes: list[str]
     rates: list[str] | None
-    sections: list[str] | None
-    out: str | None
-    commit: str | None
 
 
 @dataclass
