@@ -9,8 +9,8 @@
     layer     the MoE layer on all ranks, compared with the baseline; layer_cases defines the cases and their work
     model     whole models of transformers, with mxep's experts, the baseline's or their own
 
-A bench is a module with SECTIONS (name -> results.Section, its tables) and measure(Bench), which yields (section, row)
-pairs. `names` lists the names that a config may use and does not import torch. `runner` runs a bench; `timer` times.
+A bench is a module with SECTIONS (name -> report.Section, its tables), SHAPES and measure(Bench), which yields
+(section, row) pairs. `runner` checks a bench's config and runs it; `timer` times.
 
 Tasks of their own: `compare` (task=compare: losses over seeds), `estimate` (task=estimate).
 

@@ -58,6 +58,8 @@ WIRE = 450.0
 SKEWS = {"headline": 0.0, "skew": 1.0, "sweep": 0.0}
 """Section -> exponent of the experts' popularity."""
 
+SHAPES = dict.fromkeys(SKEWS, (1, 32, 1, 1))
+SIZES = "tokens, dim, experts, top-k"
 FIGURES = "us, wire GB/s, of wire, x bf16, x 8-bit"
 TITLE = "x: how many times as fast as the library's all-to-all, its sizes known, nothing permuted"
 SECTIONS = {name: table(f"{name}; {TITLE}", "shape, what", FIGURES) for name in SKEWS}

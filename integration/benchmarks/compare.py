@@ -39,7 +39,7 @@ from mxep.integration.launch import Rank
 from mxep.integration.mesh import Mesh, local, part
 from mxep.integration.metrics import log_backend
 from mxep.integration.model import make_recipe
-from mxep.integration.report import Report, Section, provenance, write_page
+from mxep.integration.report import Report, Section
 from mxep.integration.schema import Config
 from mxep.integration.train import Run, Trainer
 
@@ -78,14 +78,6 @@ def report(config: Config, outcome: Outcome) -> Report:
     }
     title = f"mxep compare: {_of(config)} beside bf16, losses in nats a byte"
     return Report(title, {}, sections, about=about, remarks=list(sentences(found)))
-
-
-def write_report(folder: Path, config: Config, outcome: Outcome, made: Report, command: str) -> None:
-    """report.html into ``folder``."""
-    runs = {f"seed {seed}": of for seed, of in outcome.trials.items()}
-    about: dict[str, Any] = {"config": config, "provenance": provenance(command, config.compare.commit)}
-    about |= {"entropy": outcome.text["unigram entropy"], "remarks": made.remarks, "losses": [*made.sections.values()]}
-    write_page(folder, f"mxep task=compare: {_of(config)} beside {BASE}, {len(runs)} seeds", runs, **about)
 
 
 def _of(config: Config) -> str:

@@ -36,6 +36,9 @@ from .timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
 
 T = TypeVar("T")
 DENSE = 8192  # of the square products that are ceilings
+SHAPES = {"layers": (32, 32, 32, 1)}
+SIZES = "rows, N, K, groups"
+BACKENDS = tuple(backends.BACKENDS)
 SECTIONS = {
     "products": table("Products alone", "product, shape, what", "us, TF, x bf16, x fp8 row, of dense"),
     "steps": table("Steps, from and to bf16", "shape, what", "us, TF, x bf16, x torchao"),

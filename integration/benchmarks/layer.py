@@ -52,8 +52,8 @@ from mxep.integration.report import Row
 from mxep.integration.verify import Results as Tensors
 
 from .gemm import ceilings
-from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape, floor_ms, flop, rate, work
-from .runner import Bench, models, table
+from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape, floor_ms, flop, rate, work
+from .runner import ANY, Bench, models, table
 from .timer import Alternative, Call, Run, Timer, failure, free_memory, synchronize
 
 CASES_OF = {
@@ -69,6 +69,9 @@ HOST = "host"  # the model that section host takes, with the experts of a rank
 FORWARD_SECONDS = 0.5
 GIB = 1 << 30
 
+CASES = NAMES
+SHAPES = {ANY: (1, 32, 32, 1, 1)}
+SIZES = "tokens, dim, hidden dim, experts, top-k"
 TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, dB"
 SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),

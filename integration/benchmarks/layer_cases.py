@@ -1,6 +1,6 @@
 """The cases of bench=layer at one shape: MoE layers of mxep.ep and the baseline, with the same routing and weights.
 
-    RECIPE/DISPATCHER              any of names.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
+    RECIPE/DISPATCHER              any of schema.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
                                    every step
     RECIPE/DISPATCHER, kept        KEPT micro-batches within quantize_weights_once; figures are for one of them. Forward
                                    alone quantizes, as the first micro-batch does
@@ -43,7 +43,7 @@ from mxep.gemm import grouped_mm, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.integration.launch import Rank
 from mxep.integration.mesh import all_gather_tensor, local, share
-from mxep.integration.schema import KEPT_IN_FP8
+from mxep.integration.schema import CASES, KEPT_IN_FP8
 from mxep.integration.verify import Results
 from mxep.quant import BLOCK
 
@@ -55,6 +55,12 @@ KEPT = 4
 BASELINE = "baseline bf16"
 MX = "mxfp8/symmetric"
 BASELINES = (BASELINE, "baseline fp8", "baseline mxfp8")
+NAMES = (
+    *BASELINES,
+    *(f"{case}{suffix}" for case in CASES for suffix in ("", ", kept", ", worst_case", ", exact")),
+    *(f"{case}, {KEPT_IN_FP8}" for case in CASES if not case.startswith("bf16")),
+)
+"""All cases."""
 
 
 class Shape(NamedTuple):
@@ -96,7 +102,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """name: one of names.LAYERS. recipe: of its products and of rows on the wire. dispatcher: "" of a baseline."""
+    """name: one of NAMES. recipe: of its products and of rows on the wire. dispatcher: "" of a baseline."""
 
     name: str
 

@@ -37,6 +37,9 @@ from .timer import Alternative, Call, Timer
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
 STEP = "us, TF, x bf16"
+SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "host": (1, 32, 32, 32)}
+SIZES = "tokens, K, N (of q), N of k and v"
+BACKENDS = gemm.BACKENDS
 SECTIONS = {
     "linear": table("Forward and backward of a linear", "shape, what", STEP),
     "qkv": table("Forward and backward of q, k and v", "shape, what", STEP),

@@ -58,8 +58,7 @@ from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, layers,
 from mxep.integration.transformers.optimize import CAUSAL, multiply_by
 
 from .layer import GIB, memory_of
-from .names import MODELS
-from .runner import Bench, models, table
+from .runner import ANY, Bench, models, table
 from .step import all_to_all_experts, baseline_experts
 from .timer import Alternative, Timer, failure
 
@@ -70,6 +69,13 @@ CAPACITY = 2.0  # times the balanced load; random routers stay below, and check(
 LEAST_SNR = 12.0  # experts flip between any two kinds of products, the more the more layers; without experts: up to 10
 
 LINEAR = ", linear"
+CASES = (
+    *(BASELINE, PLAIN, TRANSFORMERS),
+    *(f"mxep {what}{graph}" for what in (*RECIPES, "mxfp8, linear") for graph in ("", ", graph")),
+)
+SHAPES = {ANY: (2, 1, 32, 32, 1, 1)}
+SIZES = "tokens, layers, dim, hidden dim, experts, top-k"
+OPTIMIZERS = ("adamw",)
 FIGURES = "tokens/s, TFLOP/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB"
 TITLE = f"whole models of vocabulary {VOCABULARY}; x: how many times as fast as {BASELINE}"
 SECTIONS = {"model": table(TITLE, "model, tokens, what", FIGURES)}
@@ -104,7 +110,7 @@ def _measured(bench: Bench, name: str, shape: Shape) -> list[Row]:
 
 def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
     timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
-    names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or MODELS))))
+    names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or CASES))))
     rows: dict[str, Row] = {name: {"what": name, "held GiB": subject.held / GIB} for name in names}
     runs, reference = {}, list[Tensor]()
     flops = sum(flops_per_token(subject.model.config, subject.ids.shape[1]).values())

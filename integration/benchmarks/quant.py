@@ -34,6 +34,8 @@ from .timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
 HOW = (E4M3.dtype, ScaleMode.RCEIL.value)
 GROUPS = 32
 FIGURES = "us, TB/s, of copy, target"
+SHAPES = {"rows": (32, 64), "weights": (1, 32, 64), "small": (32, 64)}
+SIZES = "sizes"
 SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", FIGURES)}
 
 ops = torch.ops.mxep

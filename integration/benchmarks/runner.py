@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
-from mxep.integration.config import ConfigError
+from mxep.integration.config import ConfigError, unknown
 from mxep.integration.launch import Rank
 from mxep.integration.report import Report, Row, Section
 from mxep.integration.report import write_json as write
@@ -22,6 +22,8 @@ from mxep.integration.schema import BenchConfig
 from .timer import free_memory
 
 T = TypeVar("T")
+ANY = "*"
+"""In a bench's SHAPES: any name."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,39 @@ def load(name: str) -> Any:
         return importlib.import_module(f"{__package__}.{name}")
     except ImportError as error:
         raise ConfigError(f"bench={name}: {error}") from error
+
+
+def on_ranks(name: str) -> bool:
+    """Whether a bench runs on all ranks."""
+    return name in ("comms", "layer", "model")
+
+
+def complaints(config: BenchConfig) -> Iterator[str]:
+    """One message for each setting that the bench of `config` does not have.
+
+    Its module has SHAPES: names in bench.shapes (ANY: any) -> the number that each size must be a multiple of, and
+    SIZES, the names of these sizes. It may have names of CASES, BACKENDS and OPTIMIZERS; without optimizers there is no
+    bench.activation_checkpointing either.
+    """
+    module = load(config.name)
+    if config.device == "cpu" and not config.cpu_shapes:
+        yield f"bench.device: got 'cpu', and bench={config.name} measures CUDA devices alone"
+    yield from unknown("bench.sections", config.sections or (), module.SECTIONS)
+    for key, one in (("backend", config.backend), ("optimizer", config.optimizer)):
+        yield from unknown(f"bench.{key}", [one] if one else (), getattr(module, f"{key.upper()}S", ()))
+    yield from unknown("bench.cases", config.cases or (), getattr(module, "CASES", ()))
+    if config.activation_checkpointing and not hasattr(module, "OPTIMIZERS"):
+        yield f"bench.activation_checkpointing: got true, wanted false: bench={config.name} has none"
+    yield from unknown("bench.models", config.models or (), config.shapes)
+    if ANY not in module.SHAPES:
+        yield from unknown("bench.shapes", config.shapes, module.SHAPES)
+    for kind, shapes in config.shapes.items():
+        units = module.SHAPES.get(kind) or module.SHAPES.get(ANY) or ()
+        for shape in shapes if units else ():
+            fits = len(shape) == len(units) and all(size >= 1 and not size % unit for size, unit in zip(shape, units))
+            if not fits or ("top-k" in module.SIZES and shape[-1] > shape[-2]):
+                wanted = f"{len(units)} {module.SIZES}, multiples of {list(units)}"
+                yield f"bench.shapes.{kind}: got {list(shape)}, wanted {wanted}"
 
 
 def run(

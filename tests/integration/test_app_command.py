@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import runner
-from benchmarks.names import BENCH
 from composed import composed
 from integration.conftest import TINY
 from mxep import ep, gemm
@@ -61,12 +59,6 @@ MISTAKES = [
     (["task=bench", "bench=layer"], "needs a CUDA device, and there is none here; bench.device=cpu tries"),
     (["optimizer.beta1=1"], "optimizer.beta1: got 1.0, wanted at least 0 and below 1"),
     (["recipe.name=fp8_floor_ceil"], "recipe: got 'fp8_floor_ceil', want bf16, fp8, mxfp8"),
-    (["task=bench", "bench=quant", "bench.device=cpu"], "bench=quant measures CUDA devices alone"),
-    (["task=bench", "bench=layer", "bench.device=cpu", "bench.models=[x]"], "bench.models: got 'x', wanted some"),
-    (["task=bench", "bench=comms", "bench.sections=[x]"], "bench.sections: got 'x', wanted some of headline; skew"),
-    (["task=bench", "bench=model", "bench.cases=[x]"], "bench.cases: got 'x', wanted some of baseline bf16; "),
-    (["task=bench", "bench=layer", "bench.backend=x"], "bench.backend: got 'x', wanted null"),
-    (["task=bench", "bench.shapes.rows=[[64]]"], "bench.shapes.rows: got [64], wanted 2 sizes, multiples of"),
     (["data=text", "data.path=."], "data.path: no file in . ends in any of .c, "),
     (["resume=."], "no checkpoint in .: wanted a run folder"),
     (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0, wanted at least 1"),
@@ -125,7 +117,6 @@ def test_names_known_without_torch_are_those_of_the_tables():
     assert tuple(app.RUN) == schema.TASKS
     wanted = {recipe: gemm.Recipe.named(recipe).group_alignment for recipe in schema.RECIPES}
     assert wanted == schema.ALIGNMENT
-    assert tuple(BENCH) == schema.BENCHES
     with pytest.raises(ValueError, match=re.escape(", ".join(f"_{change}" for change in schema.CHANGES))):
         gemm.Recipe.named("bf16_e5m2")
 
@@ -143,15 +134,6 @@ def test_a_recipe_is_known_without_torch_as_it_is_with():
             assert not schema.is_recipe(name), name
         else:
             assert schema.is_recipe(name), name
-
-
-@pytest.mark.parametrize("name", BENCH)
-def test_what_is_known_of_a_bench_without_torch_is_what_it_has(name: str):
-    known, module = BENCH[name], runner.load(name)
-    assert known.sections == tuple(module.SECTIONS)
-    assert known.cases == tuple(getattr(module, "CASES", known.cases))
-    of_sections = getattr(module, "CASES_OF", {})
-    assert {case for cases in of_sections.values() for case in cases} <= set(known.cases)
 
 
 def prepared(*overrides: str) -> Config:

@@ -11,13 +11,12 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import quant, runner
-from benchmarks.names import BENCH
 from benchmarks.quant import CASES, GROUPS, Inputs
 from mxep.integration import app
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
 from mxep.integration.report import Report, Section
-from mxep.integration.schema import Config, configs_dir
+from mxep.integration.schema import BENCHES, Config, configs_dir
 from mxep.quant.shapes import padded_rows
 
 SHAPES = {"rows": (96, 64), "weights": (2, 32, 192)}
@@ -62,9 +61,9 @@ def test_inputs_are_what_the_module_says():
     assert not (offs % 32).any()
 
 
-@pytest.mark.parametrize("name", sorted(BENCH))
+@pytest.mark.parametrize("name", sorted(BENCHES))
 def test_every_bench_has_a_config_that_fits(make_config: Callable[..., Config], name: str):
-    assert sorted(file.stem for file in (configs_dir() / "bench").glob("*.yaml")) == sorted(BENCH)
+    assert sorted(file.stem for file in (configs_dir() / "bench").glob("*.yaml")) == sorted(BENCHES)
     config = make_config("task=bench", f"bench={name}")
     assert config.bench.name == name
     runner.load(name)

@@ -14,8 +14,7 @@ pytest.importorskip("transformers")
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from benchmarks import runner
-from benchmarks.model import BASELINE, LEAST_SNR, PLAIN, Shape, Subject, _config, measure
-from benchmarks.names import MODELS
+from benchmarks.model import BASELINE, CASES, LEAST_SNR, PLAIN, Shape, Subject, _config, measure
 from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
 from mxep.integration.report import Report
@@ -40,7 +39,7 @@ def test_every_kind_of_experts_is_compared_and_timed(mxep, tmp_path: Path, ranks
     before = modeling_qwen3_moe.create_causal_mask
     rows = rows_of(mxep, tmp_path, *shape, f"parallel.ranks={ranks}")
     assert modeling_qwen3_moe.create_causal_mask is before, "other models of the process have their masks"
-    assert list(rows) == list(MODELS)
+    assert list(rows) == list(CASES)
     if ranks > 1 and own_expert_parallel is None:
         assert rows.pop("transformers bf16")["note"] == "wants transformers 5.23"
     flops = sum(flops_per_token(_config("tiny", Shape(*SHAPE)), SHAPE[0] // 2).values())

@@ -150,10 +150,6 @@ def test_the_command_trains_all_seeds_and_leaves_one_file(mxep, text: Path, tmp_
     assert "the noise of seeds" in finished.out
     assert not list((tmp_path / "run").rglob("*.safetensors"))
     assert len(list((tmp_path / "run").rglob("metrics.jsonl"))) == 7
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert all(f">seed {seed} {name}<" in page for seed, name in runs)
-    assert "the noise of seeds" in page
-    assert ">abc<" in page
 
 
 def compare_and_stop(rank: Rank, config: Config, folder: Path) -> Outcome:

@@ -251,7 +251,7 @@ def test_a_bad_step_on_one_rank_ends_the_run_or_is_skipped_on_all(
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
     json.dumps(run.metrics, allow_nan=False)
     assert report.summarize(outcome)["runs"][0]["skipped"] == 1
-    (svg,) = report.charts({"": {"bf16": run}}, 3.0)
+    (svg,) = report.charts([run], 3.0)
     assert [len(line.split()) for line in re.findall('points="([^"]*)"', svg)] == [6, 6, 3], "the last point is twice"
 
 

@@ -167,13 +167,11 @@ def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
     from .model import recipes
 
     names = [recipe.name for recipe in recipes(config)]
-    if config.task.name == "bench":
-        load_benchmark("runner").load(config.bench.name)
-        if config.bench.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                f"bench={config.bench.name}: torch {torch.__version__} uses none of the GPUs here: it is built for "
-                'CPUs or for a newer driver, `python -c "import torch; torch.cuda.init()"` says which; install another'
-            )
+    if config.task.name == "bench" and config.bench.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"bench={config.bench.name}: torch {torch.__version__} uses none of the GPUs here: it is built for "
+            'CPUs or for a newer driver, `python -c "import torch; torch.cuda.init()"` says which; install another'
+        )
     if config.task.name != "train" or config.resume is None:
         return {}
     if str(Path(config.resume).resolve()) in checkpoints.values():  # one run goes on, whatever it is called now
@@ -244,12 +242,7 @@ def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     if outcome.stopped:
         print("mxep: stopped before all seeds were done: no results", file=sys.stderr)
         return STOPPED
-    made = compare.report(config, outcome)
-    code = _finish(made, config, folder)
-    if reports():
-        compare.write_report(folder, config, outcome, made, _command())
-        print(f"report: {_short(folder / 'report.html')}")
-    return code
+    return _finish(compare.report(config, outcome), config, folder)
 
 
 def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
@@ -264,7 +257,7 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     runner = load_benchmark("runner")
     args = (config.bench, config.seed, files, _command(), config.dispatcher.ranks_per_node)
     try:
-        if load_benchmark("names").BENCH[config.bench.name].on_ranks:
+        if runner.on_ranks(config.bench.name):
             results = _on_ranks(runner.run, args, config, device=config.bench.device)
         else:
             results = runner.run(None, *(args if reports() else args[:2]), quiet=not reports())

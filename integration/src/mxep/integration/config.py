@@ -77,8 +77,8 @@ class ConfigError(ValueError):
     """The config asks for something that does not exist or does not fit; the message says what, for the user."""
 
 
-def load_benchmark(module: str) -> Any:
-    """A module of integration/benchmarks, which tasks compare, bench and estimate run. ConfigError where it is not."""
+def find_benchmarks() -> None:
+    """Make integration/benchmarks, which tasks compare, bench and estimate run, importable. ConfigError without it."""
     if not (BENCHMARKS / "__init__.py").is_file():
         raise ConfigError(
             f"task=bench, task=compare and task=estimate: got no {BENCHMARKS}, which no package of mxep has: "
@@ -86,6 +86,11 @@ def load_benchmark(module: str) -> Any:
         )
     if str(BENCHMARKS.parent) not in sys.path:  # ranks get this path, too
         sys.path.insert(0, str(BENCHMARKS.parent))
+
+
+def load_benchmark(module: str) -> Any:
+    """A module of integration/benchmarks. Most import torch."""
+    find_benchmarks()
     return importlib.import_module(f"benchmarks.{module}")
 
 
@@ -100,7 +105,7 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
     assert isinstance(config, Config)
     _refuse(out_of_bounds(config))
     if config.task.name in ("bench", "compare", "estimate"):
-        load_benchmark("names")
+        find_benchmarks()
     _fill_parallel(config, ranks)
     _refuse(_unknown_recipes(config))
     _refuse(_complaints(config))
@@ -242,7 +247,7 @@ def _complaints(config: Config) -> Iterator[str]:
     if task == "estimate":
         yield from _check_estimate(config)
     if task == "bench":
-        yield from load_benchmark("names").bench_complaints(config.bench)
+        yield from load_benchmark("runner").complaints(config.bench)
     for key in ("bench.out", "compare.out"):
         if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(file).parent}"
@@ -379,22 +384,18 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
     _fit_bench(raw, given)
     if raw.model.pretrained is not None:
         _fit_model_to_checkpoint(raw, given)
-    if raw.resume is None:
-        _fit_vocabulary(raw, given)
-        config = resolve(raw, ranks=ranks)
-        checkpoints: dict[str, str] = {}
-    else:
-        config, checkpoints = _resume(raw, overrides, given, ranks)
-    bench = config.bench
-    if config.task.name == "bench" and bench.device == "cuda" and not gpu_count():
-        cure = "; bench.device=cpu tries small shapes without one" if bench.cpu_shapes else ""
-        raise ConfigError(f"bench={bench.name} needs a CUDA device, and there is none here{cure}")
-    return config, checkpoints
+    if raw.resume is not None:
+        return _resume(raw, overrides, given, ranks)
+    _fit_vocabulary(raw, given)
+    return resolve(raw, ranks=ranks), {}
 
 
 def _fit_bench(raw: DictConfig, given: set[str]) -> None:
     """A shape on the command line selects its model. On a CPU a bench has shapes and a backend
     of its own, but for those that the command line names."""
+    if raw.task.name == "bench" and raw.bench.device == "cuda" and not gpu_count():
+        cure = "; bench.device=cpu tries small shapes without one" if raw.bench.cpu_shapes else ""
+        raise ConfigError(f"bench={raw.bench.name} needs a CUDA device, and there is none here{cure}")
     named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
     if raw.bench.models is not None and "bench.models" not in given:
         if "bench.shapes" in given:

@@ -217,9 +217,6 @@ TABLES = {
 # Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a deviation of 0.025.
 NOTE = "Rounding alone moves the loss of so short a run by a few hundredths, either way."
 
-Groups = Mapping[str, Mapping[str, Run]]
-"""Group of runs, such as "seed 0" -> name -> run. The others of a group are compared with its first."""
-
 
 def summarize(outcome: Outcome) -> dict[str, Any]:
     """The outcome in numbers: losses in nats a byte, rows over all steps, layers and ranks."""
@@ -233,15 +230,9 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
 
 def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[str, Any]:
     """summary.json and report.html into ``folder``; returns the summary."""
-    summary, last = summarize(outcome), outcome.runs[-1]
-    made_by = provenance(command, None)
-    (folder / "summary.json").write_text(json.dumps(summary | {"provenance": made_by}, indent=1))
-    groups = {"": {run.name: run for run in outcome.runs}}
-    remarks = [f"Stopped: {last.name}, step {last.steps} of {config.train.steps}."] * outcome.stopped
-    remarks += [NOTE] * (len(outcome.runs) > 1)
-    title = f"mxep task=train: {' beside '.join(groups[''])}, on {Path(outcome.text).name}"
-    about: dict[str, Any] = {"entropy": outcome.entropy, "config": config, "provenance": made_by}
-    write_page(folder, title, groups, remarks=remarks, losses=tables(summary)[:1], **about)
+    summary = summarize(outcome) | {"provenance": provenance(command, None)}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    (folder / "report.html").write_text(page(outcome, summary, config))
     return summary
 
 
@@ -260,20 +251,19 @@ def tables(summary: dict[str, Any]) -> list[Section]:
     return found
 
 
-def details(groups: Groups) -> list[Section]:
+def details(runs: Sequence[Run], summary: dict[str, Any]) -> list[Section]:
     """Routing and speed with a row for each run, expert load with a row for each layer."""
-    runs = {f"{group} {name}".strip(): run for group, each in groups.items() for name, run in each.items()}
-    _, routing, speed = tables({"runs": [_summarize(run) | {"name": name} for name, run in runs.items()]})
-    counts = "; ".join(dict.fromkeys(run.tflops_count for run in runs.values()))
+    _, routing, speed = tables({"runs": summary["runs"]})
+    counts = "; ".join(dict.fromkeys(run.tflops_count for run in runs))
     speed = dataclasses.replace(speed, title=f"{speed.title} (TFLOP/s: {counts})")
     loads = {}
-    for name, run in runs.items():
+    for run in runs:
         rows = [row["expert_loads"] for row in run.taken[-LAST:] if "expert_loads" in row]  # a checkpoint's may lack it
-        loads[name] = [statistics.fmean(layer) for layer in zip(*rows)]
+        loads[run.name] = [statistics.fmean(layer) for layer in zip(*rows)]
     layers = max(map(len, loads.values()))
     by_layer = [{"layer": i, **{name: load[i] for name, load in loads.items() if load}} for i in range(layers)]
     title = f"Expert load, busiest / mean, last {LAST} steps"
-    return [routing, Section(title, ("layer",), dict.fromkeys(runs, ".3f"), by_layer), speed]
+    return [routing, Section(title, ("layer",), dict.fromkeys(loads, ".3f"), by_layer), speed]
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
@@ -352,9 +342,9 @@ thead th { white-space: normal; vertical-align: bottom }
 .facts td { text-align: left; white-space: normal; overflow-wrap: anywhere }
 pre { background: var(--soft); padding: 1rem; overflow-x: auto }
 """
-STYLES = (("#0072B2", "", 2.5), ("#D55E00", "9 4", 1.5), ("#009E73", "9 4 2 4", 1.2), ("#888888", "2 4", 1.2))
-"""Color, dashes and width of each run of a group: Okabe and Ito's colors, which color-blind readers tell apart. Curves
-often lie upon each other: each is narrower than those below."""
+STYLES = (("#0072B2", "", 2.5), ("#D55E00", "9 4", 1.5), ("#888888", "2 4", 1.2))
+"""Color, dashes and width of each run, and of what they are compared with: Okabe and Ito's colors, which color-blind
+readers tell apart. Curves often lie upon each other: each is narrower than those below."""
 WIDTH, LEFT, HEIGHT = 800, 56, 240
 POINTS = 800  # most of a curve
 
@@ -368,71 +358,51 @@ class Curve(NamedTuple):
     faint: bool = False
 
 
-def write_page(
-    folder: Path,
-    title: str,
-    groups: Groups,
-    *,
-    entropy: float,
-    remarks: Sequence[str],
-    losses: Sequence[Section],
-    config: Config,
-    provenance: Mapping[str, Any],
-) -> None:
-    """report.html into ``folder``. losses: tables above the curves. provenance: as of `results.provenance`."""
-    versions = {"mxep": __version__, **provenance["versions"]}
-    facts = {**provenance, "versions": ", ".join(f"{name} {one}" for name, one in versions.items())}
+def page(outcome: Outcome, summary: dict[str, Any], config: Config) -> str:
+    """report.html. summary: of `summarize`, with "provenance"."""
+    runs, last = outcome.runs, outcome.runs[-1]
+    title = f"mxep task=train: {' beside '.join(run.name for run in runs)}, on {Path(outcome.text).name}"
+    remarks = [f"Stopped: {last.name}, step {last.steps} of {config.train.steps}."] * outcome.stopped
+    remarks += [NOTE] * (len(runs) > 1)
+    facts = dict(summary["provenance"])
+    facts["versions"] = ", ".join(f"{name} {one}" for name, one in {"mxep": __version__, **facts["versions"]}.items())
     shown = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(one))}</td></tr>'
         for name, one in facts.items()
         if one is not None
     )
-    page = (
+    lines = (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
         '<meta name="viewport" content="width=device-width">\n<link rel="icon" href="data:,">',
         f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
         f"<ul>{''.join(f'<li>{escape(remark)}</li>' for remark in remarks)}</ul>",
-        *map(_table, losses),
+        _table(tables(summary)[0]),
         "<h2>Curves</h2>",
-        *charts(groups, entropy),
-        *map(_table, details(groups)),
+        *charts(runs, outcome.entropy),
+        *map(_table, details(runs, summary)),
         f'<h2>Where it ran</h2>\n<div><table class="facts">{shown}</table></div>',
         f"<h2>Config</h2>\n<pre>{escape(OmegaConf.to_yaml(OmegaConf.create(to_json(config))))}</pre>",
         "</body>\n</html>\n",
     )
-    (folder / "report.html").write_text("\n".join(page))
+    return "\n".join(lines)
 
 
-def charts(groups: Groups, entropy: float) -> Iterator[str]:
-    """SVGs: losses in nats a byte, smoothed, over the raw curves of one group; then each run minus its group's first,
-    smoothed, and the mean of several groups. Runs that not every group has are left out. Skipped steps have no loss."""
-    base, *others = [name for name in next(iter(groups.values())) if all(name in runs for runs in groups.values())]
+def charts(runs: Sequence[Run], entropy: float) -> Iterator[str]:
+    """SVGs: losses in nats a byte, raw and smoothed, then other runs minus the first. Skipped steps have no loss."""
+    curves = [[(row["step"], row["loss"]) for row in run.taken] for run in runs]
+    last = max((step for curve in curves for step, _ in curve), default=1)
     drawn = []
-    for place, runs in enumerate({name: runs[name] for name in (base, *others)} for runs in groups.values()):
-        for (name, run), style in zip(runs.items(), STYLES):
-            steps, losses = [row["step"] for row in run.taken], [row["loss"] for row in run.taken]
-            if len(groups) == 1:
-                drawn.append(Curve(None, style, list(zip(steps, losses)), faint=True))
-            drawn.append(Curve(None if place else name, style, list(zip(steps, smooth(losses)))))
-    last = max((step for each in drawn for step, _ in each.points), default=1)
-    level = Curve(f"unigram entropy, {entropy:.2f}", STYLES[3], [(1, entropy), (last, entropy)])
+    for run, curve, style in zip(runs, curves, STYLES):
+        drawn += [Curve(None, style, curve, faint=True), Curve(run.name, style, smooth(curve))]
+    level = Curve(f"unigram entropy, {entropy:.2f}", STYLES[-1], [(1, entropy), (last, entropy)])
     yield chart("loss, nats a byte", [*drawn, level])
-    drawn = []
-    for name, style in zip(others, STYLES[1:]):
-        each = []
-        for of in groups.values():  # by step, of the steps that both took
-            of_base = {row["step"]: row["loss"] for row in of[base].taken}
-            both = (row for row in of[name].taken if row["step"] in of_base)
-            each.append({row["step"]: row["loss"] - of_base[row["step"]] for row in both})
-        for one in each if len(each) > 1 else ():
-            drawn.append(Curve(None, style, list(zip(one, smooth(list(one.values())))), faint=True))
-        steps = [step for step in each[0] if all(step in one for one in each)]
-        mean = smooth([statistics.fmean(one[step] for one in each) for step in steps])
-        label = f"{name} - {base}" + (f", mean of {len(each)}" if len(each) > 1 else "")
-        drawn.append(Curve(label, style, list(zip(steps, mean))))
-    if any(each.points for each in drawn):
-        zero = Curve(None, STYLES[3], [(1, 0.0), (last, 0.0)])
-        yield chart(f"difference from {base}, nats a byte, smoothed", [zero, *drawn])
+    of_base, zero = dict(curves[0]), Curve(None, STYLES[-1], [(1, 0.0), (last, 0.0)])
+    for run, curve, style in zip(runs[1:], curves[1:], STYLES[1:]):
+        both = [(step, loss - of_base[step]) for step, loss in curve if step in of_base]
+        if both:
+            name = f"{run.name} - {runs[0].name}"
+            title = f"difference from {runs[0].name}, nats a byte, smoothed"
+            yield chart(title, [zero, Curve(name, style, smooth(both))])
 
 
 def chart(title: str, curves: Sequence[Curve]) -> str:
@@ -473,10 +443,12 @@ def _ticks(low: float, high: float) -> list[float]:
     return [i * unit for i in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 
-def smooth(values: list[float], weight: float = 0.8) -> list[float]:
-    """Means with weight ``weight ** distance`` to both sides, so that they follow a falling curve without a lag."""
+def smooth(curve: Sequence[tuple[float, float]], weight: float = 0.8) -> list[tuple[float, float]]:
+    """The curve of means, weighted by ``weight ** distance`` to both sides, so that it follows without a lag."""
+    values = [value for _, value in curve]
     ahead, back = _sums(values, weight), _sums(values[::-1], weight)[::-1]
-    return [(a + b - value) / (m + n - 1) for (a, m), (b, n), value in zip(ahead, back, values, strict=True)]
+    means = ((a + b - value) / (m + n - 1) for (a, m), (b, n), value in zip(ahead, back, values, strict=True))
+    return [(step, mean) for (step, _), mean in zip(curve, means)]
 
 
 def _sums(values: list[float], weight: float) -> list[tuple[float, float]]:
