@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,17 @@ from torch.nn import functional as F
 from mxep.gemm import BACKENDS, Recipe
 from mxep.integration import app, verify
 from mxep.integration.metrics import snr
-from mxep.integration.schema import CASES, LINEAR_CASES, Config
+from mxep.integration.schema import CASES, Config
 from mxep.integration.verify import (
     EXACT,
     WIDE,
     Check,
-    LinearProblem,
-    LinearResults,
     Problem,
-    Quantizers,
     Results,
     compare,
     levelled,
     make_problem,
     moe_layer,
-    plain_linear,
     quantizers,
     report,
     wide_of,
@@ -45,12 +40,11 @@ def test_all_cases_pass_on_two_ranks_and_the_table_is_written(mxep, tmp_path: Pa
     assert (report["ranks"], report["backend"], report["dim"]) == (2, "reference", 64)
     assert report["versions"]["torch"] == torch.__version__
     assert report["command"].startswith("mxep task=verify")
-    results = [*report["sections"]["layers"], *report["sections"]["linears"]]
-    assert [result["case"] for result in results] == [*CASES, *LINEAR_CASES]
+    results = report["sections"]["layers"]
+    assert [result["case"] for result in results] == list(CASES)
     assert all(result["note"] == "pass" and result["margin"] >= 0 for result in results)
-    fields = [len(dataclasses.fields(kind)) for kind in (Results, LinearResults)]
-    assert [len(result["checks"]) for result in results] == [fields[0]] * len(CASES) + [fields[1]] * len(LINEAR_CASES)
-    assert len(re.findall(r"\bpass\b", finished.out)) == len(CASES) + len(LINEAR_CASES)
+    assert {len(result["checks"]) for result in results} == {len(dataclasses.fields(Results))}
+    assert len(re.findall(r"\bpass\b", finished.out)) == len(CASES)
 
 
 def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path, make_config):
@@ -63,24 +57,11 @@ def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, 
     assert "1 of 1 lines failed" in err
 
 
-def of_a_layer(config: Config, *quantizers: Quantizers) -> list[Results]:
-    problem = make_problem(config, 0, 1.0)
-    return [moe_layer(problem, q) for q in quantizers]
-
-
-def of_a_linear(config: Config, *quantizers: Quantizers) -> list[LinearResults]:
-    problem = LinearProblem.gaussian(45, 64, 96, seed=0)
-    return [plain_linear(problem, q) for q in quantizers]
-
-
-RESULTS = [(of_a_layer, field.name) for field in dataclasses.fields(Results)]
-RESULTS += [(of_a_linear, field.name) for field in dataclasses.fields(LinearResults)]
-
-
-@pytest.mark.parametrize(("results", "field"), RESULTS)
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Results)])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
-def test_a_wrong_row_or_a_nan_in_any_result_fails_that_result(make_config, results, field: str, recipe: str):
-    exact, quantized = results(make_config(*SMALL), EXACT, quantizers(Recipe.named(recipe)))
+def test_a_wrong_row_or_a_nan_in_any_result_fails_that_result(make_config, field: str, recipe: str):
+    problem = make_problem(make_config(*SMALL), 0, 1.0)
+    exact, quantized = moe_layer(problem), moe_layer(problem, quantizers(Recipe.named(recipe)))
     for wrong in (0.0, float("nan")):
         tampered = getattr(quantized, field).clone()
         tampered[TAMPERED] = wrong
@@ -125,11 +106,9 @@ def test_a_quantized_reference_has_the_noise_of_its_format(make_config: Callable
 
 def test_levelled_results_are_those_of_gaussian_data(make_config: Callable[..., Config]):
     """To the bit: the factor is a power of two."""
-    config, linear = make_config(*SMALL), partial(LinearProblem.gaussian, 45, 64, 96, 0)
-    found = [[moe_layer(make_problem(config, 0, wide)), plain_linear(linear(wide))] for wide in (1.0, WIDE)]
-    for plain, wide in zip(*found):
-        for field in dataclasses.fields(plain):
-            assert torch.equal(getattr(levelled(wide, WIDE), field.name), getattr(plain, field.name)), field.name
+    plain, wide = (moe_layer(make_problem(make_config(*SMALL), 0, factor)) for factor in (1.0, WIDE))
+    for field in dataclasses.fields(plain):
+        assert torch.equal(getattr(levelled(wide, WIDE), field.name), getattr(plain, field.name)), field.name
 
 
 def test_data_are_wide_unless_a_backend_folds_and_the_report_says_which(monkeypatch: pytest.MonkeyPatch, make_config):

@@ -161,11 +161,12 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
-    """The checkpoint of each run to start from, by the run's name. ValueError for what only torch can tell."""
+    """The checkpoint of each run to start from, by the run's name. ValueError for what torch alone can tell: recipes."""
     import torch
 
-    from .model import recipes
+    from .model import linear_recipe, make_recipe, recipes
 
+    linear_recipe(config, make_recipe(config))
     names = [recipe.name for recipe in recipes(config)]
     if config.task.name == "bench" and config.bench.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(

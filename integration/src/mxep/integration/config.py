@@ -35,18 +35,13 @@ from .launch import gpu_count, under_torchrun
 from .schema import (
     ALIGNMENT,
     CASES,
-    CHANGES,
     KEPT_IN_FP8,
-    LINEAR_CASES,
     RECIPES,
     VOCABULARY,
     Config,
     RecipeConfig,
-    did_you_mean,
-    is_recipe,
     out_of_bounds,
     override_key,
-    recipes_like,
     sizes_of,
 )
 
@@ -64,9 +59,6 @@ TRANSFORMERS_ONLY = {
     "train.compile": False,
 }
 """Keys that only models of transformers have -> what mxep's own decoder has instead."""
-
-NO_ROW_SCALES = ("triton", "blackwell")
-"""Backends that multiply no operands of one scale a row."""
 
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -107,7 +99,6 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
     if config.task.name in ("bench", "compare", "estimate"):
         find_benchmarks()
     _fill_parallel(config, ranks)
-    _refuse(_unknown_recipes(config))
     _refuse(_complaints(config))
     return config
 
@@ -171,15 +162,6 @@ def _refuse(complaints: Iterator[str]) -> None:
         raise ConfigError(found)
 
 
-def _unknown_recipes(config: Config) -> Iterator[str]:
-    for key, name in (("recipe", config.recipe.name), ("recipe.linear", config.recipe.linear)):
-        if name is not None and not is_recipe(name):
-            changes = ", ".join(f"_{change}" for change in CHANGES)
-            rule = "in this order, one of the last three, 32x32 after mxfp8 alone"
-            near, bases = did_you_mean(name, recipes_like(name)), ", ".join((*RECIPES, "auto"))
-            yield f"{key}: got {name!r}, want {bases}; after fp8 and mxfp8 also {changes} ({rule}){near}"
-
-
 def _check_ranks(config: Config) -> Iterator[str]:
     """How the run's ranks share experts and batch."""
     experts, ranks, ep = config.model.experts, config.ranks, config.ep
@@ -241,7 +223,7 @@ def _complaints(config: Config) -> Iterator[str]:
         yield complaint
     if trains and (complaint := data.tokenizer_complaint(config.data)):
         yield complaint
-    yield from unknown("verify.cases", config.verify.cases or (), (*CASES, *LINEAR_CASES))
+    yield from unknown("verify.cases", config.verify.cases or (), CASES)
     if task == "verify":
         yield from _check_verify(config)
     if task == "estimate":
@@ -259,9 +241,6 @@ def _complaints(config: Config) -> Iterator[str]:
             yield f"compare.seeds: got {seeds}, wanted two or more that differ: noise is what lies between them"
         if config.resume is not None:
             yield "task=compare starts anew: resume must be null"
-    names = [name for name in _multiplied(config) if name.startswith("fp8")]
-    if config.backend in NO_ROW_SCALES and names:
-        yield f"backend={config.backend} multiplies MX and plain operands, not {names[0]}'s; wanted another backend"
 
 
 def _check_own_model(config: Config) -> Iterator[str]:
@@ -316,13 +295,13 @@ def _check_transformers(config: Config, hf_config: Mapping[str, Any]) -> Iterato
 
 def _check_verify(config: Config) -> Iterator[str]:
     sizes, ranks = config.verify, config.ranks
-    spread = not all(name.endswith(("/local", "/linear")) for name in sizes.cases or CASES)
+    spread = not all(name.endswith("/local") for name in sizes.cases or CASES)
     if not sizes.top_k <= sizes.experts:
         yield f"verify.top_k must lie in 1..{sizes.experts} (verify.experts), got {sizes.top_k}"
     if spread and sizes.experts % ranks:
         cure = f"verify.experts={ranks * (sizes.experts // ranks + 1)}"
         yield f"verify.experts must be a multiple of {ranks} (parallel.ranks), got {sizes.experts}: try {cure}"
-    strictest = max(_multiplied(config), key=_alignment)
+    strictest = max((name.partition("/")[0] for name in sizes.cases or CASES), key=_alignment)
     if sizes.dim % (alignment := _alignment(strictest)) or sizes.hidden_dim % alignment:
         got = f"{sizes.dim} and {sizes.hidden_dim}"
         yield f"recipe {strictest} wants verify.dim and verify.hidden_dim in {alignment}s, got {got}"
@@ -351,16 +330,6 @@ def unknown(key: str, got: Iterable[str], known: Iterable[str]) -> Iterator[str]
 def _alignment(recipe: str) -> int:
     """Sizes must be multiples of this. It is 1 for "auto", as that takes bf16 where MXFP8 does not fit."""
     return ALIGNMENT.get(recipe.partition("_")[0], 1)
-
-
-def _multiplied(config: Config) -> list[str]:
-    """Names of the recipes that `backend` computes in this task."""
-    if config.task.name == "verify":
-        return [name.partition("/")[0] for name in config.verify.cases or (*CASES, *LINEAR_CASES)]
-    if config.task.name in ("bench", "estimate"):
-        return []
-    compared = config.task.name == "compare" or config.train.compare
-    return [*(["bf16"] if compared else []), config.recipe.name, *filter(None, [config.recipe.linear])]
 
 
 # From the command line

@@ -22,27 +22,13 @@ BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
 DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
 RECIPES = ("bf16", "fp8", "mxfp8")
 ALIGNMENT = {"bf16": 1, "fp8": 16, "mxfp8": 32}  # of sizes that a recipe multiplies
-CHANGES = ("e5m2", "32x32", "mxfp4_weights", "wgrad_bf16", "gate_up_fp8", "floor", "ceil", "even")
-"""Changes of the last two recipes, in this order, as in mxfp8_e5m2."""
-MODES = CHANGES[-3:]
-"""Scale modes: a recipe has at most one."""
 KEPT_IN_FP8 = "gate_up_fp8"
 """A change that bench=layer and task=estimate know, too."""
 CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:4] for recipe in RECIPES)
-LINEAR_CASES = tuple(f"{recipe}/linear" for recipe in RECIPES)
 BENCHES = ("quant", "gemm", "linear", "comms", "layer", "model")
 VOCABULARY = 256
 """Tokens of a text without a tokenizer: bytes."""
 TASKS = ("train", "compare", "verify", "bench", "estimate")
-
-
-def is_recipe(name: str) -> bool:
-    """Whether `mxep.gemm.Recipe.named` knows ``name``, or it is "auto"."""
-    if name in ("auto", "bf16"):
-        return True
-    changes = "".join(f"(?:_{change})?" for change in CHANGES if change not in MODES)
-    found = re.fullmatch(rf"(fp8|mxfp8){changes}(?:_(?:{'|'.join(MODES)}))?", name)
-    return found is not None and ("32x32" in name) + ("mxfp4_weights" in name) <= (found[1] == "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -372,7 +358,7 @@ def _unknown_choice(group: str, choice: str) -> str | None:
     known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
     if not known or choice in (*known, "null") or not re.fullmatch(r"\w+", choice):
         return None
-    if group == "recipe" and is_recipe(choice):
+    if group == "recipe" and choice.partition("_")[0] in RECIPES:
         return f"no such choice: recipe={choice}; did you mean recipe.name={choice}?"
     near = did_you_mean(choice, known)
     return f"no such choice: {group}={choice}{near or '; wanted ' + ', '.join(known)}"
@@ -387,13 +373,6 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The end of a message: the name that is meant, if one is near."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-def recipes_like(name: str) -> list[str]:
-    """Names of recipes with the changes that `name` has, as far as they are known."""
-    changes = [f"_{change}" for change in CHANGES if change in name]
-    known = [*RECIPES, "auto", *(base + "".join(changes) for base in RECIPES if changes)]
-    return [each for each in known if is_recipe(each)]
 
 
 def _alike(key: str) -> str:

@@ -1,10 +1,9 @@
-"""task=verify on one rank: every case of names.CASES against a dense fp32 layer on the same routing, and linears.
+"""task=verify on one rank: every case of schema.CASES against a dense fp32 layer on the same routing.
 
     problem from (seed, rank) -> MoE(recipe, dispatcher), forward and backward
                               -> moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
     one block of features, WIDE times as large in x and d_out and as small in weights, is brought back in results
     signal to noise of the MoE against the exact layer  >=  that of the quantized reference - 0.3 dB
-    linear(recipe), forward and backward, in the same way against `plain_linear`
 
 The wide block tells MXFP8 from FP8: a row of FP8 has one scale and loses its small values, 18 dB instead of 23 on
 layers. A backend that folds MXFP8 to one scale a row loses as much, and gets Gaussian data, on which both are alike.
@@ -42,7 +41,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mxep.ep import DispatchFields, MoE, make_dispatcher
-from mxep.gemm import Recipe, linear
+from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 from mxep.quant import BLOCK, MXFormat, quantize
 
@@ -51,7 +50,7 @@ from .launch import Rank, resolve_device
 from .mesh import Mesh, all_gather, local
 from .metrics import log_backend, snr
 from .report import Report, Row, Section
-from .schema import CASES, LINEAR_CASES, Config
+from .schema import CASES, Config
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
@@ -88,40 +87,6 @@ class Results:
 
 
 @dataclass(frozen=True)
-class LinearProblem:
-    """x (T, D), w (N, D), bias (N,), d_out (T, N), fp32 with values that bf16 has."""
-
-    x: Tensor
-    w: Tensor
-    bias: Tensor
-    d_out: Tensor
-
-    @staticmethod
-    def gaussian(tokens: int, dim: int, width: int, seed: int, wide: float = 1.0) -> LinearProblem:
-        """The first block of features of x is `wide` times as large, and that of w as much smaller."""
-        generator = torch.Generator().manual_seed(seed)
-        x, w, bias, d_out = (
-            torch.randn(s, generator=generator, dtype=torch.float32)
-            for s in ((tokens, dim), (width, dim), (width,), (tokens, width))
-        )
-        w *= dim**-0.5
-        x, w, bias, d_out = (each.bfloat16().float() for each in (x, w, bias, d_out))
-        x[:, :BLOCK] *= wide
-        w[:, :BLOCK] /= wide
-        return LinearProblem(x, w, bias, d_out)
-
-
-@dataclass(frozen=True)
-class LinearResults:
-    """out (T, N), dx (T, D), dw (N, D), d_bias (N,)."""
-
-    out: Tensor
-    dx: Tensor
-    dw: Tensor
-    d_bias: Tensor
-
-
-@dataclass(frozen=True)
 class Quantizers:
     """A recipe's roundings, each fp32 -> fp32: rows of activations and gradients, weights along their last axis (rows)
     or the one before it (cols), rows of either kind along tokens for the weight gradients."""
@@ -142,7 +107,7 @@ EXACT = Quantizers(_exact, _exact, _exact, _exact, _exact, _exact)
 
 
 def quantizers(recipe: Recipe) -> Quantizers:
-    """The recipe's roundings as fp32 -> fp32. Covers 1x32 weights and wgrad "mx", which all names.CASES have."""
+    """The recipe's roundings as fp32 -> fp32. Covers 1x32 weights and wgrad "mx", which all CASES have."""
     if recipe.scaling == "none":
         return EXACT
 
@@ -195,17 +160,6 @@ def moe_layer(problem: Problem, q: Quantizers = EXACT) -> Results:
     return Results(out, dx, d_weights, d_gate_up_proj, d_down_proj)
 
 
-def plain_linear(problem: LinearProblem, q: Quantizers = EXACT) -> LinearResults:
-    """Forward and backward of a linear, with what `q` rounds."""
-    x, d_out = q.activation(problem.x), q.gradient(problem.d_out)
-    out = x @ q.rows(problem.w).T + problem.bias
-    dw = q.gradient_tokens(d_out).T @ q.activation_tokens(x)
-    return LinearResults(out, d_out @ q.cols(problem.w), dw, problem.d_out.sum(0))
-
-
-Outputs = Results | LinearResults
-
-
 @dataclass(frozen=True)
 class Check:
     """One tensor of a case on its worst rank: signal to noise and its threshold, in dB."""
@@ -239,13 +193,12 @@ def report(config: Config, results: dict[str, list[Check]]) -> Report:
     failed = []
     for case, checks in results.items():
         figures = {check.name.removesuffix("_proj"): ".1f" for check in checks} | {"margin": "+.1f"}
-        kind = "linears" if case in LINEAR_CASES else "layers"
         row: Row = {check.name.removesuffix("_proj"): check.snr for check in checks}
         row |= {"case": case, "margin": min(check.spare for check in checks)}
         row["checks"] = [dataclasses.asdict(check) for check in checks]
         wrong = [check for check in checks if not check.passed]
         row |= {"error": "FAIL"} if wrong else {"note": "pass"}
-        sections.setdefault(kind, Section("", ("case",), figures)).rows.append(row)
+        sections.setdefault("layers", Section("", ("case",), figures)).rows.append(row)
         for check in wrong:
             got = f"{check.snr:.2f} dB on rank {check.rank}, wanted {check.threshold:.2f}"
             failed.append(f"{case}: {check.name}: {got}")
@@ -257,13 +210,13 @@ def report(config: Config, results: dict[str, list[Check]]) -> Report:
 
 
 def verify(rank: Rank, config: Config) -> dict[str, list[Check]]:
-    """The checks of each case, one for each field of `Results` or `LinearResults`. Collective.
+    """The checks of each case, one for each field of `Results`. Collective.
 
     All ranks return the same: of every check the rank with the least to spare.
     """
     log_backend(config.backend, rank)
     mesh = Mesh.make(rank.world_size, rank.device)
-    names = config.verify.cases or [*CASES, *LINEAR_CASES]
+    names = config.verify.cases or CASES
     found = {name: all_gather(_check(name, config, mesh, rank.device)) for name in names}
     return {name: [min(each, key=lambda check: check.spare) for each in zip(*ranks)] for name, ranks in found.items()}
 
@@ -291,18 +244,16 @@ def wide_of(backend: Backend) -> float:
     return 1.0 if backend.wants_rowwise else WIDE
 
 
-def levelled(results: Outputs, wide: float) -> Outputs:
+def levelled(results: Results, wide: float) -> Results:
     """Results with the first block of features of ordinary size, so that each element counts."""
     factors = {"out": wide, "dx": wide, "d_gate_up_proj": 1 / wide, "d_down_proj": 1 / wide}
-    if isinstance(results, LinearResults):
-        factors = {"dx": wide, "dw": 1 / wide}
     changed = {name: getattr(results, name).clone() for name in factors}
     for name, factor in factors.items():
         (changed[name].mT if name == "d_down_proj" else changed[name])[..., :BLOCK] *= factor
     return dataclasses.replace(results, **changed)
 
 
-def compare(got: Outputs, exact: Outputs, quantized: Outputs, rank: int) -> list[Check]:
+def compare(got: Results, exact: Results, quantized: Results, rank: int) -> list[Check]:
     """One check for each tensor of ``got``, its bound from how far ``quantized`` is from ``exact``."""
     checks = []
     for field in dataclasses.fields(got):
@@ -347,20 +298,8 @@ def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, con
 def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
     """The results of a case, the exact ones and those of quantizers compared."""
     wide = wide_of(select(config.backend, device))
-    results = (_run_case if name in CASES else _run_linear)(name, config, mesh, device, wide)
-    got, exact, quantized = (levelled(each, wide) for each in results)
+    got, exact, quantized = (levelled(each, wide) for each in _run_case(name, config, mesh, device, wide))
     return compare(got, exact, quantized, mesh.rank)
-
-
-def _run_linear(name: str, config: Config, mesh: Mesh, device: torch.device, wide: float) -> list[LinearResults]:
-    recipe, sizes = Recipe.named(name.partition("/")[0]), config.verify
-    tokens, seed = max(1, sizes.tokens - DROPPED * (1 + mesh.rank)), config.seed * 1000 + 1 + mesh.rank
-    problem = LinearProblem.gaussian(tokens, sizes.dim, sizes.hidden_dim, seed, wide)
-    leaves = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in (problem.x, problem.w, problem.bias)]
-    out = linear(*leaves, recipe=recipe, backend=config.backend)
-    gradients = torch.autograd.grad(out, leaves, problem.d_out.to(out))
-    got = LinearResults(*(tensor.detach().float().cpu() for tensor in (out, *gradients)))
-    return [got, plain_linear(problem), plain_linear(problem, quantizers(recipe))]
 
 
 def _run_case(name: str, config: Config, mesh: Mesh, device: torch.device, wide: float) -> list[Results]:
