@@ -43,7 +43,7 @@ LAUNCHES = {
     "wgrad E5M2": lambda: wgrad(E5M2),
     "wgrad fp32": lambda: wgrad(out_dtype=torch.float32),
     "wgrad halves": lambda: wgrad(halves=True),
-    "wgrad halves fp32": lambda: wgrad(out_dtype=torch.float32, halves=True),
+    "wgrad E5M2 halves add": lambda: wgrad(E5M2, torch.float32, add=True, halves=True),
     "wgrad add": lambda: wgrad(out_dtype=torch.float32, add=True),
     "wgrad add bf16": lambda: wgrad(add=True),
 }
