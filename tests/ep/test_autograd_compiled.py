@@ -70,18 +70,18 @@ GPT_OSS = {"activation": SwiGLU(1.702, 0.5, 1.0, interleaved=True), "bias": True
 @pytest.mark.slow
 @distributed(2)
 def test_it_is_one_graph_and_the_same_bits(ctx) -> None:
-    """Once for another number of tokens and without gradients, too: each of these compiles again."""
+    """Once without gradients, too. Of other numbers of tokens: the next test."""
     few_rows = {"recipe": "mxfp8_e5m2"} | FEW_ROWS
     gpt_oss = {"recipe": "mxfp8_gate_up_fp8", "max_tokens": 64, "num_shared_experts": 1} | GPT_OSS
-    for options, more in ((few_rows, (24,)), (gpt_oss, ())):
+    for options in (few_rows, gpt_oss):
         torch.compiler.reset()
         block = Block(ctx, **options)
         compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-        for tokens in (TOKENS, *more):
-            assert_same(results(block, compiled, ctx, tokens), results(block, block, ctx, tokens))
-        with torch.no_grad():
-            x = torch.ones(3, DIM, dtype=torch.bfloat16, device=ctx.device)
-            assert not more or torch.equal(compiled(x), block(x))
+        assert_same(results(block, compiled, ctx), results(block, block, ctx))
+        if options is few_rows:
+            with torch.no_grad():
+                x = torch.ones(3, DIM, dtype=torch.bfloat16, device=ctx.device)
+                assert torch.equal(compiled(x), block(x))
         block.moe.check()
 
 
@@ -92,22 +92,16 @@ def blocks(ctx, count: int, **options) -> torch.nn.Sequential:
     return model
 
 
-BATCHES = (TOKENS, TOKENS, 24, 56)
-
-
 @pytest.mark.slow
 @distributed(1)  # graphs of ranks are alike: test_it_is_one_graph_and_the_same_bits
 def test_layers_of_a_kind_compile_once_for_a_batch_and_once_for_any(ctx) -> None:
-    for whole in (False, True):
-        torch.compiler.reset()
-        model, plain = (blocks(ctx, 2, max_tokens=64, **GPT_OSS) for _ in range(2))
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(model, fullgraph=True, backend=counter) if whole else model
-        for block in () if whole else model:
-            block.compile(fullgraph=True, backend=counter)
-        for tokens in BATCHES:
-            assert_same(results(model, compiled, ctx, tokens), results(plain, plain, ctx, tokens))
-        assert counter.frame_count == 2
+    model, plain = (blocks(ctx, 2, max_tokens=64, **GPT_OSS) for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(fullgraph=True, backend=counter)
+    for tokens in (TOKENS, TOKENS, 24, 56):
+        assert_same(results(model, model, ctx, tokens), results(plain, plain, ctx, tokens))
+    assert counter.frame_count == 2
 
 
 @pytest.mark.slow

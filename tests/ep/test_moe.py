@@ -62,7 +62,7 @@ def test_a_routing_from_outside_takes_the_place_of_the_routers(ctx) -> None:
         moe(x, expert_ids=expert_ids)
 
 
-@distributed(1, 2, 4, slow=[4])
+@distributed(1, 3)
 def test_every_case_equals_a_dense_layer(ctx) -> None:
     ranks = make_ranks([150, 200, 90, 220][: ctx.world_size])
     for recipe, dispatcher in (case.split("/") for case in CASES):
@@ -100,7 +100,7 @@ def extremes(world_size: int) -> dict:
     }
 
 
-@distributed(1, 2, 3, slow=[3])
+@distributed(2, 3, slow=[3])
 def test_routing_extremes_equal_a_dense_layer(ctx) -> None:
     for name, (tokens, ids) in extremes(ctx.world_size).items():
         ranks = make_ranks(tokens, seed=2)
