@@ -170,6 +170,14 @@ def test_a_masked_layer_is_one_compiled_graph() -> None:
     assert torch.equal(got["load"], wanted["load"])
 
 
+def test_a_graph_of_any_number_of_tokens_takes_a_mask() -> None:
+    moe = MoE(64, 32, 8, 2, recipe="bf16", max_tokens=64, dispatcher="local")
+    x, mask = torch.randn(40, 64, dtype=torch.bfloat16), torch.arange(40) > 3
+    torch._dynamo.maybe_mark_dynamic(x, 0)  # as after calls of other lengths without a mask
+    got = torch.compile(moe, fullgraph=True, backend="eager")(x, mask=mask)
+    assert torch.equal(got, moe(x, mask=mask))
+
+
 def test_a_mask_that_does_not_fit_is_named() -> None:
     moe, x = MoE(64, 32, 8, 2, dispatcher="local"), torch.zeros(2, 3, 64, dtype=torch.bfloat16)
     for mask in (torch.ones(2, 3), torch.ones(3, 2, dtype=torch.bool), torch.ones(5, dtype=torch.bool)):

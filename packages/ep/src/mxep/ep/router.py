@@ -245,8 +245,8 @@ class Router(nn.Module):
 
 def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
     """The mask of x (..., D) as (T,). Raises ValueError if it does not fit."""
-    shapes = (x.shape[:-1], (x.shape[:-1].numel(),))
-    if mask.dtype != torch.bool or mask.shape not in shapes or mask.device != x.device:
+    fits = mask.shape == x.shape[:-1] or mask.shape == (x.shape[:-1].numel(),)  # `in` compares no symbols in a graph
+    if mask.dtype != torch.bool or not fits or mask.device != x.device:
         got = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
         raise ValueError(f"mask: expected bool {tuple(x.shape[:-1])} on {x.device}, False for padding, got {got}")
     return mask.reshape(-1)
