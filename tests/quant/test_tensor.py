@@ -242,12 +242,21 @@ def test_turning_is_the_transpose_and_turns_back(axis: int) -> None:
 
 def test_only_the_last_two_axes_turn() -> None:
     mx = quantize(gaussian(2, 64, 96))
-    for turn in (lambda: mx.transpose(0, 1), lambda: mx.permute(1, 0, 2), lambda: mx.permute(0, 1, 2)):
+    for turn in (lambda: mx.transpose(0, 1), lambda: mx.permute(1, 0, 2), lambda: mx.permute(0, 0, 2)):
         with pytest.raises(NotImplementedError, match=r"aten\.(transpose|permute).*only its last two axes"):
             turn()
+    for same in (mx.transpose(1, 1), mx.permute(0, 1, 2)):
+        assert_same(same, mx)
     indexed = MXTensor.from_qdata_and_scales(random_qdata(2, 32), scales(2, 1), row_index=index(1))
     with pytest.raises(NotImplementedError, match=r"row index cannot be transposed: call .materialize\(\)"):
         indexed.t()
+
+
+def test_an_axis_that_it_does_not_have_is_refused() -> None:
+    mx, wrong = quantize(gaussian(64, 96)), torch.tensor([0])
+    for use in (lambda: mx.transpose(0, 5), lambda: mx.permute(0, 3), lambda: mx.index_select(2, wrong)):
+        with pytest.raises(IndexError, match=r"Dimension out of range \(expected to be in range of \[-2, 1\], but got"):
+            use()
 
 
 @pytest.mark.parametrize("rows", [slice(3, 9), slice(None), slice(5, 5), slice(-4, None), slice(2, 99), slice(1, 9, 3)])

@@ -109,6 +109,14 @@ def test_split_and_chunk_cut_and_cat_joins(axis: Any) -> None:
             mx.split(16)
 
 
+@pytest.mark.parametrize("sizes", [[32, 32], [64, 64], [-32, 128], 0, -5])
+def test_sizes_that_do_not_split_it_are_refused_as_torch_does(sizes: Any) -> None:
+    for x in (gaussian(96, 64), quantize(gaussian(96, 64))):
+        with pytest.raises(RuntimeError, match="split_size"):
+            x.split(sizes)
+    assert [piece.shape for piece in quantize(gaussian(96, 64))[:0].split(4)] == [(0, 64)]
+
+
 def test_cat_applies_row_indices_and_refuses_what_differs() -> None:
     a, b = indexed(3, -1), indexed(7)
     assert torch.equal(torch.cat([a, b]).dequantize(), torch.cat([a.dequantize(), b.dequantize()]))
@@ -149,3 +157,14 @@ def test_a_parameter_stays_one_in_pickles_and_copies() -> None:
         assert not again.w.requires_grad
         assert_same(again.w, module.w)
     assert not isinstance(pickle.loads(pickle.dumps(quantize(gaussian(2, 64)))), nn.Parameter)
+
+
+def test_it_moves_to_shared_memory_with_its_module() -> None:
+    module = nn.Module()
+    module.w = nn.Parameter(quantize(gaussian(32, 64)), requires_grad=False)
+    before = module.w.dequantize()
+    assert not module.w.is_shared()
+    module.share_memory()
+    assert module.w.is_shared()
+    assert module.w.scale.is_shared()
+    assert torch.equal(module.w.dequantize(), before)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import canonicalize_dim
 from torch.autograd.function import FunctionCtx
 
 from mxep.quant import e2m1, ops
@@ -235,6 +236,16 @@ class MXTensor(Tensor):
             raise NotImplementedError(f"MXTensor does not implement {func}: call .dequantize() first")
         return result
 
+    def share_memory_(self) -> "MXTensor":
+        """Move the parts to shared memory, for other processes. The outer tensor has no memory."""
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """True if `share_memory_` was called, or the parts are on CUDA."""
+        return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
+
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "MXTensor"], tuple[Any, ...]]:
         # Bytes: torch's plain pickles of 8-bit floats cannot be read back.
         parts = self.qdata.view(torch.uint8), self.scale.view(torch.uint8), self.row_index
@@ -364,14 +375,21 @@ def _in_memory(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **k
     return _each(mx, lambda part: func(part, **{name: kwargs[name] for name in names}))
 
 
+def _from_end(mx: MXTensor, dim: int) -> int:
+    """`dim` counted from the end, as a negative number. torch raises IndexError for one that mx does not have."""
+    return canonicalize_dim(mx.ndim, dim) - mx.ndim
+
+
 def _transpose(func: Any, mx: MXTensor, *dims: Any) -> MXTensor:
     """Transpose the last two axes: t, transpose(i, j) or permute(order)."""
     *rest, a, b = order = [*range(mx.ndim)]
     if func is aten.permute.default:
-        order = [dim % mx.ndim for dim in dims[0]]
+        order = [order[_from_end(mx, dim)] for dim in dims[0]]
     else:
-        i, j = (dim % mx.ndim for dim in dims or (-2, -1))
-        order[i], order[j] = j, i
+        i, j = (_from_end(mx, dim) for dim in dims or (-2, -1))
+        order[i], order[j] = order[j], order[i]
+    if order == [*rest, a, b]:
+        return _each(mx, aten.alias.default)
     if order != [*rest, b, a]:
         raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be transposed")
     if mx.row_index is not None:
@@ -387,7 +405,7 @@ def _slice(
     func: Any, mx: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> MXTensor:
     """Slice rows anywhere. A blocked axis takes whole blocks only (ValueError)."""
-    dim = dim % mx.ndim - mx.ndim
+    dim = _from_end(mx, dim)
     if mx.row_index is not None and dim == -2:
         return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, start, end, step))
     if not _blocked(mx, dim):
@@ -404,10 +422,9 @@ def _slice(
 
 
 def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> list[MXTensor]:
-    """Consecutive slices, of one size or of the sizes given."""
-    length = mx.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, length - first) for first in range(0, length, sizes)]
+    """Consecutive slices, of one size or of the sizes given. torch checks and completes these."""
+    like = torch.empty(mx.shape[_from_end(mx, dim)], device="meta", dtype=torch.uint8)
+    sizes = [len(part) for part in func(like, sizes)]
     ends = itertools.accumulate(sizes)
     return [_slice(aten.slice.Tensor, mx, dim, end - size, end) for size, end in zip(sizes, ends)]
 
@@ -425,7 +442,7 @@ def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> MXTensor:
 
 
 def _index_select(func: Any, mx: MXTensor, dim: int, index: Tensor) -> MXTensor:
-    dim = dim % mx.ndim - mx.ndim
+    dim = _from_end(mx, dim)
     if _blocked(mx, dim):
         raise NotImplementedError(f"{func} of an MXTensor along its blocked axis {dim}: call .dequantize() first")
     if mx.row_index is not None and dim == -2:
@@ -435,7 +452,7 @@ def _index_select(func: Any, mx: MXTensor, dim: int, index: Tensor) -> MXTensor:
 
 
 def _select(func: Any, mx: MXTensor, dim: int, index: int) -> MXTensor:
-    if dim % mx.ndim >= mx.ndim - 2:
+    if _from_end(mx, dim) >= -2:
         raise NotImplementedError(f"{func} of an MXTensor along {dim}: slice rows, or call .dequantize() first")
     return mx.with_parts(func(mx.qdata, dim, index), func(mx.scale, dim, index))
 
