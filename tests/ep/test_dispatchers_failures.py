@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ep.problem import send, symmetric
-from mxep.comms import Capacity, PeersDisagree
+from mxep.comms import Capacity, PeersDisagree, PeerTimeout
 from mxep.ep import MoE, make_dispatcher
 from ranks import Context, distributed
 
@@ -320,3 +320,24 @@ def test_check_asks_the_transport_too(ctx: Context) -> None:
     transport.check = fail
     with pytest.raises(PeersDisagree):
         dispatcher.check()
+
+
+@distributed(2, device="cpu", when=("forward", "backward"))
+def test_layers_made_again_after_an_error_between_layers_of_one_rank_work(ctx: Context, when: str) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+
+    def make() -> MoE:
+        return MoE(64, 32, 4, 2, group=group, recipe="bf16", dispatcher="symmetric", max_tokens=16)
+
+    moe, x = make(), torch.ones(16, 64, dtype=torch.bfloat16)
+    out = moe(x).sum()
+    if ctx.rank == 0:  # rank 1 raised outside of mxep, so that its buffers are intact
+        with pytest.raises(PeerTimeout):
+            moe(x) if when == "forward" else out.backward()
+    dist.barrier()
+    again = make()
+    again(x).sum().backward()
+    again.check()
+    if ctx.rank == 1:
+        with pytest.raises(RuntimeError, match=r"given up, because it failed on a peer.*make the layers again"):
+            moe(x)

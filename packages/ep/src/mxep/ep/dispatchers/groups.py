@@ -71,8 +71,9 @@ def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
 def open_transport(
     group: dist.ProcessGroup | None, device: torch.device, timeout: float | None, kind: type[Transport] | None = None
 ) -> Transport:
-    """The group's transport on this device, with one more user; a new one if a peer has failed the old one.
+    """The group's transport on this device, with one more user. Collective.
 
+    It is a new one if the old one has failed on any rank: of ranks that raised, some waited for a peer, others did not.
     kind: NvshmemTransport, or None for NVLink (CUDA) or shared memory (CPU).
 
     Raises ValueError if the transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
@@ -86,8 +87,14 @@ def open_transport(
     key = None if group is None else str(group.group_name), device, kind
     found = transports.get(key)
     # Names of groups are reused.
-    if found is None or found.group is not group or has_failed(found):
-        make: Any = kind
+    failed = found is None or found.group is not group or has_failed(found)
+    if group is not None and transports is _open:
+        anywhere = [failed] * group.size()
+        dist.all_gather_object(anywhere, failed, group=group)
+        if found is not None and not failed and any(anywhere):
+            found.arena.refused, failed = "given up, because it failed on a peer", True
+    if found is None or failed:
+        make: Callable[..., Transport] = kind
         found = transports[key] = make(group, timeout=timeout)
     elif timeout is not None and timeout != found.timeout:
         others = f"{found.timeout:g} s as other layers of the group have, whose buffers it shares"
