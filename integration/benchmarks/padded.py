@@ -46,7 +46,7 @@ SEQUENCES, LEAST, MOST, STEPS = 4, 1500, 1800, 30
 FIXED = (LEAST + MOST) // 2
 VOCABULARY = 32000
 NONE, BASELINE = "none", "baseline"
-EXPERTS = (NONE, BASELINE, "bf16", "mxfp8")
+EXPERTS = (NONE, BASELINE, "mxfp8", "bf16")
 
 
 def make_model() -> Any:
