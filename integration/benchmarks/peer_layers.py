@@ -9,6 +9,7 @@ T tokens, K experts a token, E experts, D model dim, F hidden dim.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from benchmarks.baseline import PAD, BaselineLayer, Product, bf16_product
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
+from mxep.integration.verify import Problem, moe_layer
 
 RESULTS = ("out", "dx", "d_weights", "d_gate_up", "d_down")
 
@@ -85,25 +87,9 @@ class Inputs:
 
 def reference(given: Inputs) -> dict[str, Tensor]:
     """All RESULTS, computed in fp64 expert by expert, in fp32 on the host."""
-    out, dx = (torch.zeros_like(given.x, dtype=torch.float64) for _ in range(2))
-    d_weights = torch.zeros_like(given.weights)
-    d_w13, d_w2 = (torch.empty(w.shape, dtype=torch.float32, device="cpu") for w in (given.w13, given.w2))
-    for expert in range(len(given.w13)):
-        token, place = (given.ids == expert).nonzero(as_tuple=True)
-        x, w13, w2 = given.x[token].double(), given.w13[expert].double(), given.w2[expert].double()
-        weight, d_out = given.weights[token, place, None].double(), given.d_out[token].double()
-        gate, up = (x @ w13.T).chunk(2, 1)
-        sigmoid = gate.sigmoid()
-        h = gate * sigmoid * up
-        y = h @ w2.T
-        out.index_add_(0, token, y * weight)
-        d_weights[token, place] = (y * d_out).sum(1).float()
-        dy = d_out * weight
-        dh = dy @ w2
-        d_gate_up = torch.cat((dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid), 1)
-        dx.index_add_(0, token, d_gate_up @ w13)
-        d_w13[expert], d_w2[expert] = (d_gate_up.T @ x).float(), (dy.T @ h).float()
-    return dict(zip(RESULTS, (out.float().cpu(), dx.float().cpu(), d_weights.cpu(), d_w13, d_w2)))
+    x, d_out, weights, w13, w2 = (each.double() for each in (given.x, given.d_out, given.weights, given.w13, given.w2))
+    found = moe_layer(Problem(x, d_out, given.ids, weights, w13, w2))
+    return {name: getattr(found, field.name).float().cpu() for name, field in zip(RESULTS, dataclasses.fields(found))}
 
 
 def snr(wanted: Tensor, got: Tensor) -> float:

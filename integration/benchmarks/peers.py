@@ -1,6 +1,5 @@
 """Compare mxep with its peers on one GPU: layers, forward + backward, and GEMMs alone.
 
-    python integration/benchmarks/peers.py compile                     fills the caches of compiled kernels, in parallel
     python integration/benchmarks/peers.py layers --out layers.json
     python integration/benchmarks/peers.py products --out gemms.json
     python integration/benchmarks/peers.py table layers.json gemms.json --out docs/results/peers-h100
@@ -11,7 +10,8 @@ and OUT.svg from such files.
 layers: each peer has one process for the whole run. Each shape and number of tokens takes three stages:
 
 - reference: One process computes the layer in fp64 and writes the result to a file.
-- prepare: Each peer makes the same inputs from the same seed, compiles, runs, and reports SNR and memory.
+- prepare: Each peer makes the same inputs from the same seed, compiles, runs, and reports SNR and memory. Peers cache
+  compiled and tuned kernels for the next run.
 - stretch: All peers are timed in turn, `rounds` times, in shuffled orders.
 
 A peer that exceeds its limit is ended, and its row says so. The JSON file is written after each number of tokens.
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import gc
 import importlib
 import importlib.metadata
@@ -35,7 +34,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +53,7 @@ REFERENCE = "reference"
 WARM_STEPS = 4  # after the first; mxep replays from the third call of a shape on
 LEAD_SECONDS = 0.1  # of a stretch, not timed
 LEAST_FREE = 0.45  # of the device; with less, a process gives its inputs back until its next stretch
+LEAST_SECONDS = 40  # that must be left to start a shape
 LATE = "no answer within"
 CACHES = {"TRITON_CACHE_AUTOTUNING": "1", "QUACK_CACHE_AUTOTUNING": "1"}
 """Environment of a measurement: peers cache their autotuning for the next run."""
@@ -256,7 +255,7 @@ def layers(given: argparse.Namespace) -> None:
             for process in processes.values():
                 process.start()
             for shape, tokens in cells(given):
-                if left() < given.least:
+                if left() < LEAST_SECONDS:
                     log(f"{shape}, {tokens} tokens: not started, {left():.0f} s of --total are left")
                     continue
                 found = cell(given, processes, tried, shape, tokens, file, left)
@@ -293,11 +292,6 @@ def cell(
         process, last = processes[peer], tried.get((peer, shape), {"error": ""})
         limit = max(10.0, min(given.first if "error" in last else given.limit, left()))
         row = last if LATE in last.get("error", "") else process.ask(limit, "prepare", shape, tokens, reference_file)
-        if "out of memory" in row.get("error", "").lower():
-            for other in processes.values():
-                if other.process is not None:
-                    other.ask(given.limit, "release")
-            row = process.ask(limit, "prepare", shape, tokens, reference_file)
         rows[peer] = name | {"peer": peer} | row
         tried[peer, shape] = row
         if "error" in made:
@@ -319,25 +313,6 @@ def cell(
             process.ask(given.limit, "release")
     log(f"{shape}, {tokens}: " + ", ".join(f"{peer} {row['ms']:.2f} ms" for peer, row in rows.items() if "ms" in row))
     return list(rows.values())
-
-
-def compile_all(given: argparse.Namespace) -> None:
-    """Run a step of each peer at each shape, many at a time, so that later runs find compiled kernels."""
-
-    def one(task: tuple[str, str], logs: Path) -> None:
-        peer, shape = task
-        process, began = Process(peer, given.device, logs / shape.replace(" ", "_")), time.monotonic()
-        for tokens in sorted(given.tokens):
-            row = process.ask(given.total - (time.monotonic() - start), "prepare", shape, tokens, None)
-            log(f"{shape}, {tokens}: {peer} {time.monotonic() - began:.0f} s {json.dumps(shortened(row))}")
-        process.close()
-
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.processes) as pool:
-        for shape in given.shapes:
-            Path(folder, shape.replace(" ", "_")).mkdir()
-        tasks = [(peer, shape) for peer in given.peers for shape in given.shapes]
-        list(pool.map(functools.partial(one, logs=Path(folder)), tasks))
 
 
 def products(given: argparse.Namespace) -> None:
@@ -391,12 +366,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.add_argument("--first", type=float, default=200, help="seconds for a peer's first steps at a shape")
     run.add_argument("--limit", type=float, default=90, help="seconds for any other answer")
     run.add_argument("--total", type=float, default=540, help="seconds for all")
-    run.add_argument("--least", type=float, default=40, help="seconds that must be left to start a shape")
-    run.add_argument("--processes", type=int, default=8, help="of compile")
     run.add_argument("--device", default="cuda")
     run.add_argument("--commit", help="the code's version, where there is no git")
-    for action in (layers, products, compile_all):
-        actions.add_parser(action.__name__.partition("_")[0], parents=[run]).set_defaults(action=action)
+    for action in (layers, products):
+        actions.add_parser(action.__name__, parents=[run]).set_defaults(action=action)
     shown = actions.add_parser("table")
     shown.add_argument("files", type=Path, nargs="+")
     shown.add_argument("--out", type=Path, required=True)

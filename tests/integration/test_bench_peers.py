@@ -18,7 +18,7 @@ def test_a_run_has_one_json_and_one_table_with_each_peers_figures_or_reason(tmp_
     for name in peers.CACHES:
         monkeypatch.setenv(name, "0")  # the run sets them
     run = ["--peers", "grouped_mm bf16;mxep mxfp8, kept;Liger bf16", "--shapes", "tiny", "--tokens", "48"]
-    times = ["--seconds", "0.01", "--rounds", "2", "--device", "cpu", "--commit", "abc"]
+    times = ["--seconds", "0.01", "--rounds", "2", "--limit", "200", "--device", "cpu", "--commit", "abc"]
     peers.main(["layers", *run, *times, "--out", str(tmp_path / "run.json")])
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["commit"] == "abc"

@@ -161,7 +161,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
-    """The checkpoint that each run starts from, by the run's name. ValueError for what torch alone tells: recipes."""
+    """The checkpoint of each run to start from, by the run's name. ValueError for an unknown recipe."""
     import torch
 
     from .model import linear_recipe, make_recipe, recipes
