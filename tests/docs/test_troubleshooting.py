@@ -28,7 +28,7 @@ TELLERS = ("refuse", "report", "tell")
 MAKERS = (
     *("_complaints", "_check_own_model", "_check_ranks", "_check_transformers", "_out_of_bounds", "_unknown_recipes"),
     *("complaint", "command_line_complaint", "tokenizer_complaint", "_unknown_choice"),
-    *("unknown", "_difference", "_unlike", "complaints", "_check_verify", "_check_estimate", "silence"),
+    *("unknown", "_difference", "_unlike", "complaints", "_check_verify", "silence"),
     *("_what_did_not_fit", "unsupported_reason", "changed", "_taken"),
 )
 """Functions that return, or yield, what others raise."""
