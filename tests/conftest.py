@@ -72,6 +72,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:
+        from torch.utils._device import _device_constructors
+
+        _device_constructors()  # torch keeps them: without what a test patches, if another's device comes first
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # a tenth of the tests' time went into collections
     gc.enable()

@@ -14,11 +14,16 @@ POISON = 0xA5
 
 @pytest.fixture(autouse=True)
 def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_allocations(monkeypatch, POISON)
+
+
+def fill_allocations(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
     empty = torch.empty
 
     def poisoned(*args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = empty(*args, **kwargs)
-        result.view(torch.uint8).fill_(POISON)
+        if result.numel() and not result.is_meta:
+            result.view(torch.uint8).fill_(byte)
         return result
 
     def new_empty(x: Tensor, *shape: Any, **how: Any) -> Tensor:
