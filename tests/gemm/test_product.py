@@ -55,10 +55,9 @@ def step(function: Callable[..., Tensor], *tensors: Tensor | None, wanted: tuple
 @pytest.mark.parametrize(
     ("recipe", "wanted", "backend"),
     [
-        *((recipe, (1, 1, 1), "reference") for recipe in RECIPES),
-        *((recipe, (1, 1, 1), "dequant") for recipe in ("fp8", "mxfp8")),
+        ("fp8", (1, 1, 1), "dequant"),
+        ("mxfp8_e5m2", (1, 1, 1), "reference"),
         ("mxfp8_32x32", (1, 0, 0), "reference"),
-        ("fp8", (1, 0, 0), "dequant"),
         ("mxfp8", (0, 1, 0), "dequant"),
         ("mxfp8", (0, 0, 0), "reference"),
     ],
@@ -87,7 +86,7 @@ def test_a_product_is_two_ops_whatever_it_is_made_of() -> None:
     assert ops_of(lambda x, *ws: linear_together(x, ws, recipe=MX), x, *weights) == two
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
 def test_any_number_of_rows_is_one_graph(recipe: str) -> None:
     how, graphs = Recipe.named(recipe), []
 
@@ -124,11 +123,7 @@ def product_of(kind: str, recipe: Recipe, offs: Tensor) -> Callable[..., Tensor]
 
 @pytest.mark.parametrize(
     ("recipe", "kind", "compiler"),
-    [
-        *(("fp8", "together", "aot_eager"), ("mxfp8", "linear", "aot_eager")),
-        *(("mxfp8_32x32", "grouped", "aot_eager"), ("mxfp8", "grouped", "inductor")),
-        ("mxfp8_32x32", "linear", "inductor"),
-    ],
+    [("fp8", "together", "aot_eager"), ("mxfp8_32x32", "linear", "aot_eager"), ("mxfp8", "grouped", "inductor")],
 )
 def test_compiled_products_share_the_weights_that_are_held(recipe: str, kind: str, compiler: str) -> None:
     p = problem(unused=0)
@@ -180,7 +175,7 @@ def test_on_hopper_replays_in_a_compiled_graph_have_the_bits_of_eager_calls(reci
     assert product.forward.replays - before >= 12, "2 products in 5 calls of each, but the first of a kind or two"
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_e5m2_wgrad_bf16", "auto"])
+@pytest.mark.parametrize("recipe", ["mxfp8_e5m2_wgrad_bf16", "auto"])
 def test_a_graph_finds_a_recipe_by_its_name(recipe: str) -> None:
     x, w, offs, how = (
         torch.randn(32, 64),
@@ -229,7 +224,7 @@ def test_on_hopper_graph_trees_of_torch_compile_have_the_bits_of_eager_calls(hel
                 w.mul_(1.1)
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_32x32"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32"])
 def test_the_ops_pass_opcheck(recipe: str) -> None:
     p = problem(unused=0)
     given = p.a, [p.w], None, p.offs, recipe, "reference"

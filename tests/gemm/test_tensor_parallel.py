@@ -171,7 +171,7 @@ def shard(x: Tensor, mesh: Any, placement: Any) -> Any:
     return distribute_tensor(x.detach().clone(), mesh, [placement]).requires_grad_()
 
 
-@distributed(2, 3, timeout=120, sizes=[(5, 64, 5), (1, 5, 64), (0, 64, 32), (5, 1, 1), (6, 3, 6)])
+@distributed(3, timeout=120, sizes=[(5, 64, 5), (0, 64, 32), (5, 1, 1), (6, 3, 6)])
 def test_a_linear_of_any_sizes_is_the_dense_one(ctx: Context, sizes: tuple[int, int, int]) -> None:
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
@@ -203,7 +203,7 @@ def test_a_linear_of_any_sizes_is_the_dense_one(ctx: Context, sizes: tuple[int, 
     assert out.placements == (Partial(),)
 
 
-@distributed(2, 3, timeout=120, tokens=[5, 1, 0, 6], recipe=["mxfp8", "fp8", "mxfp8_wgrad_bf16"])
+@distributed(3, timeout=120, tokens=[5, 1, 0], recipe=["mxfp8", "fp8", "mxfp8_wgrad_bf16"])
 def test_uneven_tokens_are_gathered_and_quantized_as_by_one_process(ctx: Context, tokens: int, recipe: str) -> None:
 
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
