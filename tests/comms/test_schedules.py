@@ -139,7 +139,6 @@ MUTATIONS = {
     # It is given, or taken, without what was done before it.
     "announce relaxed": (rounds, signals.signal_peers, 'sem="release"', 'sem="relaxed"', Race),
     "announce on this GPU only": (rounds, signals.signal_peers, 'scope="sys"', 'scope="gpu"', Race),
-    "arrive relaxed": (rounds, signals.arrive, 'sem="acq_rel"', 'sem="relaxed"', Race),
     "arrive without release": (rounds, signals.arrive, 'sem="acq_rel"', 'sem="acquire"', Race),
     "arrive without acquire": (rounds, signals.arrive, 'sem="acq_rel"', 'sem="release"', Race),
     "await relaxed": (rounds, signals.wait_for_peers, 'sem="acquire"', 'sem="relaxed"', Race),
