@@ -66,8 +66,13 @@ def test_every_code_under_every_shift(fmt: MXFormat, y_format: MXFormat) -> None
     check(y, y_scale, None, qdata, scale, None, ends_of(72), **large)
 
 
-@pytest.mark.parametrize("sizes", [(32, 0, 64), (0, 0), (3, 5, 1, 0, 22), (96,), (0, 1)])
-@pytest.mark.parametrize(("indexed", "align"), [(True, 1), (False, 16), (True, 24)])
+@pytest.mark.parametrize(
+    ("sizes", "indexed", "align"),
+    [
+        *(((32, 0, 64), True, 24), ((0, 0), True, 24), ((3, 5, 1, 0, 22), True, 1), ((3, 5, 1, 0, 22), False, 16)),
+        *(((96,), True, 1), ((96,), False, 24), ((0, 1), False, 16)),
+    ],
+)
 def test_groups_of_any_size_at_any_alignment(sizes: tuple[int, ...], indexed: bool, align: int) -> None:
     rows, valid = 96, sum(sizes)
     x, y = operand(rows, 96, seed=1), operand(rows, 64, 64, E5M2, seed=2)

@@ -1,7 +1,7 @@
 """The report counts what folds really do, of every layout, both ways, and as a command."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -155,9 +155,13 @@ def test_the_command_names_what_it_does_not_read(tmp_path: Path, capsys: pytest.
     assert "no quantization in config.json\nno quantized weight matches *" in capsys.readouterr().out
 
 
-def test_it_runs_as_a_module(tmp_path: Path) -> None:
+def test_it_runs_as_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, "deepseek-v4")
-    command = [sys.executable, "-m", "mxep.quant.fold_report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "experts.*.w2.weight" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["fold_report", str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "mxep.quant.fold_report")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("mxep.quant.fold_report", run_name="__main__")
+    assert not ended.value.code
+    assert "experts.*.w2.weight" in capsys.readouterr().out

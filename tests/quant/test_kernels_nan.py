@@ -23,7 +23,7 @@ PATTERNS = [0x7FC0, -0x40, 0x7F81, -0x7F, 0x7FFF, -1, 0x7F80, -0x80]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def special(dtype: torch.dtype, N: int = 64, K: int = 192) -> Tensor:
+def special(dtype: torch.dtype, N: int = 64, K: int = 96) -> Tensor:
     """x (N, K), of which rows 0, 5, 10, ... have one value each that is no number, in columns 3, 24, 45, ...
     of them."""
     x = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -56,13 +56,13 @@ def cases(x: Tensor) -> Iterator[tuple[str, Callable[..., Any], Callable[..., An
         of_blocks = x[: len(x) // size * size]
         arguments = of_blocks, E4M3, "rceil", size
         yield f"columns of {size}", kernels.quantize_columns, ops.quantize_columns.reference, arguments
-    for parts in ((x, None, None), (x, y, None), (x, y, z)):
+    for parts in ((x, None, None), (x, y, z)):
         how = E4M3, "rceil"
         yield "a scale a row", kernels.quantize_per_row, ops.quantize_per_row.reference, (*parts, *how)
         amax = torch.cat([part.float() for part in parts if part is not None]).abs().amax(0)
         # What torch's maximum gives for NaN may have a sign.
         for given in (amax, -amax, torch.where(amax.isnan(), -amax, amax)):
-            for mode in ScaleMode:
+            for mode in (ScaleMode.RCEIL, ScaleMode.EVEN):
                 arguments = *parts, given, E4M3, mode.value
                 yield f"{mode} of amax", kernels.quantize_per_column, ops.quantize_per_column.reference, arguments
     for last in (None, z):
@@ -94,17 +94,17 @@ def test_kernels_agree_with_references_about_what_is_no_number(dtype: torch.dtyp
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_swiglu_agrees_with_its_reference_about_what_is_no_number(dtype: torch.dtype, quantized: Any) -> None:
-    gate_up, d_h = special(dtype), special(dtype, K=96)
-    weight = torch.ones(64)
-    weight[60:62] = torch.tensor([-0x400000, 0x7F800000], dtype=torch.int32).view(torch.float32)
+    gate_up, d_h = special(dtype, 38, 128), special(dtype, 38, 64)
+    weight = torch.ones(38)
+    weight[36:] = torch.tensor([-0x400000, 0x7F800000], dtype=torch.int32).view(torch.float32)
     to, mode, size, folded = quantized
     for activation in (None, [1.702, 7.0, 1.0, 1.0]):
-        how = to, mode, size or 96, folded, activation
+        how = to, mode, size or 64, folded, activation
         want = torch.ops.mxep.swiglu(gate_up, weight, None, *how)
         got = swiglu.swiglu(gate_up.to(DEVICE), weight.to(DEVICE), None, *how)
         assert all(same(a, b) for a, b in zip(got, want, strict=True)), activation
         outs = [torch.empty(gate_up.shape, dtype=to, device=device) for device in ("cpu", DEVICE)]
-        scaled = mode, size or 192, folded, to, activation, None
+        scaled = mode, size or 128, folded, to, activation, None
         rest = torch.ops.mxep.swiglu_backward(d_h, gate_up, weight, None, outs[0], *scaled)
         given = d_h.to(DEVICE), gate_up.to(DEVICE), weight.to(DEVICE), None, outs[1]
         more = swiglu.swiglu_backward(*given, *scaled)

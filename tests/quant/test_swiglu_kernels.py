@@ -209,14 +209,14 @@ def test_widths_that_fill_nothing(F: int) -> None:
 @pytest.mark.parametrize("mode", ScaleMode)
 @pytest.mark.parametrize("folded", [False, True])
 def test_every_format_and_mode(fmt: MXFormat, mode: ScaleMode, folded: bool) -> None:
-    for block in (32, 64, 256):
-        check(problem(8, 192 if block < 256 else 128, seed=block), fmt.dtype, mode.value, block, folded)
+    """And any two of these and of block sizes meet."""
+    block = (32, 64, 256)[(FORMATS.index(fmt) + list(ScaleMode).index(mode) + folded) % 3]
+    check(problem(8, 128, seed=block), fmt.dtype, mode.value, block, folded)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 128, 256])
-@pytest.mark.parametrize("folded", [False, True])
-def test_other_blocks_and_chunks_of_at_least_a_block(block_size: int, folded: bool) -> None:
-    for direction in DIRECTIONS:
+def test_other_blocks_and_chunks_of_at_least_a_block(block_size: int) -> None:
+    for folded, direction in ((block_size != 16, FORWARD), (block_size == 16, WITH_H)):
         check(problem(3, 768), E4M3, "rceil", block_size, folded, direction=direction, THREAD_ELEMENTS=1)
 
 
@@ -230,11 +230,11 @@ def test_blocks_that_gate_and_up_would_share_are_refused_on_cuda(block: int) -> 
         check(problem(6, 48), E4M3, "rceil", block, False, direction=BACKWARD)
 
 
-@pytest.mark.parametrize("sizes", [(0, 0), (32, 0, 5), (40,), (3,)], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 0), (10, 0, 5), (20,)], ids=str)
 @pytest.mark.parametrize("quantized", [(), (E4M3, "rceil", 32, True), (E4M3, "rceil", 32, False)], ids=str)
 def test_rows_past_the_last_group_are_neither_read_nor_written(sizes: tuple[int, ...], quantized: Any) -> None:
     for direction in DIRECTIONS:
-        check(problem(40, 64), *quantized, ends=ends_of(*sizes), direction=direction, PROGRAMS_PER_SM=3)
+        check(problem(20, 64), *quantized, ends=ends_of(*sizes), direction=direction, PROGRAMS_PER_SM=3)
 
 
 @pytest.mark.parametrize("quantized", [(), (E5M2, "floor", 32, True)], ids=str)

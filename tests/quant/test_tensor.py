@@ -1,7 +1,6 @@
 """MXTensor as a container: what it checks, how it turns, slices, gathers, and what it refuses."""
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -80,57 +79,34 @@ def test_the_original_dtype_is_the_outer_one(orig_dtype: torch.dtype) -> None:
     assert mx.dtype == mx.dequantize().dtype == orig_dtype
 
 
+def of_shape(got: str, want: str) -> str:
+    return rf"scales: got .* of shape \({got}\) on .*, want .* of shape \({want}\)"
+
+
+ONE_BLOCK, TWO_BLOCKS = (random_qdata(2, 32), scales(2, 1)), (random_qdata(2, 64), scales(2, 2))
+
+
 @pytest.mark.parametrize(
     ("qdata", "scale", "options", "message"),
     [
         (torch.zeros(2, 32), scales(2, 1), {}, r"torch.float32: want torch.float8_e4m3fn"),
         (random_qdata(32), scales(1), {}, r"\(32,\).*two axes"),
         (random_qdata(2, 48), scales(2, 1), {}, r"\(2, 48\).*multiple of the block, 32"),
-        (random_qdata(2, 64), scales(2, 1), {}, r"scales: got .* of shape \(2, 1\) on .*, want .* of shape \(2, 2\)"),
-        (random_qdata(2, 64), scales(1, 2), {}, r"scales: got .* of shape \(1, 2\) on .*, want .* of shape \(2, 2\)"),
-        (
-            random_qdata(2, 64),
-            scales(2, 2, 1),
-            {},
-            r"scales: got .* of shape \(2, 2, 1\) on .*, want .* of shape \(2, 2\)",
-        ),
-        (
-            random_qdata(64, 32),
-            scales(64, 1),
-            {"axis": -2},
-            r"scales: got .* of shape \(64, 1\) on .*, want .* of shape \(2, 32\)",
-        ),
-        (random_qdata(64, 32), scales(64, 1), {"axis": TILES}, r"want .* of shape \(2, 1\)"),
-        (
-            random_qdata(2, 64),
-            scales(2, 2),
-            {"block_size": None},
-            r"scales: got .* of shape \(2, 2\) on .*, want .* of shape \(2, 1\)",
-        ),
+        (random_qdata(2, 64), scales(2, 1), {}, of_shape("2, 1", "2, 2")),
+        (random_qdata(2, 64), scales(1, 2), {}, of_shape("1, 2", "2, 2")),
+        (random_qdata(2, 64), scales(2, 2, 1), {}, of_shape("2, 2, 1", "2, 2")),
+        (random_qdata(64, 32), scales(64, 1), {"axis": -2}, of_shape("64, 1", "2, 32")),
+        (random_qdata(64, 32), scales(64, 1), {"axis": TILES}, of_shape("64, 1", "2, 1")),
+        (*TWO_BLOCKS, {"block_size": None}, of_shape("2, 2", "2, 1")),
         (random_qdata(2, 32), torch.ones(2, 1), {}, r"scales: got torch.float32 .*, want torch.float8_e8m0fnu"),
         (random_qdata(2, 32), scales(2, 1).to("meta"), {}, r"scales: got .* on meta, want .* on cpu"),
-        (random_qdata(2, 32), scales(2, 1), {"orig_dtype": torch.float64}, r"orig_dtype: got torch.float64"),
-        (random_qdata(2, 32), scales(2, 1), {"axis": 3}, r"axis: got 3"),
-        (random_qdata(2, 32), scales(2, 1), {"block_size": 0}, r"block_size: got 0"),
-        (random_qdata(2, 32), scales(2, 1), {"row_index": torch.zeros(1).long()}, r"row_index: got torch.int64"),
-        (
-            random_qdata(2, 32),
-            scales(2, 1),
-            {"row_index": index(0)[None]},
-            r"row_index: got torch.int32 of shape \(1, 1\)",
-        ),
-        (
-            random_qdata(2, 32),
-            scales(2, 1),
-            {"row_index": index(0).to("meta")},
-            r"row_index: got .* on meta, want .* on cpu",
-        ),
-        (
-            random_qdata(1, 2, 32),
-            scales(1, 2, 1),
-            {"row_index": index(0)},
-            r"row_index: got qdata \(1, 2, 32\)",
-        ),
+        (*ONE_BLOCK, {"orig_dtype": torch.float64}, r"orig_dtype: got torch.float64"),
+        (*ONE_BLOCK, {"axis": 3}, r"axis: got 3"),
+        (*ONE_BLOCK, {"block_size": 0}, r"block_size: got 0"),
+        (*ONE_BLOCK, {"row_index": torch.zeros(1).long()}, r"row_index: got torch.int64"),
+        (*ONE_BLOCK, {"row_index": index(0)[None]}, r"row_index: got torch.int32 of shape \(1, 1\)"),
+        (*ONE_BLOCK, {"row_index": index(0).to("meta")}, r"row_index: got .* on meta, want .* on cpu"),
+        (random_qdata(1, 2, 32), scales(1, 2, 1), {"row_index": index(0)}, r"row_index: got qdata \(1, 2, 32\)"),
         (random_qdata(32, 2), scales(1, 2), {"row_index": index(0), "axis": -2}, r"blocked along -2, want.*along -1"),
     ],
 )
@@ -141,30 +117,17 @@ def test_from_qdata_and_scales_names_got_and_wanted(
         MXTensor.from_qdata_and_scales(qdata, scale, **options)
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
+def test_the_constructor_checks_the_same_and_what_the_function_above_allows() -> None:
+    qdata, scale = TWO_BLOCKS
+    for parts, message in (
         ((torch.zeros(2, 32), scales(2, 1), None, -1, 32), r"qdata: got torch.float32: want torch.float8_e4m3fn"),
-        (
-            (random_qdata(2, 64), scales(2, 1), None, -1, 32),
-            r"scales: got .* of shape \(2, 1\) on .*, want .* of shape \(2, 2\)",
-        ),
-        ((random_qdata(2, 64), scales(2, 2).view(torch.uint8), None, -1, 32), r"scales: got torch.uint8"),
-        ((random_qdata(2, 64), scales(2, 2).to("meta"), None, -1, 32), r"scales: got .* on meta, want .* on cpu"),
-        ((random_qdata(2, 64), None, None, -1, 32), r"scales: got a NoneType, want a tensor"),
-        ((random_qdata(2, 64), scales(2, 2), None, 1, 32), r"axis: got 1, want -1, -2 or \(-2, -1\)"),
-        ((random_qdata(2, 48), scales(2, 1), None, -1, 32), r"\(2, 48\).*multiple of the block, 32"),
-        ((random_qdata(2, 64), scales(2, 1), None, -1, None), r"block_size: got None"),
-        ((random_qdata(2, 64), scales(2, 2), index(0).long(), -1, 32), r"row_index: got torch.int64"),
-        ((random_qdata(64, 64), scales(2, 64), index(0), -2, 32), r"blocked along -2, want.*along -1"),
-        ((random_qdata(64), scales(2), None, -1, 32), r"qdata: got shape \(64,\), want two axes"),
-    ],
-)
-def test_the_constructor_checks_what_it_is_given(parts: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MXTensor(*parts, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"orig_dtype: got torch.float64"):
-        MXTensor(random_qdata(2, 64), scales(2, 2), None, -1, 32, torch.float64)
+        ((qdata, scale.view(torch.uint8), None, -1, 32), r"scales: got torch.uint8"),
+        ((qdata, None, None, -1, 32), r"scales: got a NoneType, want a tensor"),
+        ((qdata, scale, None, 1, 32), r"axis: got 1, want -1, -2 or \(-2, -1\)"),
+        ((qdata, scale, None, -1, None), r"block_size: got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MXTensor(*parts, torch.bfloat16)
 
 
 def test_strided_row_views_of_a_slot_buffer_are_read_in_place() -> None:
