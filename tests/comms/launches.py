@@ -103,10 +103,8 @@ def tables_of_slots() -> None:
 
 
 LAUNCHES = {
-    "nodes' plan": lambda: plan_slots(4),
     "nodes' plan of 64": lambda: plan_slots(64),
     "nodes' tables": tables_of_slots,
-    "all_to_all's plan": lambda: plan_all_to_all(4),
     "all_to_all's plan 256 ranks": lambda: plan_all_to_all(256),
     "headers": headers,
     "join mxfp8": lambda: join_rows(D, D // 32, table=8),

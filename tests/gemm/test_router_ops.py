@@ -19,10 +19,11 @@ TERM = 2**-8
 """A term of bf16 misses at most this of a number, two terms its square, and a rounding to bf16 is off by as much."""
 WITH_ALL = (130, 96, 65)
 CASES = [
-    *((WITH_ALL, weights) for weights in ("random", "heavy", "wide", "positive")),
-    *(((1, 16, 8), "heavy"), ((37, 530, 60), "positive"), ((129, 33, 7), "wide"), ((530, 16, 12), "positive")),
+    *((WITH_ALL, weights, FP32) for weights in ("random", "heavy", "wide", "positive")),
+    *(((1, 16, 8), "heavy", FP32), ((37, 530, 60), "positive", FP32), ((530, 16, 12), "positive", FP32)),
+    *((WITH_ALL, "random", BF16), ((129, 33, 7), "wide", BF16), ((530, 16, 12), "heavy", BF16)),
 ]
-"""T, D, E, and which weights. Contractions of 530 are cut into parts."""
+"""T, D, E; which weights; their dtype. Contractions of 530 are cut into parts."""
 
 
 def draw(T: int, D: int, E: int, weights: str = "random", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,8 +59,7 @@ def check(got: Tensor, a: Tensor, b: Tensor, lost: float, dtype: torch.dtype) ->
     assert ((got.double() - want).abs() <= bound).all()
 
 
-@pytest.mark.parametrize(("shape", "weights"), CASES, ids=str)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(("shape", "weights", "dtype"), CASES, ids=str)
 def test_products_are_float64s_to_fp32_and_dx_to_bf16(
     shape: tuple[int, int, int], weights: str, dtype: torch.dtype
 ) -> None:

@@ -56,8 +56,8 @@ def check(*args: Tensor | None, alignment: int = 1, **tuning: Any) -> None:
 
 
 @both_formats
-@pytest.mark.parametrize("y_format", FORMATS, ids=repr)
-def test_every_code_under_every_shift(fmt: MXFormat, y_format: MXFormat) -> None:
+def test_every_code_under_every_shift(fmt: MXFormat) -> None:
+    y_format = E5M2 if fmt is E4M3 else E4M3
     qdata = torch.arange(256, dtype=torch.uint8).expand(72, 256).view(fmt.dtype)
     scale = (60 + torch.arange(72)[:, None] - torch.arange(8)).to(torch.uint8).view(torch.float8_e8m0fnu)
     y, y_scale = operand(72, 32, 32, y_format, spread=0)
