@@ -474,3 +474,11 @@ def test_forward_mode_ad_is_refused_and_loses_no_tangent(graded: bool) -> None:
             with pytest.raises(NotImplementedError, match="want a plain one"):
                 run_experts(x, ids, scores, *given, dispatcher=moe.dispatcher, recipe=moe.recipe, backend="auto")
     moe(x)
+
+
+def test_transforms_of_torch_func_are_refused_by_name() -> None:
+    moe, x = local(), torch.randn(4, 8, 64).bfloat16()
+    for transformed in (torch.vmap(moe), torch.func.grad(lambda x: moe(x).float().sum()), torch.func.jacrev(moe)):
+        with pytest.raises(NotImplementedError, match=r"within torch.func \(vmap, grad"):
+            transformed(x)
+    moe(x)

@@ -18,7 +18,7 @@ from mxep.gemm.functional import between_graphs
 from mxep.gemm.quantize_once import Weight, joined, weight_parts
 from mxep.quant import SwiGLU
 from mxep.runtime.lengths import first_rows
-from mxep.runtime.op import check_no_tangent
+from mxep.runtime.op import check_no_tangent, check_no_transform
 
 from .autograd import (
     Layer,
@@ -138,6 +138,8 @@ def run_experts(
 
     Raises ValueError as `dispatch` and `grouped_mm` do, before any exchange.
     """
+    if not torch.compiler.is_compiling():
+        check_no_transform()
     main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
     config = LayerConfig(recipe, select(backend, x.device), activation)
     frozen = frozen_pair(gate_up_proj, down_proj)

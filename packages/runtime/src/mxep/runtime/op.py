@@ -166,6 +166,15 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
         )
 
 
+def check_no_transform() -> None:
+    """Raise NotImplementedError within torch.func's transforms, which cannot see into calls of kernels."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "got a call within torch.func (vmap, grad, jvp, ...), want one outside: mxep differentiates backward: "
+            "torch.autograd.grad"
+        )
+
+
 FLOPS: Final[dict[Any, Callable[..., int]]] = {}
 """Formulas for the floating-point operations of a call, by op as in torch.ops. See `count_flops`."""
 
