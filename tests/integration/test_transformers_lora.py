@@ -191,6 +191,12 @@ def test_configs_that_frozen_experts_cannot_have_raise_with_the_cure() -> None:
         with pytest.raises(ValueError, match=message):
             get_peft_model(frozen, config(**changes))
         assert list(frozen.state_dict()) == before, "unchanged"
+    for model in (frozen, tiny()):
+        with pytest.raises(
+            ValueError, match=r"init_lora_weights: expected True, False, 'gaussian' .*, got 'pissa' and"
+        ):
+            get_peft_model(model, config(init_lora_weights="pissa"))
+        assert not any("lora" in name for name in model.state_dict())
     with pytest.raises(ValueError, match=r"expected no module of frozen experts.*target_parameters, \['mlp"):
         get_peft_model(frozen, LoraConfig(target_modules=["experts"]))
 
@@ -273,6 +279,10 @@ def test_experts_that_do_not_fold_are_merged_as_they_are_stored() -> None:
     with pytest.raises(ValueError, match=r"do not fold exactly, got \d+: pass folded=False") as caught:
         merge_and_freeze(adapted, folded=True)
     assert "model.layers.1.mlp.experts, which is as it was" in caught.value.__notes__[0]
+    for _ in range(2):
+        message = r"unmerge: expected .*merged before it raised: call it again"
+        with adapted.disable_adapter(), pytest.raises(ValueError, match=message):
+            step_logits(adapted)
     assert snr(wanted, step_logits(adapted)) > 25, "neither merged twice nor lost"
     _, errors = merge_and_freeze(adapted, folded=False)
     assert all("layers.1." in name for name in errors), "those that the first call left"

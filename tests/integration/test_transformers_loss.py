@@ -177,3 +177,24 @@ def test_a_model_that_changes_its_heads_output_is_told() -> None:
     model.lm_head.register_forward_hook(lambda head, args, out: out * 2)
     with pytest.raises(RuntimeError, match=r"expected what lm_head returned.*optimize\(model, loss=False\)"):
         model.train()(input_ids=ids, labels=ids)
+
+
+def test_a_head_that_peft_trains_a_copy_of_is_deferred() -> None:
+    peft = pytest.importorskip("peft")
+    ids, out = token_ids(), []
+    for defers in (False, True):
+        model = tiny()
+        if defers:
+            defer_head(model)
+        torch.manual_seed(3)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+        out.append(adapted.train()(input_ids=ids, labels=ids))
+        out[-1].loss.backward()
+        head = adapted.base_model.model.lm_head.modules_to_save["default"]
+        out.append(head.weight.grad)
+    assert out[2].logits is None
+    torch.testing.assert_close(out[0].loss, out[2].loss)
+    torch.testing.assert_close(out[1], out[3])
+    assert adapted.eval()(input_ids=ids, labels=ids).logits is not None
+    with adapted.disable_adapter():
+        torch.testing.assert_close(adapted(input_ids=ids).logits, tiny().eval()(input_ids=ids).logits)

@@ -45,6 +45,9 @@ from .experts import Implementation, implementation_of, is_experts, weight_names
 from .parallel import check_adapters, replicate
 from .quantized import FrozenExperts, forget_layer, naming, own_names, thaw
 
+STARTS = True, False, "gaussian"
+"""What `init_lora_weights` may be for experts: PEFT's others read, or change, a linear's weight."""
+
 
 class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
     """PEFT's layer for one weight of a module of experts. The outermost of the two runs both. PEFT knows it by name."""
@@ -112,6 +115,14 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
             )
         super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
 
+    def unmerge(self) -> None:
+        if self.merged and isinstance(self.get_base_layer(), FrozenExperts):
+            raise ValueError(
+                f"unmerge: expected adapters beside frozen experts, got {self.merged_adapters}, which merge_and_freeze "
+                "merged before it raised: call it again, with folded=False"
+            )
+        super().unmerge()
+
     @torch.no_grad()
     def merged_weights(self, adapter_names: list[str] | None) -> dict[str, Tensor]:
         """W + scaling B A (e, out, in) of both weights of frozen experts, bf16. Empty: there is nothing to merge."""
@@ -154,6 +165,13 @@ class ExpertsLoraModel(lora.LoraModel):  # type: ignore[misc]
 
     def _prepare_model(self, peft_config: LoraConfig, model: nn.Module) -> None:
         super()._prepare_model(peft_config, model)
+        for name, module in model.named_modules():
+            start = peft_config.init_lora_weights
+            if is_experts(module) and start not in STARTS and _targeted(peft_config, _plain(name), module):
+                raise ValueError(
+                    f"init_lora_weights: expected {', '.join(map(repr, STARTS))} for weights of experts, got {start!r} "
+                    f"and {_plain(name)}: adapt experts by a config, and an adapter, of their own"
+                )
         for name, experts in _frozen(model):
             if not (wanted := _targeted(peft_config, name, experts)):
                 continue
@@ -287,10 +305,15 @@ def _frozen(model: nn.Module) -> Iterator[tuple[str, FrozenExperts]]:
     """Frozen experts by the names that they have without PEFT's layers."""
     for name, module in model.named_modules():
         if isinstance(module, FrozenExperts):
-            yield name.replace(".base_layer", ""), module
+            yield _plain(name), module
 
 
-def _targeted(config: LoraConfig, name: str, experts: FrozenExperts) -> list[str]:
+def _plain(name: str) -> str:
+    """The name of a module without PEFT's layers."""
+    return name.replace(".base_layer", "")
+
+
+def _targeted(config: LoraConfig, name: str, experts: nn.Module) -> list[str]:
     """Weights of a module that `target_parameters` names."""
     targets = config.target_parameters or ()
     return [each for each in weight_names(experts) if any(f".{name}.{each}".endswith(f".{t}") for t in targets)]

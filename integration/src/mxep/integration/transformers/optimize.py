@@ -245,22 +245,26 @@ def _raise_changed() -> None:
     )
 
 
+def _heads(model: Any) -> list[DeferredHead]:
+    """The deferred head, or those within PEFT's layer for `modules_to_save`, which trains a copy of it."""
+    copies = getattr(model.lm_head, "modules_to_save", {}).values()
+    return [head for head in (model.lm_head, *copies) if isinstance(head, DeferredHead)]
+
+
 def _before(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    head = model.lm_head
-    if isinstance(head, DeferredHead):
+    for head in _heads(model):
         head.called = head.deferred = False
         head.defers = model.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
 
 
 def _after(model: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
     """Leave out of the model's output the logits that there are not."""
-    head = model.lm_head
-    if not isinstance(head, DeferredHead):
+    heads = _heads(model)
+    for head in heads:
+        head.defers = False
+    if out is None or not any(head.called for head in heads):
         return out
-    head.defers = False
-    if out is None or not head.called:
-        return out
-    if head.deferred:
+    if any(head.deferred for head in heads):
         _raise_changed()
     if isinstance(out, tuple):
         return tuple(each for each in out if not hasattr(each, "_mxep_head"))
