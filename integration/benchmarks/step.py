@@ -27,8 +27,9 @@ shares        of a step: kernels of one profiled step, by name and by the autogr
               `idle`: what is left of `ms`. Kernels that overlap count each
 t(48)         t(N2) + (48 - N2) (t(N2) - t(N1)) / (N2 - N1), for two numbers of layers; the optimizer is scaled with it
 
-Weights, gradients and moments take 5.0 GB a layer, and 5.0 GB for head and embedding. Kept quantized weights take 1.25
-GB a layer. Over two GPUs each has half. So 8 layers fit one GPU of 80 GB, and 16 fit two.
+Weights, gradients and moments take 5.0 GB a layer, and 5.0 GB for head and embedding. With --moments fp32 both are
+7.5 GB. Kept quantized weights take 1.25 GB a layer. Over two GPUs each has half. So 8 layers fit one GPU of 80 GB, and
+16 fit two. With fp32 moments it is 6 and 12.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from benchmarks.baseline import BaselineLayer
 from mxep.comms import Capacity
 from mxep.ep import accumulate_in_place, clip_grad_norm_, parameter_groups
 from mxep.ep.dtensors import local_tensor, local_weight
-from mxep.gemm import Recipe, quantize_weights_once
+from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
 from mxep.integration.flops import count_name, flops_per_token
 from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register
 from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, layers, own_expert_parallel
@@ -130,6 +131,40 @@ class ForcedRouter(Qwen3MoeTopKRouter):
         return logits, (chosen / chosen.sum(-1, keepdim=True)).to(logits.dtype), ids
 
 
+class AdamWFP32(torch.optim.Optimizer):
+    """AdamW of bf16 parameters with fp32 moments, which torch's has only for fp32 parameters: a kernel a parameter."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            corrections = torch.tensor([1 - 0.9 ** group["steps"], 1 - 0.95 ** group["steps"]], dtype=torch.float32)
+            for p in group["params"]:
+                weight, grad = local_tensor(p).view(-1), local_tensor(p.grad).view(-1)
+                state = self.state[p]
+                if not state:
+                    state |= {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+                run = _compiled_adamw if weight.is_cuda else _adamw
+                corrections = corrections.to(weight.device)
+                run(
+                    weight, grad, state["exp_avg"], state["exp_avg_sq"], corrections, group["lr"], group["weight_decay"]
+                )
+
+
+def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, corrections: Tensor, lr: float, decay: float) -> None:
+    grad = g.float()
+    m.lerp_(grad, 0.1)
+    v.lerp_(grad * grad, 0.05)
+    update = m / corrections[0] / ((v / corrections[1]).sqrt() + 1e-8)
+    w.copy_(w.float() * (1 - lr * decay) - lr * update)
+
+
+_compiled_adamw = torch.compile(_adamw, dynamic=True)
+
+
 class Subject:
     """A model of one kind, its optimizer and its batches."""
 
@@ -169,7 +204,8 @@ class Subject:
         if "optimize" in rest:
             whole = RANKS == 1 or experts.startswith("mxep")
             linears = "mxfp8" if "linears" in rest else None
-            self.changed = optimize(model, experts=None, linears=linears, attention="causal", compile=whole)
+            how: dict[str, Any] = {"loss_rows": args.loss_rows, "head_gradient": getattr(torch, args.head_gradient)}
+            self.changed = optimize(model, experts=None, linears=linears, attention="causal", compile=whole, **how)
             for layer in () if whole else model.model.layers:
                 for part in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
                     part.forward = torch.compile(part.forward)
@@ -178,11 +214,18 @@ class Subject:
             for module in (*model.model.layers, model):
                 fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=alone)
         self.model = model
-        how: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.1, "betas": (0.9, 0.95), "fused": True}
-        self.optimizer = torch.optim.AdamW(parameter_groups(model), **how)
+        kwargs: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.1}
+        if args.moments == "fp32":
+            self.optimizer: torch.optim.Optimizer = AdamWFP32(parameter_groups(model), **kwargs)
+        else:
+            self.optimizer = torch.optim.AdamW(parameter_groups(model), fused=True, betas=(0.9, 0.95), **kwargs)
         self.contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
         if experts.startswith("mxep"):
-            self.contexts = [quantize_weights_once, *([accumulate_in_place] if args.accumulate == "gemm" else [])]
+            self.contexts = [accumulate_in_place] if args.accumulate == "gemm" else []
+            if args.after_step:
+                quantize_after_step(self.optimizer)
+            else:
+                self.contexts.append(quantize_weights_once)
         shape = args.micro_batches, args.tokens // args.length, args.length
         self.ids = torch.randint(self.config.vocab_size, shape, device=device, dtype=torch.int64)
 
@@ -385,6 +428,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps a kind, three at least")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--routing", choices=("natural", "forced"), default="natural")
+    parser.add_argument("--moments", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--loss-rows", type=int, default=4096)
+    parser.add_argument("--head-gradient", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--after-step", action="store_true", help="quantize_after_step, not within the micro-batches")
     parser.add_argument("--accumulate", choices=("gemm", "autograd"), default="gemm", help="what adds mxep's gradients")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="qwen3")

@@ -53,6 +53,29 @@ def test_forced_routing_gives_each_expert_as_many_tokens() -> None:
     torch.testing.assert_close(weights, chosen / chosen.sum(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("more", [("--moments", "fp32"), ("--after-step",)])
+def test_moments_in_fp32_and_weights_quantized_after_a_step_are_choices(more: tuple[str, ...]) -> None:
+    from mxep.gemm import quantize_once
+
+    plain, changed = (step.main([*TINY, *QUICK, "--kinds", "mxep_mxfp8", *how])[0] for how in ((), more))
+    assert changed["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+    if quantize_once._open is not None:
+        quantize_once._open.close()
+
+
+def test_fp32_moments_take_adamws_step() -> None:
+    torch.manual_seed(0)
+    ours, exact = (torch.nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2))
+    mine = step.AdamWFP32([ours], lr=1e-2, weight_decay=0.1)
+    torchs = torch.optim.AdamW([exact], lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    for _ in range(3):
+        grad = torch.randn(64)
+        for parameter, optimizer in ((ours, mine), (exact, torchs)):
+            parameter.grad = grad.clone()
+            optimizer.step()
+    torch.testing.assert_close(ours, exact)
+
+
 def test_layers_are_extrapolated_from_two_numbers_of_them() -> None:
     rows = [
         {"kind": "a", "layers": 8, "ms": 100.0},
