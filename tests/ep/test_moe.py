@@ -289,6 +289,10 @@ def test_the_layer_trains() -> None:
     [
         (lambda: MoE(64, 32, 8, 2, recipe="mxfp4"), "mxfp8"),
         (lambda: MoE(60, 32, 8, 2), "in 32s, got 60, 32"),
+        (lambda: MoE(64, 0, 8, 2), "hidden_dim: got 0, want a whole number, at least 1"),
+        (lambda: MoE(64.0, 32, 8, 2), "dim: got 64.0, want a whole number"),
+        (lambda: MoE(64, 32, 8, 2, num_shared_experts=-1), "num_shared_experts: got -1, .* at least 0"),
+        (lambda: MoE(64, 32, 8, 2, activation="silu"), "activation: got 'silu', want a mxep.quant.SwiGLU"),
         (lambda: MoE(64, 32, 8, 2, gradient_reduction="max"), "'mean' or 'sum', got 'max'"),
         (lambda: local()(torch.zeros(3, 65, dtype=torch.bfloat16)), r"\(T, 64\).*got \(3, 65\)"),
     ],

@@ -153,6 +153,12 @@ class MoE(nn.Module):
         **fields: Unpack[DispatchFields],
     ) -> None:
         super().__init__()
+        sizes = {"dim": (dim, 1), "hidden_dim": (hidden_dim, 1), "num_experts": (num_experts, 1)}
+        for name, (size, least) in (sizes | {"num_shared_experts": (num_shared_experts, 0)}).items():
+            if not hasattr(size, "__index__") or size < least:
+                raise ValueError(f"{name}: got {size!r}, want a whole number, at least {least}")
+        if not isinstance(activation, SwiGLU):
+            raise ValueError(f"activation: got {activation!r}, want a mxep.quant.SwiGLU")
         recipe = recipe_of(recipe)
         if isinstance(recipe, Recipe) and recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
             raise ValueError(f"recipe {recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
