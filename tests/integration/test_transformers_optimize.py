@@ -24,6 +24,7 @@ from mxep.integration.transformers import (
     MxepCallback,
     check,
     expert_parallel,
+    freeze_experts,
     load_report,
     optimize,
     register,
@@ -47,7 +48,7 @@ def gradients(model: Any, steps: int = 2, **kwargs: Any) -> dict[str, Tensor]:
         model.zero_grad()
         loss = model(input_ids=ids, labels=ids, use_cache=False, **kwargs).loss
         loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}}
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], least_db: float) -> None:
@@ -63,6 +64,24 @@ def test_all_layers_are_one_graph_without_breaks_whose_gradients_are_eager_ones(
     assert done["compile"] == "2 decoder layers"
     assert_close(gradients(model), gradients(model_of(kind)), 40)
     assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+def test_frozen_experts_with_lora_are_in_the_graph_of_their_layer(fmt: Any) -> None:
+    peft = pytest.importorskip("peft")
+    found = []
+    for compiled in (False, True):
+        model = model_of(moe_intermediate_size=64)
+        freeze_experts(model, fmt)
+        optimize(model, compile=compiled)
+        torch.manual_seed(0)
+        experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        how = {"target_modules": ["q_proj"], "target_parameters": experts, "init_lora_weights": False}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, **how))
+        found.append(gradients(model))
+    assert_close(found[1], found[0], 40)
+    assert counters["stats"]["unique_graphs"] == 2  # the first layer's input has no gradient
     assert not counters["graph_break"]
 
 
