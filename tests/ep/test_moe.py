@@ -284,6 +284,11 @@ def test_the_layer_trains() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+def run_no_pairs(moe: MoE) -> None:
+    ids, weights = torch.empty(3, 0, dtype=torch.int32), torch.empty(3, 0, dtype=torch.float32)
+    moe(torch.zeros(3, 64, dtype=torch.bfloat16), expert_ids=ids, weights=weights)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -295,6 +300,7 @@ def test_the_layer_trains() -> None:
         (lambda: MoE(64, 32, 8, 2, activation="silu"), "activation: got 'silu', want a mxep.quant.SwiGLU"),
         (lambda: MoE(64, 32, 8, 2, gradient_reduction="max"), "'mean' or 'sum', got 'max'"),
         (lambda: local()(torch.zeros(3, 65, dtype=torch.bfloat16)), r"\(T, 64\).*got \(3, 65\)"),
+        (lambda: run_no_pairs(local()), r"K at least 1, got \(3, 64\), \(3, 0\), \(3, 0\)"),
     ],
 )
 def test_bad_input_is_named(make, message: str) -> None:

@@ -198,3 +198,16 @@ def test_a_head_that_peft_trains_a_copy_of_is_deferred() -> None:
     assert adapted.eval()(input_ids=ids, labels=ids).logits is not None
     with adapted.disable_adapter():
         torch.testing.assert_close(adapted(input_ids=ids).logits, tiny().eval()(input_ids=ids).logits)
+
+
+def test_a_head_of_another_vocabulary_is_deferred_again() -> None:
+    model, ids = tiny(), token_ids()
+    defer_head(model, rows=16)
+    model.resize_token_embeddings(80)
+    out = model.train()(input_ids=ids, labels=ids)
+    assert out.logits is None
+    assert model.lm_head.rows == 16
+    out.loss.backward()
+    whole = model.eval()(input_ids=ids, labels=ids)
+    assert whole.logits.shape[-1] == 80
+    torch.testing.assert_close(out.loss, whole.loss)

@@ -200,10 +200,9 @@ def defer_head(model: Any, *, rows: int = ROWS, weight_gradient: torch.dtype = t
     Such a forward returns no logits. The head's weight must be whole when the loss needs it: under FSDP2 in the root's
     group, not in one of its own.
     """
-    head = model.lm_head
-    again = isinstance(head, DeferredHead)
-    head.__class__ = DeferredHead
-    head.rows, head.weight_gradient = rows, weight_gradient
+    again = isinstance(model.lm_head, DeferredHead)
+    model._mxep_loss = rows, weight_gradient
+    _defer(model)
     if not again:
         model.loss_function = causal_loss
         model.register_forward_pre_hook(_before, with_kwargs=True)
@@ -251,7 +250,14 @@ def _heads(model: Any) -> list[DeferredHead]:
     return [head for head in (model.lm_head, *copies) if isinstance(head, DeferredHead)]
 
 
+def _defer(model: Any) -> None:
+    model.lm_head.__class__ = DeferredHead
+    model.lm_head.rows, model.lm_head.weight_gradient = model._mxep_loss
+
+
 def _before(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    if type(model.lm_head) is nn.Linear:  # a new one, as after resize_token_embeddings
+        _defer(model)
     for head in _heads(model):
         head.called = head.deferred = False
         head.defers = model.training and torch.is_grad_enabled() and kwargs.get("labels") is not None

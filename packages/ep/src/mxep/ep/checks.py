@@ -24,9 +24,10 @@ FLOATS = torch.bfloat16, torch.float32
 
 def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
     """Check shapes and dtypes, and return the ids as a separate copy: int32, except for eager CPU tensors."""
-    if x.dim() != 2 or expert_ids.dim() != 2 or weights.shape != expert_ids.shape or len(x) != len(expert_ids):
+    fits = x.dim() == 2 and expert_ids.dim() == 2 and weights.shape == expert_ids.shape and len(x) == len(expert_ids)
+    if not fits or expert_ids.shape[1] == 0:
         raise ValueError(
-            "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), "
+            "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), K at least 1, "
             f"got {tuple(x.shape)}, {tuple(expert_ids.shape)}, {tuple(weights.shape)}"
         )
     if x.dtype not in FLOATS:
