@@ -18,7 +18,7 @@ from mxep.comms import Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, run_experts, swiglu
 from mxep.ep.autograd import forward_op
 from mxep.ep.dtensors import local_tensor
-from mxep.ep.formats import LayerConfig, Needs, fake_plan, fake_saved
+from mxep.ep.formats import LayerConfig, Needs, fake_plan, fake_saved, makes_rows_again
 from mxep.ep.layer import ForwardInput, forward_pass
 from mxep.gemm import Recipe, freeze, grouped_mm
 from mxep.gemm.backends import Hopper
@@ -296,10 +296,11 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
         cases = [([proj, down], [1, 1, 0, 0], (*needs, False, False)) for needs in ((True, False), (False, True))]
         cases.append(([*frozen[0], *frozen[1], *four], [3, 3, 0, 4], (False, False, False, True)))
         for parameters, counts, needs in cases:
-            saved = forward_op(x, weights, ids, parameters, counts, *names, [*needs], True, False)
+            again = makes_rows_again(moe.dispatcher, moe.recipe, Needs(*needs), top_k)
+            saved = forward_op(x, weights, ids, parameters, counts, *names, [*needs], True, again, False)
             with FakeTensorMode() as mode:
                 one, two, three, *others = map(mode.from_tensor, (x, weights, ids, *parameters))
-                fake = forward_op(one, two, three, others, counts, *names, [*needs], True, False)
+                fake = forward_op(one, two, three, others, counts, *names, [*needs], True, again, False)
             assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 

@@ -303,8 +303,9 @@ def compiled_layer(
     kinds = gate_up, down, bias, four
     needs = [any(each.requires_grad for each in kind) for kind in kinds]
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
+    again = makes_rows_again(dispatcher, config.recipe, Needs(*needs) if backward else None, expert_ids.shape[1])
     names = dispatcher.key, config.recipe.name, config.backend.name
-    how = *names, wgrad_scale, config.activation.packed, 0.0 if lora is None else lora.scale, needs, backward
+    how = *names, wgrad_scale, config.activation.packed, 0.0 if lora is None else lora.scale, needs, backward, again
     parameters = [each for kind in kinds for each in kind]
     out, *others = forward_op(x, weights, expert_ids, parameters, [len(kind) for kind in kinds], *how, drops)
     return out, others[-1].detach() if drops else None
@@ -348,6 +349,7 @@ def forward_op(
     lora_scale: float,
     needs: list[bool],
     backward: bool,
+    rows_again: bool,
     drops: bool,
 ) -> list[Tensor]:
     found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
@@ -355,10 +357,9 @@ def forward_op(
     given = ForwardInput(x, weights, expert_ids, *_OpParameters.of(parameters, counts, lora_scale))
     with found.watched(), torch.no_grad():
         which = Needs(*needs) if backward else None
-        again = makes_rows_again(found, config.recipe, which, expert_ids.shape[1])
-        rehearse_once(given, found, config, which, rows_again=again)
+        rehearse_once(given, found, config, which, rows_again=rows_again)
         rowwise = held_rowwise(given.gate_up_proj, given.down_proj, config, dgrad=backward)
-        how: dict[str, Any] = {"config": config, "needs": which, "rows_again": again, "drops": drops}
+        how: dict[str, Any] = {"config": config, "needs": which, "rows_again": rows_again, "drops": drops}
         made = pass_of(found, forward_pass)(given, rowwise, **how)
     kept = [] if made.kept is None else [made.kept]
     if which is None:
@@ -366,24 +367,23 @@ def forward_op(
     saved = tensors_in(made.saved)
     if weights_are_held():
         # The graph may overwrite its outputs, so held tensors, which come last, are returned as copies.
-        own = sum(num_parts(config.recipe, which.keep_rows(again)))
+        own = sum(num_parts(config.recipe, which.keep_rows(rows_again)))
         saved[own:] = [part.clone() for part in saved[own:]]
     return [made.out, *saved, *(getattr(made.routing.plan, name) for name in PLAN), *kept]
 
 
 @forward_op.register_fake
 def _(x: Tensor, weights: Tensor, ids: Tensor, parameters: list[Tensor], counts: list[int], *how: Any) -> list[Tensor]:
-    dispatcher, recipe, backend, _, activation, lora_scale, needs, backward, drops = how
+    dispatcher, recipe, backend, _, activation, lora_scale, needs, backward, rows_again, drops = how
     out, kept = x.new_empty(x.shape), [weights.new_empty(weights.shape)] if drops else []
     if not backward:
         return [out, *kept]
     found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
     plan, which = fake_plan(ids, weights, found, config), Needs(*needs)
-    keep_rows = which.keep_rows(makes_rows_again(found, config.recipe, which, ids.shape[1]))
     of = _OpParameters.of(parameters, counts, lora_scale)
     lora = of.lora if which.lora else None
     both = of.gate_up_proj, of.down_proj
-    saved = fake_saved(x, plan, both, config, keep_rows, copied=found.borrows, lora=lora)
+    saved = fake_saved(x, plan, both, config, which.keep_rows(rows_again), copied=found.borrows, lora=lora)
     return [out, *tensors_in(saved), *(getattr(plan, name) for name in PLAN), *kept]
 
 
@@ -438,14 +438,12 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, _, expert_ids, parameters, counts, *ctx.names, _, drops = inputs
+    x, _, expert_ids, parameters, counts, *ctx.names, _, rows_again, drops = inputs
     saved = output[1:-1] if drops else output[1:]
     before, of_bias, ctx.counts = counts[0] + counts[1], counts[2], counts
     ctx.bias_dtype = parameters[before].dtype if of_bias else None
-    dispatcher, recipe, *_, needs = ctx.names
-    again = makes_rows_again(find_dispatcher(dispatcher), _recipe(recipe), Needs(*needs), expert_ids.shape[1])
     read = *parameters[:before], *parameters[before + of_bias :]
-    ctx.save_for_backward(x if again else None, expert_ids, *read, *saved)
+    ctx.save_for_backward(x if rows_again else None, expert_ids, *read, *saved)
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -465,7 +463,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
             made += [rest.pop(0) for _ in range(count)]
     if needs[2]:
         made[sum(counts[:2])] = made[sum(counts[:2])].to(ctx.bias_dtype)
-    return dx, d_weights, None, made, *[None] * 10
+    return dx, d_weights, None, made, *[None] * 11
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
