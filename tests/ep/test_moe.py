@@ -300,6 +300,7 @@ def run_no_pairs(moe: MoE) -> None:
         (lambda: MoE(64, 32, 8, 2, activation="silu"), "activation: got 'silu', want a mxep.quant.SwiGLU"),
         (lambda: MoE(64, 32, 8, 2, gradient_reduction="max"), "'mean' or 'sum', got 'max'"),
         (lambda: local()(torch.zeros(3, 65, dtype=torch.bfloat16)), r"\(T, 64\).*got \(3, 65\)"),
+        (lambda: MoE(128, 32, 8, 2, dispatcher=SymmetricDispatcher(8, dim=64)), "rows of 64 .*: make .* with dim=128"),
         (lambda: run_no_pairs(local()), r"K at least 1, got \(3, 64\), \(3, 0\), \(3, 0\)"),
     ],
 )

@@ -176,13 +176,19 @@ def make_dispatcher(
     one might live on some ranks only. All symmetric dispatchers of a group share their memory in any case.
 
     dtype: widest dtype of rows on the wire. Raises ValueError as Dispatch does, and if a dispatcher to share serves
-    another number of experts.
+    another number of experts, or narrower rows.
     """
     given = name if isinstance(name, Dispatch) else None
     how = Dispatch.of(given, fields if isinstance(name, Dispatch) else {**fields, "dispatcher": name})
     if isinstance(how.dispatcher, TokenDispatcher):
         if how.dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {how.dispatcher.num_experts} experts, the layer has {num_experts}")
+        widest, row_dtype = getattr(how.dispatcher, "dim", None), how.dispatcher.row_dtype
+        if widest and row_dtype and widest * row_dtype.itemsize < dim * torch.bfloat16.itemsize:
+            raise ValueError(
+                f"the dispatcher has room for rows of {widest} elements of {row_dtype}, the layer's have {dim}: "
+                f"make the dispatcher with dim={dim}"
+            )
         how.dispatcher.uses += 1
         return how.dispatcher
     kind, limits = how.dispatcher, how.limits
