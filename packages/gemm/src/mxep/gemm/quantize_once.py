@@ -252,7 +252,7 @@ class _Used:
 
 @dataclass
 class _Held:
-    """Held tensors of a weight. places: as of _Used. backend: kept alive, because the key has its id. stream, event:
+    """Held tensors of a weight. places: as in _Used. backend: kept alive, because the key has its id. stream, event:
     where and when made."""
 
     made: Any

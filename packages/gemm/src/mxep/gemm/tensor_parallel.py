@@ -10,8 +10,8 @@ tokens (sequence parallel) and the weight is Shard(0), qdata and scales are gath
 style that leaves x as it is: `QuantizedColwiseParallel`. Blocks of 32 do not cross ranks, so with MX scales each rank
 holds a multiple of 32 features.
 
-Tokens, and features of recipe "bf16", need not divide by the ranks. The last ranks have fewer or none,
-as with torch.chunk. Uneven tokens are gathered unquantized.
+Tokens need not be a multiple of the ranks, nor need features with recipe "bf16". The last ranks have fewer or none, as
+with torch.chunk. Uneven tokens are gathered unquantized.
 """
 
 from collections.abc import Callable

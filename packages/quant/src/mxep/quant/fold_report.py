@@ -83,8 +83,8 @@ class Kind:
 def count(mx: MXTensor) -> tuple[Direction, Direction]:
     """Forward and dgrad of an MXTensor (..., N, K) of E4M3 or E2M1 in blocks of 32 along K, no row index.
 
-    The counts are those of `fold_with_stats` and `fold_for_dgrad_with_stats`. Most blocks are seen to be exact by their
-    shift and their smallest code; elements of the others alone are folded.
+    The counts are those of `fold_with_stats` and `fold_for_dgrad_with_stats`. A block is exact if its
+    smallest code can take its shift; only other blocks are folded.
     """
     e2m1 = mx.qdata.dtype == E2M1.dtype
     blocks = mx.qdata.view(torch.uint8).unflatten(-1, (mx.scale.shape[-1], -1))
@@ -115,7 +115,7 @@ def count(mx: MXTensor) -> tuple[Direction, Direction]:
 
 
 def _changes(blocks: Tensor, shift: Tensor, *, e2m1: bool) -> tuple[Tensor, Tensor]:
-    """(blocks,) elements that a fold changes, and fp64 sums of squares of the differences under scale 1.
+    """(blocks,) counts of elements that a fold changes, and fp64 sums of squared differences, as if scales were 1.
 
     blocks: (blocks, 32 or 16 bytes) uint8, E4M3 or E2M1. shift: (blocks,) int32.
     """

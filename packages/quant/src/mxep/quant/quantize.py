@@ -100,8 +100,8 @@ def quantize_joined(
 ) -> MXTensor:
     """`quantize(torch.cat(parts, -1), block_size=None)` of parts (N, K of each), bit for bit. No gradient.
 
-    Two or three parts of one dtype are joined only as qdata. Raises ValueError as `quantize`, and for parts that are
-    not 2-D.
+    Two or three parts of one dtype are joined only as qdata. Raises ValueError as `quantize` does, and for parts that
+    are not 2-D.
     """
     if any(part.dim() != 2 for part in parts):
         got = ", ".join(str(tuple(part.shape)) for part in parts)
@@ -123,7 +123,7 @@ def quantize_with_amax(
     x: (..., N, K), or several (..., N of each, K) below each other: the bits are those of `torch.cat(x, -2)`. Up to
         three of one dtype are joined only as qdata.
     amax: (..., K) fp32, NaN for a column with NaN. It is for :func:`quantize_columns_with_amax`.
-    Raises ValueError as `quantize`, for parts that do not fit, and for parts without elements.
+    Raises ValueError as `quantize` does, for parts that do not fit together, and for parts without elements.
     """
     parts, transposed = _parts("quantize_with_amax", x)
     how = check_format(fmt), check_mode(mode)

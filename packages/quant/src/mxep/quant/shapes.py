@@ -34,12 +34,12 @@ def swizzled_shape(rows: int, cols: int, offs: Tensor | None) -> tuple[int, int]
 
 
 def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
-    """Rows of `stored` (..., S, K) after its row index, if there is one, picks them."""
+    """Number of rows picked from `stored` (..., S, K); S without an index."""
     return stored.shape[-2] if row_index is None else row_index.shape[0]
 
 
 def picked_shape(stored: Tensor, row_index: Tensor | None) -> tuple[int, ...]:
-    """Shape of `stored` (..., S, K) after its row index, if there is one, picks rows."""
+    """Shape of the rows picked from `stored` (..., S, K); its own without an index."""
     return *stored.shape[:-2], num_rows(stored, row_index), stored.shape[-1]
 
 

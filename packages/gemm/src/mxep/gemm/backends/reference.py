@@ -133,7 +133,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def num_rows(x: Tensor, index: Tensor | None) -> int:
-    """Rows of an operand, or of its index."""
+    """Number of an operand's rows, after its index."""
     return x.shape[0] if index is None else index.shape[0]
 
 

@@ -57,7 +57,7 @@ def _nearest_codes(x):
 
 @triton.jit
 def _packed(x, scale):
-    """Bytes (blocks, elements / 2) of x (blocks, elements) fp32 under their scales (blocks,)."""
+    """x (blocks, elements) fp32, divided by scale (blocks,) and packed as E2M1: bytes (blocks, elements / 2)."""
     codes = tl.where((scale == NAN_SCALE)[:, None], 7, _nearest_codes(x * reciprocal(scale)[:, None]))
     even, odd = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
     return (even | (odd << 4)).to(tl.uint8)

@@ -89,9 +89,9 @@ def quantize_tile_columns(
 def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
     """Store the qdata of `tile`, transposed: column c at out_ptr + c * stride.
 
-    tile: a tuple of 8 tensors (BLOCK_M / 8, BLOCK_N), or of one (BLOCK_M, BLOCK_N), of values. They are cast to the
-    qdata of out_ptr, which is the tile's first row and column. stride: qdata per column. With 8 tensors, stride and
-    rows_left are multiples of 8; rows_left is best a multiple of 16 that Triton can see.
+    tile: the values, as a tuple of 8 tensors (BLOCK_M / 8, BLOCK_N) or of one (BLOCK_M, BLOCK_N). They are cast to the
+    dtype of out_ptr, the tile's first row and column. stride: qdata per column. With 8 tensors, stride and rows_left
+    are multiples of 8; rows_left is best a multiple of 16 that Triton can see.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, tile[0].shape[1])[:, None]

@@ -14,8 +14,8 @@ scale, stays in registers: fp32 for one scale per row, but qdata, a quarter of t
 the kernel, so 768 or 14336 elements cost nothing for padding.
 
 While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 instructions per element forward, 54
-backward. Folded it takes 36 and 53 to 55. Hence the sigmoid has no division, and the sum over a row leaves a thread
-late.
+backward. Folded it takes 36 and 53 to 55. Hence the sigmoid has no division, and threads combine their sums only at
+a row's end.
 """
 
 import triton
