@@ -120,7 +120,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class RoutingPlan(Bundle):
-    """A plan. All tensors are on the tables' device. R_max rows, S = W * T_max slots, e local experts.
+    """A plan, on the device of `make_plan`'s tables. R_max rows, S = W * T_max slots, e local experts.
 
     Attributes:
         row_slot: (R_max,) int32 slot of each row, -1 on padding.
@@ -186,7 +186,7 @@ def make_plan(
     Args:
         expert_ids: (W, T_max, K) int32, tables of W senders. -1 is not routed; other ranks' experts are ignored.
         weights: (W, T_max, K) fp32.
-        num_tokens: (W,) int32, tokens of each sender. The tables past them are not read.
+        num_tokens: (W,) int32, tokens of each sender. Later entries of its table are not read.
         alignment: every group is padded to a multiple of it. An expert without rows takes none.
         capacity: bound on rows, default :meth:`Capacity.worst_case`. Only ``exact`` reads from the device.
         num_experts: E, the bound on valid ids; None checks only for ids below -1. If E is a multiple of

@@ -21,8 +21,8 @@ program of a table exchange numbers the dispatch on the device, because a graph 
 
 Dispatches. Op ids tell a combine from a dispatch, but not one dispatch from another. So a rank stores the number of its
 plan's dispatch into every rank's `dispatches` before its first signal of rows. The program that has waited for all
-signals compares the numbers. A new dispatch has no number until its tables have met, so it sends the number of its
-layer (`new_dispatch` of `layout.py`).
+signals compares the numbers. A new dispatch has no number until its tables are exchanged, so it sends the number of
+its layer (`new_dispatch` of `layout.py`).
 """
 
 import triton
@@ -187,7 +187,7 @@ def compare_kernel(buffer_ptr, dispatch_ptr, state_ptr, counters_start, op_id, W
 def compare(
     buffer: Tensor, number: Tensor | None, state: Tensor, counters_start: int, op_id: int, world_size: int
 ) -> None:
-    """Compare the dispatch numbers in a buffer with this rank's, after the signals of its rows."""
+    """Compare the dispatch numbers that peers put into a buffer with this rank's, after `meet`."""
     ranks = {"W": world_size, "WP": next_power_of_2(world_size)}
     launch(compare_kernel, (1,), buffer, number, state, counters_start, op_id, **ranks, num_warps=1)
 

@@ -10,7 +10,7 @@
     dispatch           token t                                      (W,)  slot (this rank, t) of ranks that need it
     combine            sum of slot (r, t); values of rank r         (1,)  slot and entry (this rank, t) of rank r
 
-An exchange writes the staging area only after the last exchange on that buffer has met: its puts have left by then.
+An exchange stages rows only after `meet` of the previous exchange on that buffer: the old puts have landed by then.
 
 put_kernel and meet_kernel call NVSHMEM. Each kernel links NVSHMEM's device library, which takes some 10 s, and NVSHMEM
 initialises each loaded module. So there are only two, with run-time sizes and unspecialized arguments. They are

@@ -50,7 +50,7 @@ STEPS = "", "dispatch", "redispatch", "combine"
 
 
 class Headers:
-    """Headers of a dispatcher. ranks: ranks of the group, by block."""
+    """Headers of a dispatcher. ranks: the rank that each block of received rows comes from."""
 
     def __init__(self, rank: int, ranks: list[int]) -> None:
         self.rank, self.ranks = rank, ranks

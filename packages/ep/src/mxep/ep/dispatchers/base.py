@@ -97,7 +97,7 @@ _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.Weak
 
 
 def find_dispatcher(key: str) -> "TokenDispatcher":
-    """The living dispatcher with this ``key``. Ops of a compiled graph, which take no objects, find theirs by it.
+    """The living dispatcher with this ``key``. Ops of a compiled graph take this key, as they cannot take objects.
 
     Raises KeyError if it is gone.
     """
@@ -266,7 +266,7 @@ class TokenDispatcher(ABC):
 
     def begin(self, layer: int) -> None:
         """Declare that the next dispatch belongs to this layer; 0: to one without a number. Peers compare numbers that
-        both know, and raise PeersDisagree. Raises RuntimeError as `claim`."""
+        both know, and raise PeersDisagree. Raises RuntimeError as `claim` does."""
         if self._exchanges is not None:
             self.claim()
             self.new_dispatch = new_dispatch(layer, self._exchanges.failures)
@@ -300,7 +300,7 @@ class TokenDispatcher(ABC):
         return told_failures(self.group, range(self.world_size))
 
     def claim(self) -> None:
-        """Call before anything that peers take part in. RuntimeError on a second thread, see `mxep.comms.OneThread`."""
+        """Call before anything that peers take part in. Raises on a second thread: `mxep.comms.OneThread`."""
         if self._exchanges is not None:
             self._exchanges.thread.claim()
 

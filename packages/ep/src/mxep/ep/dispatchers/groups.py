@@ -133,10 +133,10 @@ _T = TypeVar("_T")
 
 
 def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
-    """Return make(). Its tensors on the device outlive the current call.
+    """Return make(), tensors that outlive the current call. Records leave it out.
 
-    No record shows it. While torch.compile's mode="reduce-overhead" warms up or records, a thread's allocations belong
-    to graphs, which raise if anything but outputs stays there. So another thread makes them then.
+    While torch.compile's mode="reduce-overhead" warms up or records, a thread's allocations belong to graphs, which
+    raise if anything but outputs stays there. So another thread makes them then.
     """
 
     def aside() -> _T:

@@ -3,9 +3,9 @@
     across   rank l of node n <-> rank l of each node m    all-to-all of equal splits: the host reads no sizes
     within   rank l of node m <-> the node's ranks         symmetric memory: a `SymmetricDispatcher` of the node
 
-    dispatch     rows of node m's tokens, with their ids and weights, across; then within, where the plan is made
-    redispatch   other bytes of the same tokens, likewise, without ids
-    combine      within: a row for each token that came across; across: these rows return, summed there
+    dispatch     across: rows of the tokens that need node m, with ids and weights; then within, which plans
+    redispatch   the same two steps with other bytes of the same tokens, without ids
+    combine      within: one sum for each token that came across; then across: these sums return, and are summed
 
 N nodes of L ranks, W = N L. Rank r is rank l = r % L of node n = r // L, and node m owns experts from m E / N on. T
 tokens of this rank, T_max of any, K experts per token, E in all. The capacity gives C slots for the tokens of each
@@ -71,10 +71,10 @@ class HierarchicalRouting(Routing):
     tokens: Tensor
 
     def stats(self) -> dict[str, Tensor]:
-        """Counts as for any routing. But ``dropped`` and ``invalid`` cover this node's experts: ``counts()`` has all.
+        """Counts as for any routing, except that ``dropped`` and ``invalid`` cover this node's experts only.
 
-        ``sent`` counts rows between nodes, one per (token, node), including the own node. ``sent_within`` counts rows
-        from this rank within its node. An all-to-all sends all N B slots.
+        ``counts()`` covers all. ``sent`` counts rows between nodes, one per (token, node), including the own node.
+        ``sent_within`` counts rows from this rank within its node. An all-to-all sends all N B slots.
         """
         return super().stats() | {"sent_within": self.within.wire_rows()}
 
