@@ -79,7 +79,7 @@ def check_not_fsdp(experts: nn.Module, what: str) -> None:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """This rank's part of `x`: not a copy, and not differentiable but under torch.compile."""
+    """This rank's part of `x`: not a copy, and differentiable only under torch.compile."""
     if not isinstance(x, DTensor):
         return x
     return x.to_local() if torch.compiler.is_compiling() else x._local_tensor
@@ -115,8 +115,8 @@ class Share:
 
 
 def _laid_out_as(own: Tensor, grad: Tensor) -> Tensor:
-    """`grad` with the strides of `own`. Autograd sees to it for plain tensors, but not for local tensors of DTensors,
-    and fused optimizers go through both in the order of memory."""
+    """`grad` with the strides of `own`, because fused optimizers walk both in memory order. Autograd ensures this for
+    plain tensors, not for DTensors' local ones."""
     return grad if grad.stride() == own.stride() else torch.empty_like(own, dtype=grad.dtype).copy_(grad)
 
 

@@ -31,7 +31,7 @@ from .lora import LoRAWeights
 @replayed
 def pack(x: Tensor, *, recipe: Recipe, fmt: MXFormat, room: int | None = None) -> Payload:
     """x (T, D) as bytes to send, quantized to `fmt` if the recipe quantizes: (T, 2 D) of bf16; or (T, D) qdata and
-    (T, D / block) scales. With a room, so many rows, of which the first T count."""
+    (T, D / block) scales. room: number of rows to return, of which the first T count."""
     rows = recipe.quantize_rows(x, fmt, room)
     return (_bytes(rows.qdata), _bytes(rows.scale)) if isinstance(rows, MXTensor) else (_bytes(rows),)
 
@@ -297,7 +297,7 @@ def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
 
 
 def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -> tuple[SavedWeight, SavedWeight]:
-    """The weights as backward finds them: themselves with the amax of their columns, or 2-D blocks."""
+    """What dgrad's weights are quantized from: each weight with the amax of its columns, or its 2-D blocks."""
     pairs = (gate_up_proj, saved.gate_up_columns), (down_proj, saved.down_columns)
     gate_up, down = (SavedWeight(x, None) if isinstance(x, MXParts | MXTensor) else SavedWeight(w, x) for w, x in pairs)
     return gate_up, down
@@ -307,8 +307,8 @@ def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -
 
 
 def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
-    """gate_up (R_max, 2F) as it is kept for backward: as it is, or with one scale a row. Rows past the valid ones may
-    hold anything. Each row is quantized by itself."""
+    """What backward keeps of gate_up (R_max, 2F): itself, or quantized with one scale per row. Rows past the valid ones
+    may hold anything. Each row is quantized by itself."""
     if recipe.saved_gate_up == "unquantized":
         return gate_up
     return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)

@@ -343,7 +343,7 @@ def mlp_backward(
     scale: float,
     dtype: torch.dtype,
 ) -> MLPGradients:
-    """Backward of `mlp_forward`, but for the gradient of gate_up_proj. It is given gate_up and the weights to use up.
+    """Backward of `mlp_forward` without the gradient of gate_up_proj. It uses up gate_up and the weights.
 
     down_grad: compute the gradient of down_proj, of `dtype`. later: return its operands.
     """
@@ -407,7 +407,7 @@ def wgrad(
 ) -> Tensor | None:
     """The gradient dy^T a of a weight (e, N, K); None where it was added to main_grad. It uses up dy and a.
 
-    halves: of gate and up apart, as (2, e, F, D); there is no main_grad.
+    halves: return those of gate and up separately, as (2, e, F, D). There is no main_grad then.
     """
     dy, a, offs = given.dy, given.a, given.offs
     given.release("dy", "a")

@@ -61,7 +61,7 @@ def rehearse_once(
 
 
 def rehearse_router(x: Tensor, w: Tensor, k: int, score: str, *, has_choice: bool) -> None:
-    """The same for a router with these logits x w^T, before its first forward."""
+    """Compile the kernels of a router with logits x w^T before its first forward."""
     needs = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     kind = x.device, x.dtype, w.dtype, w.shape, k, score, has_choice, needs
     if _are_plain(x, w):
@@ -125,7 +125,7 @@ def _both_passes(
 
 
 def _router_passes(x: Tensor, w: Tensor, k: int, softmax: bool, has_choice: bool, needs: bool) -> None:
-    """The ops themselves: what autograd would save here, a checkpoint would miss when it computes again."""
+    """Run the ops without autograd: a checkpoint's recomputation would miss what it saves here."""
     logits = linear_op(x, w)
     ids, weights, chosen = top_k_op(logits, torch.empty_like(logits) if has_choice else None, k, softmax)
     if needs:

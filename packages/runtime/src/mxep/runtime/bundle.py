@@ -96,7 +96,7 @@ def take_apart(x: Any) -> tuple[list[Tensor], Form]:
 
 
 def take(x: Any, tensors: list[Tensor], classes: list[type] | None = None) -> Form:
-    """The form of x, as of `take_apart`. Appends its tensors to the list, and to `classes` those of all else."""
+    """The form of x, as in `take_apart`. Appends its tensors to the list, and to `classes` the types of all else."""
     kind: Any = type(x)
     if kind is Tensor or kind is Parameter:
         tensors.append(x)

@@ -470,7 +470,7 @@ def relaxed() -> Iterator[None]:
 
 
 def keep_captures() -> ctypes.c_int:
-    """Let this thread do what would end another thread's capture from now on. Returns its mode before."""
+    """From now on, keep this thread's calls from ending another thread's capture. Returns its previous mode."""
     mode = ctypes.c_int(RELAXED)
     driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     return mode

@@ -112,7 +112,7 @@ class Record(NamedTuple):
 
 
 class Rehearsal:
-    """In place of a recorder while kernels are compiled ahead (`launch.py`). It notes no steps.
+    """Stands in for a recorder while kernels are compiled ahead (`launch.py`). It notes no steps.
 
     wanted: (kernel, grid, arguments, constexprs) of launches, by key.
     """

@@ -207,7 +207,7 @@ def replayed(function: Callable[..., Any]) -> Replayed:
     The function owns its `Operands` and may `release` their fields, to reuse this memory. A play does the same. Callers
     pass and get the parts of objects with registered parts; the function sees the objects whole.
 
-    A class of static objects with an attribute `recordable` says by it whether functions with its objects are recorded.
+    A class of static objects can have an attribute `recordable`: whether functions given such objects are recorded.
     The function must not read from the device. It decides by its arguments alone. Other tensors that it uses are
     `fixed`. It calls `refuse` if it starts kernels without `launch`. Not replayed: CPU tensors,
     other subclasses, with gradients enabled, under torch.compile or a dispatch mode, while a graph is captured, and
@@ -314,10 +314,10 @@ def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tu
     # Tensors at one address are a fact of the kind, as a graph then has the address once.
     places = ", ".join(f"p_{name}" for name in names)
     lines += [f"apart = len({{{places}}}) == {len(names)} or tuple(map(({places},).index, ({places},)))"]
-    # To 32 bytes: torch's elementwise kernels load so many at once where they can.
+    # Alignment to 32 bytes: torch's elementwise kernels load so many at once where they can.
     lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 31"]
     lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 31' for name in names)},)"]
-    # Inference tensors have no version, which those that a graph writes get one more of.
+    # A play raises the version of tensors that the graph writes, and inference tensors have no version.
     lines += [f"inference = {' or '.join(f'{name}.is_inference()' for name in names)}"]
     lines += [f"inference = inference and ({', '.join(f'{name}.is_inference()' for name in names)},)"]
     facts = (
