@@ -41,9 +41,8 @@ def bf16_product(rows: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def compiled(fn: Callable[..., T]) -> Callable[..., T]:
-    """`fn`, on CUDA under torch.compile: for any number of rows, for these widths alone, as a division by a constant is
-    fast. More kinds of arguments than Dynamo's recompile_limit raise, as only a `fullgraph` does: no baseline is eager
-    unseen."""
+    """`fn`, compiled on CUDA for any number of rows and for fixed widths, because a division by a constant is fast.
+    With `fullgraph` it raises at Dynamo's recompile_limit, so that no baseline silently runs eager."""
 
     @functools.cache
     def inner() -> Callable[..., T]:

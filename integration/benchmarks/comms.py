@@ -12,8 +12,8 @@ x bf16      how many times as fast as the all-to-all of the same pairs in bf16; 
 The all-to-all is NCCL's on GPUs and gloo's on CPU ranks, and moves one row for each (token, expert) pair. It is timed
 at its best: the host knows the split sizes, rows are permuted already, and nothing is unpermuted after. Dispatch and
 combine are first verified bit by bit. All ranks start together on the device, with a barrier. The hosts enqueue the
-calls during a pause after it, so no rank waits for its host. Inputs are not rotated. The smallest shapes find them in
-the L2 cache, as they would after the kernel that made them.
+calls during a pause after it, so no rank waits for its host. Inputs are not rotated: the
+smallest are in the L2 cache, as they would be after the kernel that made them.
 
 T tokens a rank, D elements of a row, E experts, K experts a token, W ranks. A row of MXFP8 is D qdata and D/32 scales.
 """
@@ -175,7 +175,7 @@ class Traffic:
         return max(map(sum, zip(*self.pairs)))
 
     def capacity(self, pairs: int) -> float:
-        """Capacity of a plan, over the balanced load of `pairs` a rank: SLACK, or more if this routing needs it."""
+        """Capacity of a plan, in balanced loads (`pairs` a rank): SLACK, or more if this routing needs it."""
         return max(SLACK, self.most_pairs / pairs)
 
     def leaving(self, *, combine: bool = False) -> tuple[int, int]:
@@ -287,7 +287,7 @@ def differences(e: Exchange) -> list[str]:
 
 
 class Collective:
-    """Rows of `payload`, side by side, of each (token, expert) pair to the expert's rank and back again."""
+    """Sends a row per (token, expert) pair, `payload` joined, to the expert's rank and back."""
 
     def __init__(self, problem: Problem, payload: Sequence[Tensor], dtype: torch.dtype) -> None:
         p = problem
@@ -302,7 +302,7 @@ class Collective:
         return self.received
 
     def combine(self) -> Tensor:
-        """The rows that `dispatch` brought, back to where they lay."""
+        """Send the rows that `dispatch` brought back to where they came from."""
         dist.all_to_all_single(self.sent, self.received, self.sizes[1], self.sizes[0])
         return self.sent
 

@@ -66,8 +66,8 @@ TABLE = Section(
 class Layout:
     """A layer over W ranks, and its Traffic (comms) with even routing: rows on average.
 
-    what: a case of bench=layer. node: ranks that NVLink connects. nodes_per_token: the most nodes of a token, where a
-    router limits them, of hierarchical.
+    what: a case of bench=layer. node: ranks that NVLink connects. nodes_per_token: most nodes of a token, if a
+    router limits them; for hierarchical.
     """
 
     shape: Shape
@@ -191,7 +191,7 @@ def read(files: Iterable[str]) -> list[Row]:
 
 
 def fit(rows: Sequence[Row]) -> Rates:
-    """Medians over profiles, and over times on most GPUs, with even routing. ConfigError if there is none."""
+    """Medians over profiles, and over times on most GPUs, with even routing. Raises ConfigError without any."""
     rows = [row for row in rows if not row.get("skew") and "error" not in row]
     profiles: dict[Layout, dict[str, float]] = collections.defaultdict(dict)
     for row in rows:
@@ -224,7 +224,7 @@ def fit(rows: Sequence[Row]) -> Rates:
 class Memory:
     """Bytes of a layer of bf16 weights on Hopper.
 
-    kept: until its backward. work: besides at its peak, with all gradients and the output. buffers: of exchanges.
+    kept: until its backward. work: added at the peak, gradients and output included. buffers: of exchanges.
     """
 
     kept: float
@@ -260,7 +260,7 @@ def memory(layout: Layout) -> Memory:
     amax = 4 * own * (dim + hidden) * quantized
     kept = saved + gate_up + plan + amax
     folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
-    # Backward, in order: (bytes still kept from forward, other bytes). The caller holds out all the while.
+    # Backward, in order: (bytes still kept from forward, other bytes). The caller holds `out` throughout.
     w, d_rows, out = own * dim * hidden, 2 * rows * dim, 2 * tokens * dim
     d_gate_up = d_h if quantized else 2 * d_h  # quantized: in d_h's place
     d_y = (rows * (dim + 1), 0, folded * (dim + hidden)) if quantized else (d_rows,) * 3  # for d_h, then, for wgrad
@@ -307,7 +307,7 @@ def estimate(config: Config) -> Report:
 
 
 def sentence(found: list[Row], config: Config) -> str:
-    """The layout with most tokens/s of those that have room."""
+    """Names the layout with the most tokens/s among those that fit into memory."""
     wanted, fit = config.estimate, [row for row in found if row["GiB"] <= config.estimate.memory]
     best = max(fit, key=lambda row: row["ktok/s"]) if fit else min(found, key=lambda row: row["GiB"])
     where = (
@@ -331,7 +331,7 @@ def _json_of(key: str) -> Iterator[None]:
 
 
 def model_of(config: Config) -> tuple[Shape, int]:
-    """Shape and number of MoE layers: of a config.json of transformers, or its folder, or without one of `model`."""
+    """Shape and number of MoE layers, from a config.json of transformers or its folder; without one, from `model`."""
     tokens, model = config.estimate.tokens, config.model
     if config.estimate.model is None:
         return Shape(tokens, model.dim, model.hidden_dim, model.experts, model.top_k), model.layers

@@ -262,9 +262,9 @@ def torchao_product(device: torch.device) -> Callable[..., Tensor]:
 
 
 def prequantized_step(backend: Backend, p: Problem) -> Call:
-    """a and dy arrive as MXTensors; weights are quantized before, as those of further micro-batches are.
+    """a and dy arrive as MXTensors; weights are quantized before, as in later micro-batches.
 
-    `quantize_weights_once` would quantize them again in each replay of the timer's graph: so the backend has them.
+    `quantize_weights_once` would quantize again in each replay of the timer's graph, so this backend holds them.
     """
     recipe = Recipe.mxfp8()
     rowwise, colwise = backend.quantize_weight_rowwise(p.w, recipe)[0], backend.quantize_weight_colwise(p.w, recipe)

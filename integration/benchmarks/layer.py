@@ -136,7 +136,7 @@ class At:
     def prepare(
         self, layer: Layer, call: Call, inspect: Callable[[Tensors], None] | None = None, seconds: float | None = None
     ) -> Run:
-        """A graph, or launched by the host where the layer is not made for one. Collective. Raises FailedOnRanks."""
+        """Capture a graph, or have the host launch a layer not made for graphs. Collective. Raises FailedOnRanks."""
         graph = "may" if layer.in_graph and self.section != "eager" else "never"
         return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, inspect))
 

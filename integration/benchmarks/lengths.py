@@ -6,8 +6,8 @@
 D 2048, F 768, 64 experts, top-8, T drawn from 512 to 4096. Over several GPUs each rank draws its own lengths, and
 `max_tokens` is 4096. Times are rank 0's.
 
-- "called", "recorded", "first play", "second play": four steps of a length in a new room, one after the other. The
-  device is idle before each. Medians over rooms.
+- "called", "recorded", "first play", "second play": four steps of one length, for which there is no record yet. The
+  device is idle before each. Medians over lengths.
 
 The others are ms a step over 100 lengths in a row:
 

@@ -94,7 +94,7 @@ def scaled_mm(p: Problem) -> Call:
 
 
 def torchao(p: Problem) -> Call:
-    """torchao's float8 linears, rowwise, compiled. ImportError, which says why, without it."""
+    """torchao's float8 linears, rowwise, compiled. Raises ImportError, with the reason, without it."""
     module = gemm.import_torchao("float8", p.x.device)
     config = module.Float8LinearConfig.from_recipe_name("rowwise")
     layers = nn.ModuleList(nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta") for w in p.weights)

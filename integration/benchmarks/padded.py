@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 integration/benchmarks/padded.py [FILE.json]
 
 Qwen3-30B's sizes with 8 layers and a vocabulary of 32,000, as transformers makes it: eager, SDPA, bf16, no optimizer.
-A batch has four sequences. Its longest has 1,200 to 1,700 tokens, and half of it at least are in the others; the rest
-is padding, which is counted as tokens. On several GPUs experts are spread over all ranks, and the rest is replicated.
+A batch has four sequences. The longest has 1,200 to 1,700 tokens, the others at least half as many. The rest is
+padding, which is counted as tokens. On several GPUs experts are spread over all ranks, and the rest is replicated.
 
 Experts: "none" return their input, "baseline" is baseline.BaselineLayer, and the others are mxep's recipes.
 Lengths: "fixed" is 1,450, the mean. "never before" are 30 steps of different lengths that the experts have not seen,

@@ -37,7 +37,7 @@ def group_name() -> Any:
 
 
 class VDev:
-    """Rows of each (token, expert) pair to the expert's rank, grouped by expert, and back again. Collective."""
+    """Sends one row per (token, expert) pair to the expert's rank, grouped by expert, and back. Collective."""
 
     def __init__(self, p: Problem, sent: Tensor) -> None:
         """sent: (T K, D), by expert."""

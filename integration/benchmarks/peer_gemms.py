@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 def deepgemm(product: str, p: gemm.Problem) -> Call:
-    """ImportError without it."""
+    """Raises ImportError without it."""
     import deep_gemm
     from deep_gemm.utils import per_block_cast_to_fp8, per_token_cast_to_fp8
 

@@ -27,7 +27,7 @@ RESULTS = ("out", "dx", "d_weights", "d_gate_up", "d_down")
 
 
 class Shape(NamedTuple):
-    """D, F, E, K, and how many of these tokens arrive for each token of a rank."""
+    """D, F, E, K. arriving: tokens that arrive per token of this rank."""
 
     dim: int
     hidden: int

@@ -151,7 +151,7 @@ CASES = {
                        lambda x: ops.quantize_rows(x, *HOW, x.shape[1])),
     "columns": Case("rows", 0.90, lambda r, k: 2 * r * k + mx(r * k), _values,
                     lambda x: ops.quantize_columns(x, *HOW, BLOCK)),
-    # A column's scale needs every row before its first element: x is read twice, 0.67 is all.
+    # A column's scale needs all rows before its first element: x is read twice, and the share is 0.67 at most.
     "weights_per_row": Case("weights", None, lambda e, n, k: 4 * e * n * k + e * (n + k), _values, _both_per_row),
     "weights_2d": Case("weights", 0.90, lambda e, n, k: 3 * e * n * k + e * n * k // BLOCK**2, _values,
                           lambda x: ops.quantize_2d(x, *HOW, BLOCK)),

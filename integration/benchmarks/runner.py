@@ -1,4 +1,4 @@
-"""A bench, from its config to its report: in this process, or on all ranks."""
+"""Runs a bench, from its config to its report, in this process or on all ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Bench:
 
 
 def load(name: str) -> Any:
-    """The module of a bench. ConfigError if it wants a package that is not here."""
+    """Import the module of a bench. Raises ConfigError if a package is missing."""
     try:
         return importlib.import_module(f"{__package__}.{name}")
     except ImportError as error:

@@ -17,14 +17,13 @@ norms.
 
 Weights are random. `--routing forced` gives every expert equally many tokens, as Megatron's
 --moe-router-force-load-balancing does. `--routing natural` is the router's choice. `most of mean` says how uneven it
-is: the rows of the busiest GPU over the mean, by layer. Batches differ from micro-batch to micro-batch. Labels are the
-ids.
+is: rows of the busiest GPU / mean, by layer. Batches differ from micro-batch to micro-batch. Labels are the ids.
 
 ms            a step: median; min and max beside it in JSON
 TFLOP/s       of a GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
 peak GiB      most memory of a rank, states included
 shares        of a step: kernels of one profiled step, by name and by the autograd node that launched them, over `ms`;
-              `idle`: what is left of `ms`. Kernels that overlap count each
+              `idle`: what is left of `ms`. Overlapping kernels each count in full
 t(48)         t(N2) + (48 - N2) (t(N2) - t(N1)) / (N2 - N1), for two numbers of layers; the optimizer is scaled with it
 
 Weights, gradients and moments take 5.0 GB a layer, and 5.0 GB for head and embedding. With --moments fp32 both are
@@ -95,7 +94,7 @@ An eager head's GEMMs count as linears.
 
 
 def baseline_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The baseline in a module's place, which keeps it."""
+    """Experts' forward by the baseline, a layer that the module keeps."""
     w13, w2 = local_weight(experts.gate_up_proj), local_weight(experts.down_proj)
     layer = experts.__dict__.get("_baseline")
     if layer is None:
@@ -121,7 +120,7 @@ def all_to_all_experts(
 
 
 class ForcedRouter(Qwen3MoeTopKRouter):
-    """Chooses every expert as often, each token's spread evenly over all, and weighs them as the router would."""
+    """Gives all experts equally many tokens, spreads a token's experts evenly, and weights them as the router would."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
@@ -132,7 +131,7 @@ class ForcedRouter(Qwen3MoeTopKRouter):
 
 
 class AdamWFP32(torch.optim.Optimizer):
-    """AdamW of bf16 parameters with fp32 moments, which torch's has only for fp32 parameters: a kernel a parameter."""
+    """AdamW of bf16 parameters with fp32 moments, one kernel per parameter. torch's has such moments for fp32 only."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "steps": 0})
@@ -270,7 +269,7 @@ class Subject:
 
     @torch.no_grad()
     def most_of_mean(self) -> list[float]:
-        """By layer, the rows of the GPU that has most over the mean of all. Collective."""
+        """The rows of the busiest GPU divided by the mean, by layer. Collective."""
         counts = torch.zeros(len(self.model.model.layers), RANKS, device=self.device, dtype=torch.float32)
 
         def count(i: int, _: Any, __: Any, routed: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -3,7 +3,7 @@
 - prepare: Warm up, capture a CUDA graph of calls that take the sets of inputs in turn, and check its results.
 - measure: In each of `rounds` rounds, time a stretch of each alternative. The order is shuffled anew, alike on all
   ranks. A stretch is replays that fill `seconds`, between two events, enqueued right after some untimed ones.
-- A figure is the median over rounds of the slowest rank's time, a call. spread: how much longer the longest round took
+- A figure is the median over rounds of the slowest rank's time per call. spread: how much longer the longest round took
   than the shortest.
 
 The speed of a chip at its power limit depends on how warm the previous calls left it. So each stretch first warms the
@@ -140,7 +140,7 @@ class Timer:
         return run
 
     def _warm(self, run: Run) -> Any:
-        """Makes `run` its calls, launched by the host; the result of the last one."""
+        """Make the calls of `run`, launched by the host, and warm them up. Returns the last result."""
         calls = run.kept = run.alternative.make()
         result = None
 
@@ -157,7 +157,7 @@ class Timer:
         return result if run.alternative.inspect else None
 
     def _capture(self, run: Run, count: int) -> Any:
-        """Makes `run` replays of a graph of at least `count` calls; the result of the last one, replayed once."""
+        """Let `run` replay a graph of at least `count` calls, once now. Returns the last result."""
         calls, sets, alternative = run.kept, len(run.kept), run.alternative
         total = -(-count // sets) * sets
         results: deque[Any] = deque(maxlen=sets)  # as long as one is here, its memory is not written again
@@ -255,7 +255,7 @@ def copy_tb_s(timer: Timer) -> float:
 
 
 def rotations(nbytes: int, device: torch.device) -> int:
-    """Sets of inputs and outputs, `nbytes` each, that it takes for none to be in L2 when its turn comes again."""
+    """Number of sets of inputs and outputs, `nbytes` each, after which the first has left the L2 cache."""
     if device.type != "cuda":
         return 1
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size

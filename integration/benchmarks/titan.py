@@ -71,7 +71,7 @@ class Logged:
 
 
 def read_words(vocabulary: int) -> Tensor:
-    """(N,) int64: the standard library's source, its words numbered by how often they are."""
+    """(N,) int64: the standard library's source, its words numbered by frequency."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     words = re.findall(r"\w+|\s+|[^\w\s]", "".join(file.read_text(errors="ignore") for file in files))
     common = collections.Counter(words).most_common(vocabulary - 1)
