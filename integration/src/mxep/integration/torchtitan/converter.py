@@ -90,7 +90,7 @@ class RoutedMoE(MoE):  # type: ignore[misc]
 class Converter:
     """Converts all MoEs of a model.
 
-    ValueError for experts that mxep does not compute, for TP, and beside torchtitan's own quantization.
+    Raises ValueError for experts that mxep does not compute, for TP, and with torchtitan's own quantization.
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:

@@ -31,7 +31,7 @@ class Options:
     Attributes:
         recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`. "auto" is MXFP8 if it pays for
             max_tokens, else bf16.
-        dispatcher, max_tokens, timeout, ranks_per_node, nodes_per_token: as of :class:`mxep.ep.Dispatch`, between the
+        dispatcher, max_tokens, timeout, ranks_per_node, nodes_per_token: as in :class:`mxep.ep.Dispatch`, between the
             ranks of the ep mesh. Without EP nothing travels. max_tokens is local_batch_size * seq_len / context
             parallel degree. torch.compile needs it with EP.
         capacity: rows that fit on a rank, in balanced loads, or None for the worst case.
@@ -54,7 +54,7 @@ class Options:
     quantize_once: bool = False
 
     def check(self, dim: int, hidden_dim: int) -> None:
-        """ValueError for values that are none, and for sizes that the recipe can not quantize."""
+        """Raise ValueError for invalid values, and for sizes that the recipe cannot quantize."""
         recipe = recipe_of(self.recipe)
         if not isinstance(recipe, Recipe):
             if self.max_tokens is None:
@@ -121,7 +121,7 @@ class Options:
 
 
 def check_backend(backend: str) -> None:
-    """ValueError for a name that is none."""
+    """Raise ValueError for an unknown name."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend: got {backend!r}, want one of auto, {', '.join(BACKENDS)}")
 
@@ -154,7 +154,7 @@ class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
-    """Busiest expert's tokens over the mean, by layer, since the last call. A collective of the group.
+    """Busiest expert's tokens / mean, by layer, since the last call. A collective of the group.
 
     Experts count in their attribute load_E, which this clears.
     """

@@ -71,7 +71,7 @@ _NO_WAY = (
 def check(model: nn.Module, *, ran: bool = False) -> None:
     """Raise what went wrong on the device since the last check, as `MoE.check`: once a step, before the optimizer.
 
-    RuntimeError if a module of experts runs code of its own though its config names mxep. ran: as of `raise_unserved`.
+    RuntimeError if a module of experts runs its own code though its config names mxep. ran: see `raise_unserved`.
     """
     raise_unserved(model, ran=ran)
     for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
@@ -84,13 +84,13 @@ def check(model: nn.Module, *, ran: bool = False) -> None:
 
 @torch.no_grad()
 def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
-    """By name of each module of experts, of its last forward in training (eager, with gradients on):
+    """Loads in the last training forward (eager, with gradients on) of each module of experts, by its name:
 
-    ``rows``: that this rank's experts computed, padding included. ``padding``: of these. ``busiest``: tokens of the
-    busiest expert over the mean, of all ranks that share the experts. ``dead``: experts without a token.
+    ``rows``: rows that this rank's experts computed. ``padding``: those that are padding. ``busiest``: tokens of the
+    busiest expert divided by the mean, over all ranks that share the experts. ``dead``: experts without a token.
 
-    It reads from the device once. Ranks that share experts must call it together. Modules that have no such forward are
-    left out; where all are, it warns and says why. RuntimeError as of `check`, and before mxep has computed any.
+    It reads from the device once. Ranks that share experts must call it together. Modules without such a forward are
+    left out; if all are, it warns and says why. Raises RuntimeError as `check` does, and before mxep ever ran.
     """
     raise_unserved(model, ran=True)
     names, counted = [], []
@@ -114,7 +114,7 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
 
 
 def _why_no_load(model: nn.Module) -> str | None:
-    """None of a model that mxep never ran."""
+    """Why a load report is empty; None if mxep never ran the model."""
     if not (found := list(layers(model))):
         return None
     configs = [model.get_submodule(name).config for name, layer in found if not layer.parallel]
@@ -222,13 +222,13 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     (sums), `mxep/busiest` and `mxep/dead` (maxima); per_layer=True: also `mxep/NAME/busiest` and so on of each.
 
     It loads the experts of the checkpoint that training resumes from, and of the best one (`load_best_model_at_end`),
-    which a Trainer of transformers 5 leaves out. ValueError where it does not find the checkpoint.
+    which a Trainer of transformers 5 leaves out. It raises ValueError if it does not find the checkpoint.
 
     Micro-batches of accumulated gradients, and what checkpointing computes again, share one quantization of each
     weight. It takes 2 bytes and a little for each element of the experts until the optimizer steps.
     share_quantized_weights=False: they do not.
 
-    After `expert_parallel` a Trainer cannot save: unless `save_strategy` is "no", ValueError as training begins.
+    After `expert_parallel` a Trainer cannot save. Training then raises ValueError unless `save_strategy` is "no".
 
     Where `Trainer.train` raises, it lets go of quantized weights, too. Making a callback changes `Trainer.train` so.
     """
@@ -298,7 +298,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _close_after_training() -> None:
-    """Let `Trainer.train` close its callbacks in any case: where it raises, it calls none."""
+    """Close mxep's callbacks after `Trainer.train`, even if it raises: it then calls no callback itself."""
     from transformers import Trainer  # takes long, and needs accelerate
 
     own = Trainer.train
@@ -322,9 +322,9 @@ _WEIGHTS, _INDEX, _STATE = "model.safetensors", "model.safetensors.index.json", 
 
 
 def resumed_folder(args: Any, state: Any) -> Path:
-    """The checkpoint that a Trainer has resumed from, which it tells no callback: by its step, and its log.
+    """The checkpoint that a Trainer has resumed from, found by step and log: it does not tell callbacks.
 
-    ValueError if it is neither in output_dir nor what args say.
+    Raises ValueError if it is neither in output_dir nor named by args.
     """
     inside = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     for folder in (args.resume_from_checkpoint, inside):
@@ -341,7 +341,7 @@ def resumed_folder(args: Any, state: Any) -> Path:
 
 
 def is_saved_under_other_names(model: nn.Module) -> bool:
-    """Whether a Trainer leaves out weights of `save_pretrained`: it loads only tensors with the model's names."""
+    """Whether `save_pretrained` renames weights. A Trainer loads only tensors with the model's names."""
     if not isinstance(model, PreTrainedModel):  # of PEFT's it saves and loads adapters
         return False
     names = {
@@ -354,10 +354,10 @@ def is_saved_under_other_names(model: nn.Module) -> bool:
 def restore(model: Any, folder: Path) -> list[str]:
     """Copy weights that `save_pretrained` stored under other names from `folder` into the model; returns their names.
 
-    In place; of a DTensor each rank copies its part. If any name is another, a rank reads the whole model into its
-    host's memory. Adapters alone, and checkpoints of FSDP and DeepSpeed, have the model's names: nothing is read.
+    Each rank copies its part of a DTensor. If any name differs, a rank reads the whole model into host memory.
+    Adapters alone, and checkpoints of FSDP and DeepSpeed, have the model's names: nothing is read.
 
-    ValueError for a folder with other weights than the model's.
+    Raises ValueError for a folder with other weights than the model's.
     """
     names = _saved_names(folder)
     own = _tensors(model)
@@ -385,7 +385,7 @@ def restore(model: Any, folder: Path) -> list[str]:
 
 
 def take_parts(model: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
-    """A pre-hook of `load_state_dict`: of whole tensors each rank takes its part where the model has DTensors."""
+    """A pre-hook of `load_state_dict`: where the model has a DTensor, cut this rank's part from a whole tensor."""
     for name, own in _tensors(model).items():
         given = state_dict.get(name)
         if isinstance(own, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):

@@ -80,7 +80,7 @@ class Layer:
 
     Attributes:
         made_for: the implementation.
-        recipe: of it; "auto" until it is picked, by max_tokens or the first call that trains (`mxep.ep.moe`).
+        recipe: its recipe; "auto" until it is picked, by max_tokens or the first call that trains (`mxep.ep.moe`).
         activation: of mxep.ep's layer, where that is what the module computes; else None.
         cleans: whether it has parameters of its own between products, whose gradients sum over rows: those that hold
             nothing are zeroed for these.
@@ -271,7 +271,7 @@ def activation_of(experts: Any) -> SwiGLU | None:
 
 
 def check_experts(experts: Any, name: str, recipe: Recipe | Literal["auto"], *, spread: bool) -> None:
-    """ValueError, with a cure, for a module of experts that `recipe` cannot serve. "auto" serves what bf16 does."""
+    """Raise ValueError, with a cure, for experts that `recipe` cannot compute. "auto" can compute what bf16 can."""
     recipe = recipe if isinstance(recipe, Recipe) else UNQUANTIZED
     who = f"{type(experts).__name__}, {name}"
     if not hasattr(experts, "has_gate"):
@@ -322,7 +322,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def experts_in(model: nn.Module, who: str) -> dict[str, Any]:
-    """The modules of experts, by name. ValueError, as of `who`, if there is none."""
+    """The modules of experts, by name. Raises ValueError, beginning with `who`, if there are none."""
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     if not found:
         raise ValueError(
@@ -368,7 +368,7 @@ class Implementation:
             the first batch. **Padding counts**: transformers gives a layer every token of a padded batch, also of its
             capacity and loads. Pack sequences instead (`DataCollatorWithFlattening`).
 
-    ValueError as of `Dispatch`, and for a backend that is none.
+    Raises ValueError as `Dispatch` does, and for an unknown backend.
     """
 
     def __init__(
@@ -406,7 +406,7 @@ class Implementation:
     ) -> Tensor:
         """The forward of `experts`: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D).
 
-        lora: as for `mxep.ep.run_experts`. ValueError for experts with a gate of the model's own.
+        lora: as for `mxep.ep.run_experts`. Raises ValueError for a gate of the model's own.
         """
         return self.ready_layer(experts).forward(experts, hidden_states, top_k_index, top_k_weights, lora)
 
@@ -416,9 +416,9 @@ class Implementation:
         return self.layer_of(experts) if layer is None or layer.made_for is not self else layer
 
     def layer_of(self, experts: Any, dispatcher: TokenDispatcher | None = None, *, wgrad_scale: float = 1.0) -> Layer:
-        """The experts' layer, made for this implementation. ValueError, with a cure, where it cannot serve them.
+        """The experts' layer, made for this implementation. Raises ValueError if it cannot compute them.
 
-        dispatcher: where experts are spread over ranks; None: where they were.
+        dispatcher: of experts spread over ranks; None: the old layer's.
         """
         found: Layer | None = getattr(experts, KEY, None)
         number = 0 if dispatcher is None else dispatcher.number_layer()
@@ -485,7 +485,7 @@ def implementation_of(config: Any) -> Implementation | None:
 
 
 def registered(implementation: str, key: str = "implementation") -> Implementation:
-    """The implementation of a name. ValueError, as of the argument `key`, if mxep registered none."""
+    """The implementation of a name. Raises ValueError, naming the argument `key`, if mxep registered none."""
     how = ALL_EXPERTS_FUNCTIONS.get(implementation, None)
     if not isinstance(how, Implementation):
         raise ValueError(f"{key}: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")

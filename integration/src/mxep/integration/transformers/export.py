@@ -72,7 +72,7 @@ def save_quantized(
     model: with frozen or trained experts. fmt: "mxfp8", "mxfp4" or "fp8_block". layout: see the module; default the
     first for `fmt` that the model has.
 
-    What is written is what forward multiplied, SNR inf, in these cases. All others are quantized, again if frozen.
+    In these cases the weights of forward are written, SNR inf. In all others experts are quantized anew.
 
     - Frozen experts in their own format: the bytes as they came. MXFP4 as MXFP8: the same values.
     - Frozen experts as fp8_block, if they came so, with scales that are powers of two.
@@ -132,9 +132,9 @@ def _writes() -> bool:
 
 
 def _is_taken(folder: Path, *, spread: bool) -> bool:
-    """Whether the folder has safetensors that were there before. spread: all ranks are here, and are told alike.
+    """Whether the folder has safetensors that were there before.
 
-    Only the rank that writes looks: others may be late, and see what it wrote.
+    Only the rank that writes looks: others may be late, and see what it wrote. spread: tell its answer to all ranks.
     """
     found = [_writes() and any(folder.glob("*.safetensors"))]
     if spread:
@@ -160,7 +160,7 @@ def _conversions(model: Any) -> Iterator[list[WeightConverter]]:
 
 
 def _is_apart(name: str, converters: list[WeightConverter]) -> bool:
-    """Whether the checkpoint has one tensor for each expert of the weight. False: it has the weight, stacked."""
+    """Whether the checkpoint has one tensor for each expert of the weight. False: it has one stacked tensor."""
     for converter in converters:
         if converter.rename_source_key(name)[1] is not None:
             for each in converter.operations:

@@ -80,7 +80,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         )
 
     def _low_rank(self, experts: Any, active: list[str]) -> Implementation | None:
-        """What runs experts that are not frozen with LoRA; None: PEFT adds B A to their weights."""
+        """The implementation for low-rank LoRA on unfrozen experts; None: PEFT adds B A to weights."""
         run, layers = implementation_of(experts.config), _wrappers(self)
         if run is None or len(layers) < 2 or len(active) > 1 or self.merged:
             return None
@@ -276,13 +276,13 @@ def merge_and_freeze(
 
 
 def _frozen_as(before: FrozenWeight, w: Tensor, fmt: FrozenFormat | None, folded: bool | None) -> FrozenWeight:
-    """w, frozen as `before` was but for what is given."""
+    """w, frozen as `before` was, except for a given fmt or folded."""
     was_folded = before.format == "mxfp4" or before.row_scale is not None
     return freeze(w, fmt or before.format, folded=was_folded if folded is None else folded)
 
 
 def _error(before: FrozenWeight, merged: Tensor, after: FrozenWeight) -> MergeError:
-    """Expert after expert."""
+    """Error of the quantized weight, computed expert by expert."""
     signal, noise, changed = torch.zeros(3, dtype=torch.float64, device=merged.device)
     for e, w in enumerate(merged.split(1)):
         old, new = (each[e : e + 1].dequantize() for each in (before, after))

@@ -65,7 +65,7 @@ class CausalLM(nn.Module):
     """The model that the section `model` names, with experts of ``recipe`` spread over ``mesh.ep``, on ``device``.
 
     Draws from the default generators: after one seed every rank has the same model and its share of the same experts.
-    ConfigError for what such a model has not, ValueError of `expert_parallel` and of transformers.
+    Raises ConfigError for settings that such a model lacks, and errors of `expert_parallel` and transformers.
     """
 
     def __init__(self, config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:

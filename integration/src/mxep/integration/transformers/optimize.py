@@ -166,7 +166,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, *how: Any) -> tuple[Tensor
 class DeferredHead(nn.Linear):
     """The class that `defer_head` gives a model's lm_head: it leaves its GEMM to the loss while `defers`.
 
-    called: whether it did in this forward. deferred: whether the loss has yet to come.
+    called: whether this forward called it. deferred: whether the loss is still to be computed.
     """
 
     defers = called = deferred = False
@@ -313,7 +313,7 @@ def optimize(
     compile: `torch.compile` of each decoder layer, in training; one graph serves all layers. Compiled experts keep no
         routing: `load_report` has nothing of them. Checkpointed layers stay eager with use_reentrant=True.
 
-    ValueError, before anything changed, for a name or recipe that is none, experts that mxep cannot serve, and
+    Raises ValueError, before any change, for an unknown name or recipe, experts that mxep cannot compute, and
     attention="causal" in a model with attention windows.
     """
     config = model.config.get_text_config()
@@ -406,7 +406,7 @@ def _compiled_class(base: Any) -> Any:
 
 @contextlib.contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
-    """Run everything eagerly that is compiled: graphs leave out hooks and forwards that came after them."""
+    """Run compiled code eagerly: graphs leave out hooks and forwards that came later."""
     compiled = [module.__dict__ for module in model.modules() if hasattr(type(module), "_mxep_base")]
     before = [own.get(_EAGER, False) for own in compiled]
     for own in compiled:

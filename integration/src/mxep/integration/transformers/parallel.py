@@ -1,4 +1,4 @@
-"""Experts spread over ranks, by transformers itself or by a call on a loaded model, and the names of both.
+"""Spread experts over ranks, by transformers itself or by a call on a loaded model.
 
     DistributedConfig(fsdp_size=8, ep_size=4, ep_implementation="mxep_mxfp8")    transformers 5.23 and newer
     expert_parallel(model, mesh["ep"], "mxep_mxfp8")                             any version, any loaded model
@@ -75,8 +75,8 @@ def _own(implementation: Implementation) -> type:
 
 
 def check_tensor_parallelism() -> None:
-    """Let transformers ask mxep, as it shards experts for tensor parallelism, whether their implementation takes the
-    shards. Else the first forward would find out."""
+    """Let transformers check, as it shards experts for tensor parallelism, that mxep takes the shards. Without it the
+    first forward would raise."""
     styles, style = own_tensor_parallel.ALL_PARALLEL_STYLES, "moe_tp_experts"
 
     class MxepExpertsParallel(type(styles[style])):  # type: ignore[misc]
@@ -122,7 +122,7 @@ def expert_parallel(
 
     implementation: a registered name. gradient_reduction: as for `mxep.ep.MoE`.
 
-    ValueError, before anything has changed, for a mesh of more dimensions, a name that is none, a model without experts
+    Raises ValueError, before any change, for a mesh of more dimensions, an unknown name, a model without experts
     that transformers' registry reaches, experts that do not divide or that cannot be served, and adapters on experts
     over a part of the ranks.
     """
@@ -171,7 +171,7 @@ def _generate(own: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: A
 
 
 def leave_to_ranks(model: Any) -> None:
-    """DistributedDataParallel leaves a model's DTensors alone, by their names in it: again for what wraps the model."""
+    """Make DistributedDataParallel ignore a model's DTensors, by name. Repeat it for its wrappers."""
     spread = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
 

@@ -8,8 +8,8 @@
     down_proj, gate_up_..   down_proj_qdata, down_proj_scale, ...              experts.down_proj, a FrozenWeight
     down_proj_bias          down_proj_bias, frozen
 
-The module keeps its place, gate, biases and config. Its class becomes a subclass of `FrozenExperts` and its own. A
-FrozenWeight is (E, N, K): a transposed weight (E, K, N) of gpt-oss is stored so, and `is_transposed` is then False.
+The module keeps its place, gate, biases and config. Its new class inherits from `FrozenExperts` and its old class.
+A FrozenWeight is (E, N, K): gpt-oss' weights (E, K, N) are transposed, and `is_transposed` becomes False.
 
 transformers' own quantizers bring their own modules of experts. So `load_quantized` builds the model from the config
 without its `quantization_config`. transformers' own conversions of the model rename tensors, as in `from_pretrained`.
@@ -20,7 +20,7 @@ without its `quantization_config`. transformers' own conversions of the model re
     fp8_*, scales that are powers of two    FrozenWeight in MXFP8      the elements as shipped, a scale for 32
     fp8_*, other scales                     refused, or with rescale=True quantized again (`mxep.quant.rescale_blocks`)
 
-Memory: the model as it becomes, and an expert. E experts, N out, K in features.
+Peak memory: the frozen model and one expert more. E experts, N out, K in features.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _this_ranks(name: str) -> Any:
 
 
 class FrozenExperts(nn.Module):
-    """What frozen modules of experts are, besides what they were. `mxep.ep.frozen` lists the parts of a weight.
+    """Base that freezing adds to the class of a module of experts. `mxep.ep.frozen` lists the parts of a weight.
 
     Casts leave the weights as they are: `.to(torch.bfloat16)` casts floating-point tensors only. Bytes can have no
     gradients, so `model.requires_grad_(True)` raises.
@@ -86,7 +86,7 @@ class FrozenExperts(nn.Module):
     ) -> Tensor:
         """hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D). lora: as for `mxep.ep.run_experts`.
 
-        ValueError if the config's experts_implementation is none of mxep's: others multiply floating-point weights.
+        Raises ValueError if the config's experts_implementation is not mxep's: others need floating-point weights.
         """
         if (run := implementation_of(self.config)) is None:
             name = getattr(self.config, "_experts_implementation", None)
@@ -159,7 +159,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def freeze_module(experts: Any, fmt: FrozenFormat, *, folded: bool = True) -> None:
-    """Freeze one module of experts in its place. Nothing has changed where it raises."""
+    """Freeze one module of experts in place. If it raises, nothing has changed."""
     num_experts = experts.down_proj.shape[0]  # LongCat has rows for zero experts in gate_up_proj
     mesh = mesh_of(experts.down_proj)
     weights = {}
@@ -309,7 +309,7 @@ class _ExpertsWeight:
     converter: WeightConverter | None
 
     def check(self) -> None:
-        """ValueError for parts that do not make this weight. Reads nothing."""
+        """Raise ValueError for parts that do not make this weight. Reads nothing."""
         rows = 0
         patterns = self.converter.source_patterns if self.converter else [*self.parts]
         for pattern in patterns:

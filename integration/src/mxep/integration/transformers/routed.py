@@ -25,7 +25,7 @@ def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[
     """Let mxep compute the experts of a Llama 4, Step 3.7 or LongCat-Flash; returns their modules' names.
 
     In place. Parameters stay what and where they are. `expert_parallel` may follow, but for LongCat's zero experts.
-    ValueError for a model without such experts, or a name that is none.
+    Raises ValueError for a model without such experts, or an unknown name.
     """
     registered(implementation)
     routed = {name: kind for name, module in model.named_modules() if (kind := _routed(type(module)))}  # type: ignore[arg-type]
