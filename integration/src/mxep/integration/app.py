@@ -94,8 +94,8 @@ def main() -> None:
 
 
 def register() -> None:
-    """Register the config's types with Hydra, under the name that configs/config.yaml starts from, and the resolver
-    that names run folders: once in each config, as that of ``now``."""
+    """Register with Hydra the config's types, under the name that configs/config.yaml starts from, and the resolver
+    that names run folders. Like ``now``, it resolves once per config."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("new_folder", new_folder, replace=True, use_cache=True)
 
@@ -150,7 +150,7 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    """A mistake leaves no run folder behind, nor those around it here: outputs/DATE."""
+    """Remove an empty run folder, and empty folders around it (outputs/DATE)."""
     with contextlib.suppress(OSError):  # not empty: something ran
         folder.rmdir()
         here = Path.cwd()
@@ -161,7 +161,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
-    """The checkpoint of each run to start from, by the run's name. ValueError for an unknown recipe."""
+    """The checkpoint of each run to start from, by the run's name. Raises ValueError for an unknown recipe."""
     import torch
 
     from .model import linear_recipe, make_recipe, recipes

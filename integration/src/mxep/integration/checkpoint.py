@@ -63,7 +63,7 @@ def new_folder(wanted: str) -> str:
 
 
 def take(folder: Path, config: str, *, resumed: Path | None) -> TextIO:
-    """Write ``config`` to config.yaml of ``folder`` and lock it. The run keeps it while the returned file is open.
+    """Write ``config`` to config.yaml of ``folder`` and lock it. The lock lasts while the returned file is open.
 
     resumed: the checkpoint, or run folder, that the run goes on from. One in ``folder`` goes on in its own folder.
 
@@ -298,7 +298,7 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write this rank's parts, and wait until the disk has them. Collective. OSError where not all are here then."""
+    """Write this rank's parts, and wait until the disk has them. Collective. Raises OSError if parts are missing."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter

@@ -70,7 +70,7 @@ class ConfigError(ValueError):
 
 
 def find_benchmarks() -> None:
-    """Make integration/benchmarks, which tasks compare, bench and estimate run, importable. ConfigError without it."""
+    """Make integration/benchmarks, which tasks compare, bench and estimate run, importable, or raise ConfigError."""
     if not (BENCHMARKS / "__init__.py").is_file():
         raise ConfigError(
             f"task=bench, task=compare and task=estimate: got no {BENCHMARKS}, which no package of mxep has: "
@@ -349,8 +349,8 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
 
 
 def _fit_bench(raw: DictConfig, given: set[str]) -> None:
-    """A shape on the command line selects its model. On a CPU a bench has shapes and a backend
-    of its own, but for those that the command line names."""
+    """A shape on the command line selects its model. On a CPU a bench has its own shapes and backend, unless the
+    command line names others."""
     if raw.task.name == "bench" and raw.bench.device == "cuda" and not gpu_count():
         cure = "; bench.device=cpu tries small shapes without one" if raw.bench.cpu_shapes else ""
         raise ConfigError(f"bench={raw.bench.name} needs a CUDA device, and there is none here{cure}")
@@ -366,7 +366,7 @@ def _fit_bench(raw: DictConfig, given: set[str]) -> None:
 
 
 def _fit_model_to_checkpoint(raw: DictConfig, given: set[str]) -> None:
-    """The section `model` has the sizes of the model that it starts from, but for the number of layers."""
+    """Take the sizes in `model`, except for the number of layers, from the model that it starts from."""
     file = Path(raw.model.pretrained) / "config.json"
     if raw.resume is not None:
         raise ConfigError("model.pretrained: the checkpoint that resume names has the weights: leave it out")

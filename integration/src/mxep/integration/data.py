@@ -117,7 +117,7 @@ def vocabulary_of(config: DataConfig) -> int:
 
 
 def make_tokenizer(config: DataConfig, texts: Sequence[str]) -> str:
-    """Read the section's tokenizer, or train one on ``texts``. ValueError if they have too few pairs of tokens."""
+    """Read the section's tokenizer, or train one on ``texts``. Raises ValueError if they give too few tokens."""
     if config.tokenizer is not None:
         return Path(config.tokenizer).read_text()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -167,7 +167,7 @@ class Text:
 def read_text(config: DataConfig) -> Text:
     """The text that ``config`` names. Raises ValueError if it is too short.
 
-    Collective over the default group, if there is one and a tokenizer: all have rank 0's.
+    With a tokenizer, collective over the default group, if any: rank 0 makes it for all.
     """
     import torch
     import torch.distributed as dist

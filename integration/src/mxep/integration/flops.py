@@ -91,7 +91,7 @@ def count_name(config: Any, length: int) -> str:
 
 
 def top_k_of(config: Any) -> int:
-    """K, by the names that configs of transformers have for it. ValueError if there is none."""
+    """K, by the names that configs of transformers have for it. Raises ValueError if there is none."""
     for name in ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"):
         if top_k := getattr(config, name, None):
             return int(top_k)
@@ -114,7 +114,7 @@ def _is_sparse(config: Any, i: int) -> bool:
 
 
 def _layer_kinds(config: Any) -> list[str]:
-    """Each layer's attention, in the words of transformers' layer_types. ValueError for other words."""
+    """Each layer's attention, in the words of transformers' layer_types. Raises ValueError for others."""
     default = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     layers: int = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or [default] * layers)[:layers]

@@ -123,7 +123,7 @@ T = TypeVar("T")
 
 
 class FailedOnRanks(RuntimeError):
-    """Something failed on some ranks, and all of them know. unsupported: it cannot be had here, which is no fault."""
+    """Something failed on some ranks, and all of them know. unsupported: this machine cannot do it."""
 
     def __init__(self, message: str, *, unsupported: bool = False) -> None:
         super().__init__(message)
@@ -150,7 +150,7 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def from_all_ranks(fn: Callable[[], T]) -> list[T]:
-    """`fn()` of every rank; FailedOnRanks on all of them if it raises on one. Collective."""
+    """`fn()` of every rank. If it raises on one rank, all raise FailedOnRanks. Collective."""
     value, failure = None, None
     try:
         value = fn()
@@ -166,7 +166,7 @@ def from_all_ranks(fn: Callable[[], T]) -> list[T]:
 
 
 def on_all_ranks(fn: Callable[[], T]) -> T:
-    """`fn()` of this rank; FailedOnRanks as of `from_all_ranks`. The result is not sent. Collective."""
+    """`fn()` of this rank. If it raises on one rank, all raise FailedOnRanks. Collective."""
     kept: list[T] = []
     from_all_ranks(lambda: kept.append(fn()))
     return kept[0]

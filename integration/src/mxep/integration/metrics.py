@@ -2,7 +2,7 @@
 
 tokens_per_s   of all ranks
 tflops         of a rank, 10^12 model FLOPs a second as Megatron-LM counts them: neither padding nor what checkpointed
-               blocks compute again counts. Compare it at equal vocabulary and sequence length alone
+               blocks compute again counts. Compare it only at equal vocabulary and sequence length
 mfu            tflops over the peak of this GPU in bf16, whatever the recipe; none where no peak is known
 peak_gib       the most memory that torch's tensors took on any rank since the run began; none on CPUs
 """
@@ -68,7 +68,7 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A step's metrics in a few words, in 80 columns with the steps; load is the busiest expert over the mean.
+    """A step's metrics in a few words, in 80 columns with the steps. load: tokens of the busiest expert / mean.
 
     Speed is MFU if the GPU's peak is known, else TFLOP/s of a rank. GPUs have a peak of memory, too.
     """
@@ -82,7 +82,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def log_backend(name: str, rank: Rank) -> None:
-    """Log on rank 0's stderr which backend "auto" is on its device. RuntimeError if ``name`` cannot run there."""
+    """Log on rank 0's stderr what backend "auto" is on its device. Raises RuntimeError if ``name`` cannot run there."""
     logger = logging.getLogger("mxep.gemm")
     if rank.rank == 0 and not logger.handlers:
         handler = logging.StreamHandler()
@@ -224,7 +224,7 @@ CHUNK = 1 << 26  # elements compared at a time: weight gradients are large
 def snr(reference: Tensor, got: Tensor) -> float:
     """10 log10(sum reference^2 / sum (reference - got)^2) in dB, within -LIMIT and LIMIT. -LIMIT if it is not finite.
 
-    ValueError for tensors of other shapes.
+    Raises ValueError for tensors of different shapes.
     """
     if reference.shape != got.shape:
         raise ValueError(f"got shape {tuple(got.shape)}, wanted {tuple(reference.shape)}")

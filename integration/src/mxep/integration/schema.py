@@ -335,7 +335,7 @@ def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
 
 
 def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
-    """A task without its key, a key that there is not, for which Hydra would advise a `+`, or a choice that is none."""
+    """Message for a task without `task=`, an unknown key (Hydra would advise a `+`) or choice; else None."""
     own = any(argument.startswith(("-cd", "--config-", "hydra.searchpath")) for argument in arguments)
     for argument in arguments:
         if argument in tasks:

@@ -231,7 +231,7 @@ class Trainer:
             return backward(self.model, inputs, targets, train.micro_batches)
 
     def _reduce(self) -> tuple[Tensor]:
-        """The norm of all ranks' gradients, 0-d, the same on every rank, which are left reduced and clipped."""
+        """Reduce and clip the gradients. Returns their norm over all ranks, 0-d, the same on every rank."""
         self.gradients.reduce()
         return (clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip),)
 
@@ -397,7 +397,7 @@ def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device)
 
 @contextlib.contextmanager
 def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """`torch.cuda.graph` of a new graph, but what raises is the error itself. options: its."""
+    """`torch.cuda.graph(graph, **options)` of a new graph. An error inside is raised as it is."""
     graph = torch.cuda.CUDAGraph()
     raised: BaseException | None = None
     try:
@@ -418,7 +418,7 @@ class Graphed:
     """Call fn(*inputs) directly WARM_UP times, then replay a CUDA graph of it in one launch.
 
     Inputs have the same shapes at each call. Results are the graph's memory, and so is all that fn
-    keeps on the device: the next call overwrites both. RuntimeError if fn waits for the device. Collective if fn is.
+    keeps on the device: the next call overwrites both. Raises RuntimeError if fn syncs. Collective if fn is.
     """
 
     def __init__(self, fn: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -448,7 +448,7 @@ class Graphed:
         return self._results
 
     def close(self) -> None:
-        """Let go of the graph: a communicator that it calls waits, when it ends, until it is gone."""
+        """Free the graph. A communicator that it calls cannot end before the graph is gone."""
         self._graph, self._inputs, self._results = None, (), ()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -468,7 +468,7 @@ class Graphed:
 
 
 def in_graph(config: Config, device: torch.device) -> bool:
-    """Whether the calls of a step are graphs: as train.graph says, or where nothing waits for the host."""
+    """Whether a step runs as CUDA graphs. train.graph decides; null: if a GPU step never syncs."""
     if device.type != "cuda":
         return False
     if config.train.graph is not None:
