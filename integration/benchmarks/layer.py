@@ -119,7 +119,7 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class At:
-    """A problem, and the inputs of a section. opened: closes the layers that `make` returned."""
+    """What the cases of a section measure with. opened: closes the layers that `make` returned."""
 
     bench: Bench
     p: Problem
@@ -180,7 +180,8 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _compare(case: Case, reference: list[Tensors], got: Tensors, row: Row) -> None:
-    """Adds SNR, of the rank where it is least, tensor by tensor. The first, the baseline's own, becomes the reference.
+    """Add to the row the SNR of each tensor, on the rank where it is least. The first call is the baseline's, whose
+    tensors become the reference.
 
     Raises FailedOnRanks below the case's bound. Collective.
     """

@@ -298,7 +298,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _close_after_training() -> None:
-    """Close mxep's callbacks after `Trainer.train`, even if it raises: it then calls no callback itself."""
+    """Close mxep's callbacks when `Trainer.train` ends. One that raises calls no callback, so it would close none."""
     from transformers import Trainer  # takes long, and needs accelerate
 
     own = Trainer.train

@@ -82,8 +82,8 @@ class Layer:
         made_for: the implementation.
         recipe: its recipe; "auto" until it is picked, by max_tokens or the first call that trains (`mxep.ep.moe`).
         activation: of mxep.ep's layer, where that is what the module computes; else None.
-        cleans: whether it has parameters of its own between products, whose gradients sum over rows: those that hold
-            nothing are zeroed for these.
+        cleans: whether rows that hold no token are zeroed. The module then has parameters of its own between its two
+            products, and their gradients sum over all rows.
         masks: whether expert ids from E on mean "not here", as transformers' own expert parallelism has it.
         wgrad_scale: factor of weight gradients.
         number: of `TokenDispatcher.number_layer`.

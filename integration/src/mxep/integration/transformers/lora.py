@@ -314,7 +314,7 @@ def _plain(name: str) -> str:
 
 
 def _targeted(config: LoraConfig, name: str, experts: nn.Module) -> list[str]:
-    """Weights of a module that `target_parameters` names."""
+    """The weights of this module of experts that `target_parameters` names."""
     targets = config.target_parameters or ()
     return [each for each in weight_names(experts) if any(f".{name}.{each}".endswith(f".{t}") for t in targets)]
 

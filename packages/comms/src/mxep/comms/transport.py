@@ -100,7 +100,7 @@ class Arena:
         capture: id of the CUDA graph capture with the last exchange, 0 if none. was_captured: True after any capture.
         replaced: smaller, older buffers that captured graphs still store to.
         refused: reason why this rank refused an exchange. No exchange follows a refusal.
-        users: users that opened the transport together and have not closed it. The code that shares it counts them.
+        users: number of users of this transport that have not closed it. Code that shares a transport counts them.
         thread: guard that admits one thread to exchanges.
     """
 

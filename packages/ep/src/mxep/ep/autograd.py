@@ -103,7 +103,7 @@ def parameter_needs(each: Sequence[bool]) -> Needs:
 
 
 def join_lora(parameters: Parameters, scale: float) -> LoRAWeights | None:
-    """The LoRA among this rank's parameters."""
+    """The A and B among this rank's parameters, or None."""
     four = parameters.gate_up_A, parameters.gate_up_B, parameters.down_A, parameters.down_B
     return None if four[0] is None else LoRAWeights(*four, scale)  # type: ignore[arg-type]
 

@@ -180,8 +180,10 @@ def fake_saved(
     copied: bool,
     lora: LoRAWeights | None = None,
 ) -> Saved:
-    """The tensors that forward would leave to backward, as fake tensors. copied: the dispatcher `borrows`. lora: if it
-    has gradients."""
+    """The tensors that forward would leave to backward, as fake tensors.
+
+    copied: whether slots are copied because the dispatcher `borrows` them. lora: None if it has no gradients.
+    """
     recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
     slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
     num_rows, wide = plan.slot_rows.shape[0] if slots else plan.max_rows, 2 * hidden_dim

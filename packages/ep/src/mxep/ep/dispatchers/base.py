@@ -265,8 +265,8 @@ class TokenDispatcher(ABC):
         return self._exchanges.layers
 
     def begin(self, layer: int) -> None:
-        """Declare that the next dispatch belongs to this layer; 0: to one without a number. Peers compare numbers that
-        both know, and raise PeersDisagree. Raises RuntimeError as `claim` does."""
+        """Declare that the next dispatch belongs to this layer, or with 0 to one without a number. If two ranks give
+        different numbers but 0, the dispatch raises PeersDisagree. Raises RuntimeError as `claim` does."""
         if self._exchanges is not None:
             self.claim()
             self.new_dispatch = new_dispatch(layer, self._exchanges.failures)

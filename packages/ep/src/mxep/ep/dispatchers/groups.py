@@ -178,7 +178,7 @@ _known: dict[tuple[str, int | None], tuple[dist.ProcessGroup, Nodes]] = {}
 
 
 def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
-    """The group's nodes, with this many ranks each; None: as on the hosts. Collective at the first call of a kind.
+    """The group's nodes, of `ranks` ranks each, or by host if that is None. Collective at the first call of a kind.
 
     timeout: most seconds of a collective between nodes; None: the group's. Only the first call's counts.
 

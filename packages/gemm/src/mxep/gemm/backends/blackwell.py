@@ -95,7 +95,7 @@ class Triton(Backend):
 
 
 def _in_bytes(x: MXTensor) -> tuple[Tensor, Tensor]:
-    """qdata, and the scales as bytes: inductor compiles no op that writes if one of its tensors is e8m0."""
+    """qdata, and the scales as bytes: inductor cannot compile an op that writes and has an e8m0 tensor."""
     return x.qdata, x.scale.view(torch.uint8)
 
 
