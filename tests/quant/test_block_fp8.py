@@ -82,6 +82,8 @@ def test_quantizing_equals_the_definition(
             want = np.abs(part).max((-2, -1)) / 448
             if scale_dtype == E8M0:
                 want = 2.0 ** np.ceil(np.log2(want))
+            else:
+                want = np.maximum(want, torch.finfo(scale_dtype).smallest_normal)
             want = torch.from_numpy(np.asarray(want)).float().to(torch.float32 if scale_dtype == E8M0 else scale_dtype)
             np.testing.assert_array_equal(scale_values(got.scale)[..., i, j], want.double().numpy())
     divided = x / torch.from_numpy(at_each_element(scale_values(got.scale), shape, block)).float()
@@ -109,6 +111,15 @@ def test_the_smallest_and_the_largest_values_keep_a_scale() -> None:
         assert bool(values.isfinite().all())
         assert values[0, 2] > 2.7e38
         assert values[0, 1] <= 2.0**-139
+
+
+def test_scales_in_fp16_stay_normal_where_values_are_small() -> None:
+    """amax / 448 is 0 in fp16 for the first block, and has two bits for the second."""
+    x = torch.tensor([[1e-6, 0.0, 4e-5, -3e-5]])
+    values = quantize_blocks(x, block_size=(1, 2), scale_dtype=torch.float16).dequantize(torch.float32)
+    assert values[0, 1] == 0
+    # Half a step of E4M3: 2**-4 of a value, or half of 2**-9, times 2**-14, for the smallest.
+    assert ((values - x).abs() <= x.abs() / 16 + 2.0**-24).all()
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, E8M0])
@@ -158,6 +169,12 @@ def test_rescaled_blocks_fold_and_say_what_they_cost(scale_dtype: torch.dtype) -
         assert float(snr[expert]) == pytest.approx(want)
         assert 29 < want < 36  # E4M3's rounding: its steps are 2**-4 to 2**-3 of a value
     assert to_mxfp8(rescaled).shape == (2, 160, 192)
+
+
+def test_an_expert_of_zeros_is_rescaled_without_loss() -> None:
+    _, snr = rescale_blocks(quantize_blocks(torch.stack([torch.zeros(64, 64), gaussian(64, 64)])))
+    assert snr[0] == torch.inf
+    assert 29 < snr[1] < 36
 
 
 def test_power_of_two_scales_are_rescaled_to_themselves() -> None:

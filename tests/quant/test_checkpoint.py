@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mxep.quant import BlockFP8, MXTensor, checkpoint
 from mxep.quant.checkpoint import QuantizedCheckpoint
@@ -170,6 +170,29 @@ def test_other_methods_and_broken_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "none" / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json: expected JSON, got"):
         QuantizedCheckpoint(tmp_path / "none")
+    (tmp_path / "none" / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config.json: expected a JSON object, got a list"):
+        QuantizedCheckpoint(tmp_path / "none")
+
+
+@pytest.mark.parametrize("size", [128, [0, 128], [128], ["128", 128]])
+def test_a_config_whose_block_size_is_none_is_refused(size: Any, tmp_path: Path) -> None:
+    tensors = {"a.weight": codes(256, 256), "a.weight_scale_inv": torch.ones(2, 2)}
+    with pytest.raises(ValueError, match=r"expected a block size \[rows, columns\] in the config, got"):
+        open_with(tmp_path, tensors, quant_method="fp8", weight_block_size=size)
+
+
+def test_a_file_that_lacks_what_the_index_names_is_refused(tmp_path: Path) -> None:
+    """fold_report would count the others, as if the model had no more."""
+    write(tmp_path, "modelopt", shards=2)
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    tensors = load_file(file)
+    lost = min(tensors)
+    save_file({name: x for name, x in tensors.items() if name != lost}, file)
+    with pytest.raises(
+        ValueError, match=rf"00002-of-00002.safetensors: expected {lost}, which model.* names, got none"
+    ):
+        QuantizedCheckpoint(tmp_path)
 
 
 def test_files_without_an_index_are_all_read_and_a_closed_checkpoint_opens_again(tmp_path: Path) -> None:

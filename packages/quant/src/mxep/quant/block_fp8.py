@@ -21,8 +21,6 @@ from mxep.quant.ops import NAN_ELEMENT, values_of
 BlockShape = tuple[int, int]
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, SCALE_DTYPE)
 _ONE = 127
-_SMALLEST = 2.0**-126
-"""Smallest floating-point scale: half of it would lose bits."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +92,10 @@ def quantize_blocks(
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to block FP8. No autograd.
 
     block_size: (rows, columns) per scale; N and K need not be multiples.
-    scale_dtype: fp32, bf16 or fp16: amax / 448 rounded to it. float8_e8m0fnu: 2**ceil(log2(amax / 448)), called `ue8m0`
-        in checkpoints. The scale of a block of zeros is 1.
+    scale_dtype: fp32, bf16 or fp16: amax / 448 rounded to it, at least its smallest normal number. float8_e8m0fnu:
+        2**ceil(log2(amax / 448)), called `ue8m0` in checkpoints. The scale of a block of zeros is 1.
     Elements are x / scale in fp32, saturated at 448 (needed if the scale was rounded down), rounded to nearest even.
-    A block with NaN or Inf has scale NaN and every element 0x7f.
+    A block with NaN or Inf, or one too large for scales in fp16, has scale NaN and every element 0x7f.
     The formula is DeepSeek-V3's (inference/kernel.py). Raises ValueError for other dtypes and blocks.
     """
     check_values("quantize_blocks", x)
@@ -113,7 +111,8 @@ def quantize_blocks(
         exponent = scale_of_amax(amax, E4M3, ScaleMode.RCEIL)
         scale = torch.where(amax == 0, _ONE, exponent).to(torch.uint8).view(SCALE_DTYPE)
     else:
-        scale = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=_SMALLEST)).to(scale_dtype)
+        smallest = torch.finfo(scale_dtype).smallest_normal  # half of it would lose bits
+        scale = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=smallest)).to(scale_dtype)
         scale = torch.where(amax.isfinite() & scale.isfinite(), scale, torch.nan)
     divisor = spread_scale(_scale_values(scale), block_size, n, k)
     qdata = (values / divisor).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
@@ -137,7 +136,7 @@ def rescale_blocks(x: BlockFP8) -> tuple[BlockFP8, Tensor]:
     rescaled = quantize_blocks(values, block_size=x.block_size, scale_dtype=SCALE_DTYPE)
     error = rescaled.dequantize(torch.float32).double() - values.double()
     signal, noise = (part.square().sum((-2, -1)) for part in (values.double(), error))
-    return rescaled, 10 * (signal / noise).log10()
+    return rescaled, torch.where(noise == 0, torch.inf, 10 * (signal / noise).log10())  # also of zeros alone
 
 
 def spread_scale(scale: Tensor, block_size: BlockShape, rows: int, columns: int) -> Tensor:

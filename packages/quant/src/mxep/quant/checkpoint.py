@@ -147,7 +147,11 @@ class QuantizedCheckpoint:
         size = self._declared.get("weight_block_size")
         for group in (self._declared.get("config_groups") or {}).values():
             size = size or ((group or {}).get("weights") or {}).get("block_structure")
-        return (int(size[0]), int(size[1])) if size else None
+        if not size:
+            return None
+        if not isinstance(size, list) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+            raise ValueError(f"{self.folder}: expected a block size [rows, columns] in the config, got {size!r}")
+        return size[0], size[1]
 
     def tensor(self, name: str, part: slice | None = None) -> Tensor:
         """A stored tensor as it lies in its file, or a part of its first axis. Other bytes are not read."""
@@ -198,6 +202,8 @@ class QuantizedCheckpoint:
             for key in keys:
                 part = file.get_slice(key)
                 yield key, Header(part.get_dtype(), tuple(part.get_shape()), name)
+            if lacking := {key for key, where in index.items() if where == name}.difference(keys):
+                raise ValueError(f"{self.folder / name}: expected {min(lacking)}, which {INDEX} names, got none")
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -205,9 +211,11 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        read: dict[str, Any] = json.loads(path.read_text())
+        read = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, got {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{path}: expected a JSON object, got a {type(read).__name__}")
     return read
 
 
