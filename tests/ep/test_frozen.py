@@ -18,7 +18,8 @@ from mxep.comms import Capacity
 from mxep.ep import Experts, FrozenExperts, LoRAExperts, MoE, freeze_experts, run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.ep.dtensors import local_tensor
-from mxep.gemm import FrozenWeight, Recipe, freeze, quantize_weights_once
+from mxep.ep.frozen import PARTS
+from mxep.gemm import Recipe, freeze, quantize_weights_once
 from mxep.gemm.backends.reference import Reference
 from mxep.quant import SwiGLU, quantize
 from ranks import distributed
@@ -146,7 +147,7 @@ def test_its_parameters_are_bytes_that_nothing_trains_or_casts() -> None:
     frozen, _ = make_layers("mxfp8", bias=True)
     before = {name: value.clone() for name, value in frozen.experts.state_dict().items()}
     assert set(before) == {
-        *(f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in PARTS),
+        *(f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in set(PARTS) - {"scale"}),
         "gate_up_bias",
         "down_bias",
     }
@@ -159,9 +160,6 @@ def test_its_parameters_are_bytes_that_nothing_trains_or_casts() -> None:
     other, _ = make_layers("mxfp8", bias=True)
     other.experts.load_state_dict(before)
     assert "format=mxfp8" in repr(frozen.experts)
-
-
-PARTS = FrozenWeight.field_names
 
 
 def test_gradients_under_checkpointing_are_the_same() -> None:
@@ -321,6 +319,17 @@ def test_its_bytes_go_through_torchs_distributed_checkpoints(fmt: str, tmp_path:
     target.load_state_dict(state)
     for name, value in source.state_dict().items():
         assert torch.equal(target.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_torchs_distributed_checkpoints_of_experts_folded_otherwise_are_refused(folded: bool, tmp_path: Path) -> None:
+    """They read the names of the model that loads. Folded qdata under the scales of unfolded ones are other values."""
+    one, other = (MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, dispatcher="local") for _ in range(2))
+    freeze_experts(one, folded=folded)
+    freeze_experts(other, folded=not folded)
+    dcp.save(one.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key in checkpoint state_dict: experts\.down_proj_"):
+        dcp.load(other.state_dict(), checkpoint_id=tmp_path, no_dist=True)
 
 
 def test_it_is_frozen_on_meta_and_under_inference_mode() -> None:

@@ -214,6 +214,10 @@ def test_errors_name_the_cure_before_anything_is_written(tmp_path: Path) -> None
     save_quantized(gpt, tmp_path, "mxfp4")
     with pytest.raises(ValueError, match="expected a folder without safetensors"):
         save_quantized(gpt, tmp_path, "mxfp4")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index/model.safetensors.index.json").touch()  # which a reader would believe
+    with pytest.raises(ValueError, match="expected a folder without safetensors"):
+        save_quantized(gpt, tmp_path / "index", "mxfp4")
 
 
 @pytest.mark.parametrize("target", ["q_proj", "experts"])

@@ -135,6 +135,16 @@ def test_loading_takes_the_memory_of_the_model_and_a_layer(
         ),
         (
             "minimax-m3",
+            {
+                "model__layers__0__mlp__experts__2__up_proj__weight": None,
+                "model__layers__0__mlp__experts__2__up_proj__weight_scale_inv": None,
+                "model__layers__0__mlp__experts__4__up_proj__weight": torch.ones(32, 64).to(torch.float8_e4m3fn),
+                "model__layers__0__mlp__experts__4__up_proj__weight_scale_inv": torch.ones(32, 2, dtype=torch.uint8),
+            },
+            r"gate_up_proj: expected 4 experts of .*up_proj.weight, from 0 on, got .*\.experts\.4\.up_proj",
+        ),
+        (
+            "minimax-m3",
             {"model__layers__0__mlp__experts__3__up_proj__weight_scale_inv": torch.ones(32, 3, dtype=torch.uint8)},
             "experts.3.up_proj.weight: expected parts of a format",
         ),

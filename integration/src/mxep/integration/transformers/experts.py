@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from mxep.comms import PeersDisagree
 from mxep.ep import Dispatch, DispatchFields, LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
 from mxep.ep.dtensors import local_weight
+from mxep.ep.frozen import PARTS
 from mxep.ep.functional import scaled_gradient
 from mxep.ep.lora import LoRAWeights
 from mxep.ep.moe import pick_recipe, recipe_of_call
@@ -66,7 +67,7 @@ except ImportError:
 __all__ = ["ALL_EXPERTS_FUNCTIONS", "default_apply_gate", "own_expert_parallel", "own_tensor_parallel"]
 KEY = "_mxep_layer"
 PROJECTIONS = "gate_up_proj", "up_proj", "down_proj"
-KINDS = ("", "_bias", *(f"_{part}" for part in FrozenWeight.field_names))
+KINDS = ("", "_bias", *(f"_{part}" for part in PARTS))
 WEIGHTS = frozenset(f"{name}{kind}" for name in PROJECTIONS for kind in KINDS)
 """Names of parameters that hold all experts, (E, ...)."""
 UNQUANTIZED = Recipe.bf16()

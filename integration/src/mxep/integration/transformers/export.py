@@ -43,7 +43,8 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from mxep.gemm import FrozenWeight, Recipe
+from mxep.ep.frozen import PARTS, frozen_weight
+from mxep.gemm import Recipe
 from mxep.gemm.backends import select
 from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXTensor, quantize, quantize_blocks, to_mxfp8
 from mxep.quant.checkpoint import INDEX
@@ -107,7 +108,7 @@ def save_quantized(
             n, k = getattr(module, each).shape[-2:][:: -1 if module.is_transposed else 1]
             if k % BLOCK:
                 raise ValueError(f"{name}: expected input features in multiples of {BLOCK}, got {n} x {k}")
-        parts = {f"{name}{part}" for name in held for part in ("", *(f"_{each}" for each in FrozenWeight.field_names))}
+        parts = {f"{name}{part}" for name in held for part in ("", *(f"_{each}" for each in PARTS))}
         rest = {name: _whole(x) for name, x in model.state_dict().items() if name not in parts}
         rest = revert_weight_conversion(model, remove_tied_weights_from_state_dict(rest, model))
         writer = _Writer(folder)
@@ -136,7 +137,7 @@ def _is_taken(folder: Path, *, spread: bool) -> bool:
 
     Only the rank that writes looks: others may be late, and see what it wrote. spread: tell its answer to all ranks.
     """
-    found = [_writes() and any(folder.glob("*.safetensors"))]
+    found = [_writes() and any(folder.glob("*.safetensors*"))]  # an old index, too
     if spread:
         dist.broadcast_object_list(found)
     return found[0]
@@ -201,8 +202,7 @@ def _pieces(
 def _source(module: Any, name: str, model: Any) -> MXTensor | Tensor:
     """(E, N, K), of all ranks: the shipped MXTensor, or the trained weight as forward has it, in bf16 or fp32."""
     if isinstance(module, FrozenExperts):
-        parts: Any = (_whole(getattr(module, f"{name}_{part}")) for part in FrozenWeight.field_names)
-        return FrozenWeight(*parts).shipped()
+        return frozen_weight(module, name, _whole).shipped()
     own = getattr(module, name)
     w: Tensor = _whole(own).detach().to(_dtype_in_forward(own, model))
     return w.mT.contiguous() if module.is_transposed else w

@@ -50,7 +50,7 @@ from transformers.core_model_loading import (
 )
 
 from mxep.ep.dtensors import check_not_fsdp, group_of, local_experts, local_tensor, mesh_of
-from mxep.ep.frozen import check_state, frozen_weight, register_frozen
+from mxep.ep.frozen import PARTS, check_state, frozen_weight, register_frozen
 from mxep.ep.lora import LoRAWeights
 from mxep.gemm import FrozenWeight, freeze
 from mxep.gemm.frozen import FORMATS, FrozenFormat
@@ -206,7 +206,7 @@ def thaw(experts: Any, weights: dict[str, Tensor]) -> None:
     """Give a frozen module its own class back, with weights (e, N, K) of this rank in bf16 that are not trained."""
     mesh = mesh_of(experts.down_proj_qdata)
     for name in weight_names(experts):
-        for part in FrozenWeight.field_names:
+        for part in PARTS:
             del experts._parameters[f"{name}_{part}"]
     experts.__class__ = type(experts).__bases__[1]
     experts.is_transposed = experts.was_transposed
@@ -318,6 +318,11 @@ class _ExpertsWeight:
             count = stored[0].shape[0] if stacked else len(stored)
             if count != self.shape[0]:
                 raise ValueError(f"{self.name}: expected {self.shape[0]} experts of {pattern}, got {count}")
+            names = zip(*(each.name.split(".") for each in stored))
+            if [each for each in names if len({*each}) > 1] not in ([], [tuple(map(str, range(count)))]):
+                raise ValueError(
+                    f"{self.name}: expected {count} experts of {pattern}, from 0 on, got {stored[-1].name}"
+                )
             for each in stored:
                 if each.format == "plain":
                     raise ValueError(

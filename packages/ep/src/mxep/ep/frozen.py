@@ -8,6 +8,7 @@ The forward pass and the gradient of x are those of `Experts` with the quantized
 e local experts of E, D model dim, F hidden dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,13 +21,19 @@ from .dispatchers.base import Routing
 from .dtensors import check_not_fsdp, local_tensor, mesh_of
 from .experts import Experts, run_experts
 
+PARTS = (*FrozenWeight.field_names, "block_scale")
+"""Names of a weight's parameters, after its own name and "_".
+
+A weight has "block_scale" if its qdata are folded, else "scale". torch.distributed.checkpoint reads what a model names
+and nothing else: with one name for both, it would read folded qdata as if they were not."""
+
 
 class FrozenExperts(nn.Module):
     """All experts of a layer, or with a mesh this rank's share, in MXFP8 or MXFP4.
 
-    Parameters without gradients, uint8 as in `mxep.gemm.frozen.FrozenWeight`: ``gate_up_proj_qdata``, ``_scale``,
-    ``_column_scale`` and, if qdata are folded, ``_row_scale``, ``_lost_index`` and ``_lost_qdata``; the same of
-    ``down_proj``. With a mesh they are
+    Parameters without gradients, uint8 as in `mxep.gemm.frozen.FrozenWeight`: ``gate_up_proj_qdata``, ``_scale`` and
+    ``_column_scale``; the same of ``down_proj``. If qdata are folded, ``_block_scale`` takes the place of ``_scale``,
+    and there are ``_row_scale``, ``_lost_index`` and ``_lost_qdata``, too. With a mesh they are
     DTensors sharded on the first dimension. ``gate_up_bias`` and ``down_bias`` are frozen, too, or None.
     Casts leave them as they are: `.to(torch.bfloat16)` casts floating-point tensors only. Bytes can have no gradients:
     `model.requires_grad_(True)` raises; select floating-point parameters instead.
@@ -92,8 +99,11 @@ class FrozenExperts(nn.Module):
 
 def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: DeviceMesh | None = None) -> None:
     """Make the parts of `weight` parameters ``{name}_{part}`` of a module. mesh: ranks that share the experts."""
-    for part in FrozenWeight.field_names:
-        module.register_parameter(f"{name}_{part}", _frozen(getattr(weight, part), mesh))
+    parts = {part: getattr(weight, part) for part in FrozenWeight.field_names} | {"block_scale": None}
+    if weight.row_scale is not None:
+        parts |= {"scale": None, "block_scale": weight.scale}
+    for part, x in parts.items():
+        module.register_parameter(f"{name}_{part}", _frozen(x, mesh))
 
 
 def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -110,10 +120,12 @@ def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
             )
 
 
-def frozen_weight(module: nn.Module, name: str) -> FrozenWeight:
-    """This rank's weight, from the parameters that `register_frozen` made of its parts."""
-    parts = (getattr(module, f"{name}_{part}") for part in FrozenWeight.field_names)
-    return FrozenWeight(*(None if part is None else local_tensor(part) for part in parts))  # type: ignore[arg-type]
+def frozen_weight(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor] = local_tensor) -> FrozenWeight:
+    """This rank's weight, from the parameters that `register_frozen` made of its parts. convert: what each becomes."""
+    parts = {part: getattr(module, f"{name}_{part}") for part in PARTS}
+    block_scale = parts.pop("block_scale")
+    parts["scale"] = parts["scale"] if block_scale is None else block_scale
+    return FrozenWeight(**{part: None if x is None else convert(x) for part, x in parts.items()})  # type: ignore[arg-type]
 
 
 def _frozen(x: Tensor | None, mesh: DeviceMesh | None) -> nn.Parameter | None:

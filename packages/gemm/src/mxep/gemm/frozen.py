@@ -160,9 +160,11 @@ def _lost(folded: Tensor, row_scale: Tensor, scale: Tensor, shipped: Tensor) -> 
         unfolded = _unfolded(folded[g], row_scale[g], scale[g])
         (places,) = torch.where((unfolded != shipped[g]).flatten())
         if len(places) > room:
+            nan = int(row_scale[g].view(_SCALE).float().isnan().sum())
+            why = f", in {nan} of its rows for a NaN or Inf" if nan else ""
             raise ValueError(
                 f"freeze: expected at most {room} of {elements} elements of group {g} that do not fold exactly, got "
-                f"{len(places)}: pass folded=False"
+                f"{len(places)}{why}: pass folded=False"
             )
         index[g, : len(places)] = places.int()
         bytes_[g, : len(places)] = shipped[g].flatten()[places]
