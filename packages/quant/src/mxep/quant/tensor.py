@@ -424,7 +424,7 @@ def _slice(
 def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> list[MXTensor]:
     """Consecutive slices, of one size or of the sizes given. torch checks and completes these."""
     like = torch.empty(mx.shape[_from_end(mx, dim)], device="meta", dtype=torch.uint8)
-    sizes = [len(part) for part in func(like, sizes)]
+    sizes = [part.shape[0] for part in func(like, sizes)]
     ends = itertools.accumulate(sizes)
     return [_slice(aten.slice.Tensor, mx, dim, end - size, end) for size, end in zip(sizes, ends)]
 
