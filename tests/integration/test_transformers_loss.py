@@ -211,3 +211,13 @@ def test_a_head_of_another_vocabulary_is_deferred_again() -> None:
     whole = model.eval()(input_ids=ids, labels=ids)
     assert whole.logits.shape[-1] == 80
     torch.testing.assert_close(out.loss, whole.loss)
+
+
+def test_a_new_head_with_a_bias_keeps_its_logits() -> None:
+    model, ids = tiny(), token_ids()
+    defer_head(model)
+    model.lm_head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    torch.nn.init.normal_(model.lm_head.bias)
+    out, whole = (each(input_ids=ids, labels=ids) for each in (copy.deepcopy(model).train(), model.eval()))
+    assert out.logits is not None
+    torch.testing.assert_close(out.loss, whole.loss)

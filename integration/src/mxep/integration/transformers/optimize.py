@@ -256,7 +256,7 @@ def _defer(model: Any) -> None:
 
 
 def _before(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    if type(model.lm_head) is nn.Linear:  # a new one, as after resize_token_embeddings
+    if type(model.lm_head) is nn.Linear and model.lm_head.bias is None:  # a new one, as of resize_token_embeddings
         _defer(model)
     for head in _heads(model):
         head.called = head.deferred = False
