@@ -4,13 +4,13 @@
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="mxep_mxfp8")
 
 Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and others with transformers, as
-implementations of experts and, where transformers has expert parallelism of its own, of that.
+implementations of experts and, where transformers has expert parallelism of its own, of expert parallelism.
 docs/guides/transformers.md is the page to paste from.
 
-Files: `experts` has their forward, and `routed` that of experts which transformers' registry does not reach.
+Files: `experts` runs experts, and `routed` those that transformers' registry does not reach.
 `quantized`, `lora` and `export` are for quantized experts. `replay` is for the routing of a rollout, `parallel` for
-expert parallelism. `optimize` has the loss and all that is not expert, `callback` a Trainer's checks, and `model` the
-models of the `mxep` command.
+expert parallelism. `optimize` speeds up the loss and all other parts, `callback` has a Trainer's checks, and `model`
+the models of the `mxep` command.
 """
 
 from importlib.util import find_spec

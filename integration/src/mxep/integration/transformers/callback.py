@@ -1,18 +1,18 @@
 """A Trainer's callback, and its checks: device errors, expert load, and whether mxep computes the experts.
 
-transformers takes `experts_implementation="mxep_mxfp8"` for every model, but reaches only experts that
-`@use_experts_implementation` decorates. Others run their own code, and so do those with a forward of another library.
-So `check` looks at modules and calls, not at the name in a config.
+transformers takes `experts_implementation="mxep_mxfp8"` for every model, but applies it only to classes of experts that
+`@use_experts_implementation` decorates. Other classes run their own code, and so do modules whose forward another
+library replaced. So `check` looks at modules and calls, not at the name in a config.
 
-The callback also loads the weights that a Trainer leaves as they are when it loads a checkpoint of its own:
+The callback also loads weights that a Trainer does not find in its own checkpoint:
 
-    save_pretrained    mlp.experts.gate_up_proj (E, 2F, D)  ->  mlp.experts.0.gate_proj.weight and so on, one a tensor
-    Trainer            load_state_dict(file, strict=False)  ->  finds no gate_up_proj, and trains the one that is there
+    save_pretrained    mlp.experts.gate_up_proj (E, 2F, D)  ->  mlp.experts.0.gate_proj.weight, .. (a tensor for each)
+    Trainer            load_state_dict(file, strict=False)  ->  finds no gate_up_proj, so the model keeps its old one
 
-So it is with `train(resume_from_checkpoint=)` and with `load_best_model_at_end` of transformers 5. Weights that the
-files have under other names are read here as by `from_pretrained`, and copied into the model's own parameters.
+This happens with `train(resume_from_checkpoint=)` and `load_best_model_at_end` in transformers 5. `restore` reads
+such weights as `from_pretrained` does, and copies them into the model's own parameters.
 
-A Trainer also gives whole tensors to a model of DTensors, which torch refuses. `take_parts` makes parts of them.
+A Trainer also loads whole tensors into a model of DTensors, which torch refuses. `take_parts` cuts each rank's part.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from .experts import (
 from .parallel import leave_to_ranks
 
 _OF_EXPERTS = re.compile(r"(Experts?|M[oO][eEA])$")
-"""Ends of class names of modules that hold experts, as `DbrxExperts`, `JetMoeMoE` and `DogeCDMoE`."""
+"""How class names of modules that hold experts end: `DbrxExperts`, `JetMoeMoE`, `DogeCDMoE`."""
 
 _ROUTED = "Llama4", "Step3p7Experts", "LongcatFlash"
-"""Parts of class names that `route_experts` knows."""
+"""`route_experts` converts classes with one of these in their name."""
 _ROUTE = "mxep.integration.transformers.route_experts(model, {name!r})"
 _REPLACED = (
     "leave out what replaced them or their block (Trainer: use_liger_kernel=False; Liger: swiglu=False; transformers: "
@@ -69,9 +69,10 @@ _NO_WAY = (
 
 
 def check(model: nn.Module, *, ran: bool = False) -> None:
-    """Raise what went wrong on the device since the last check, as `MoE.check`: once a step, before the optimizer.
+    """Raise device errors since the last check, as `MoE.check` does. Call it in each step before the optimizer's.
 
-    RuntimeError if a module of experts runs its own code though its config names mxep. ran: see `raise_unserved`.
+    Raises RuntimeError if a module of experts runs its own code although its config names mxep. ran: see
+    `raise_unserved`.
     """
     raise_unserved(model, ran=ran)
     for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
@@ -84,13 +85,13 @@ def check(model: nn.Module, *, ran: bool = False) -> None:
 
 @torch.no_grad()
 def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Loads in the last training forward (eager, with gradients on) of each module of experts, by its name:
+    """Return the load of each module of experts in its last training forward (eager, gradients on), by name:
 
-    ``rows``: rows that this rank's experts computed. ``padding``: those that are padding. ``busiest``: tokens of the
+    ``rows``: rows that this rank's experts computed. ``padding``: padding rows among these. ``busiest``: tokens of the
     busiest expert divided by the mean, over all ranks that share the experts. ``dead``: experts without a token.
 
-    It reads from the device once. Ranks that share experts must call it together. Modules without such a forward are
-    left out; if all are, it warns and says why. Raises RuntimeError as `check` does, and before mxep ever ran.
+    It syncs with the device once. Ranks that share experts must call it together. Modules without such a forward are
+    left out; if none is left, it warns and says why. Raises RuntimeError as `check` does, and if mxep never ran.
     """
     raise_unserved(model, ran=True)
     names, counted = [], []
@@ -127,9 +128,9 @@ def _why_no_load(model: nn.Module) -> str | None:
 
 
 def raise_unserved(model: nn.Module, *, ran: bool = False) -> None:
-    """Raise RuntimeError, with a cure, if mxep does not compute a module of experts and its config says that it does.
+    """Raise RuntimeError, with a cure, if mxep does not compute a module of experts although its config names mxep.
 
-    ran: whether a forward of the model ran for certain.
+    ran: the model has certainly run a forward.
     """
     found = list(_unserved(model, ran))
     if not found:
@@ -144,7 +145,7 @@ def raise_unserved(model: nn.Module, *, ran: bool = False) -> None:
 
 
 def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]]:
-    """(module's name, its class, the implementation that its config names, the cure) of each that is not ours."""
+    """Yield (name, class, implementation in its config, cure) of each module that mxep should compute but does not."""
     none_called = not any(layer.called for _, layer in layers(model))
     for name, module, config in _modules_of_experts(model):
         layer: Layer | None = module.__dict__.get(KEY)
@@ -196,7 +197,7 @@ def _modules_of_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]
 def _reaches_mxep(forward: Any, depth: int = 6) -> bool:
     """Whether a forward is transformers' decorated one, or mxep's, or a wrapper of either.
 
-    It follows what functools, accelerate, torch.compile and transformers' expert parallelism wrap by.
+    It looks into wrappers of functools, accelerate, torch.compile and transformers' expert parallelism.
     """
     if forward is ALL_EXPERTS_FUNCTIONS or isinstance(forward, Layer):
         return True
@@ -213,24 +214,25 @@ def _reaches_mxep(forward: Any, depth: int = 6) -> bool:
 class MxepCallback(TrainerCallback):  # type: ignore[misc]
     """For `Trainer(callbacks=[MxepCallback()])`.
 
-    Before each optimizer step it raises what went wrong on the device (`check`): the step is not taken.
+    Before each optimizer step it raises device errors (`check`), so that the step is not taken.
 
-    It raises RuntimeError if a module of experts runs code of its own and its config names mxep. If the module's class
-    shows that, it raises as training begins, and otherwise before the first optimizer step.
+    It raises RuntimeError if a module of experts runs its own code although its config names mxep: as training begins
+    if the module's class shows it, otherwise before the first optimizer step.
 
-    With each loss it logs, of the last micro-batch and over all modules of experts, `mxep/rows` and `mxep/padding`
-    (sums), `mxep/busiest` and `mxep/dead` (maxima); per_layer=True: also `mxep/NAME/busiest` and so on of each.
+    With each loss it logs `load_report` of the last micro-batch: `mxep/rows` and `mxep/padding` are sums over all
+    modules of experts, `mxep/busiest` and `mxep/dead` maxima. per_layer=True also logs each module's own figures, as
+    `mxep/NAME/busiest`.
 
-    It loads the experts of the checkpoint that training resumes from, and of the best one (`load_best_model_at_end`),
-    which a Trainer of transformers 5 leaves out. It raises ValueError if it does not find the checkpoint.
+    A Trainer of transformers 5 leaves out experts when it resumes from a checkpoint or loads the best one
+    (`load_best_model_at_end`). The callback loads them, and raises ValueError if it does not find the checkpoint.
 
-    Micro-batches of accumulated gradients, and what checkpointing computes again, share one quantization of each
-    weight. It takes 2 bytes and a little for each element of the experts until the optimizer steps.
-    share_quantized_weights=False: they do not.
+    All micro-batches of a step, and what checkpointing recomputes, share one quantization of each weight. Until the
+    optimizer steps, it takes a little over 2 bytes for each element of the experts. share_quantized_weights=False
+    quantizes anew each time.
 
     After `expert_parallel` a Trainer cannot save. Training then raises ValueError unless `save_strategy` is "no".
 
-    Where `Trainer.train` raises, it lets go of quantized weights, too. Making a callback changes `Trainer.train` so.
+    Making a callback patches `Trainer.train`, so that quantized weights are freed even if training raises.
     """
 
     def __init__(self, *, share_quantized_weights: bool = True, per_layer: bool = False) -> None:
@@ -240,11 +242,11 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
         _close_after_training()
 
     def close(self) -> None:
-        """Let go of quantized weights."""
+        """Free the quantized weights."""
         self._shared.close()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if hasattr(model, "_ddp_params_and_buffers_to_ignore"):  # of a model that PEFT has wrapped since
+        if hasattr(model, "_ddp_params_and_buffers_to_ignore"):  # PEFT may have wrapped the model since
             leave_to_ranks(model)
         if model is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             model.register_load_state_dict_pre_hook(take_parts)
@@ -255,8 +257,8 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
         if state.global_step and not args.deepspeed and is_saved_under_other_names(model):
             restore(model, resumed_folder(args, state))
         for _, layer in layers(model):
-            layer.called = False  # so that the first step notices what replaced experts since, such as Liger's
-        whole = getattr(model, "is_distributed_loading_by_transformers", False)  # a Trainer saves such on all ranks
+            layer.called = False  # the first step then notices forwards replaced since, as by Liger
+        whole = getattr(model, "is_distributed_loading_by_transformers", False)  # a Trainer saves it on all ranks
         if args.save_strategy != "no" and not whole and any(layer.parallel for _, layer in layers(model)):
             raise ValueError(
                 f"save_strategy: got {args.save_strategy.value!r}, want 'no' after expert_parallel: a Trainer saves on "
@@ -298,7 +300,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _close_after_training() -> None:
-    """Close mxep's callbacks when `Trainer.train` ends. One that raises calls no callback, so it would close none."""
+    """Close mxep's callbacks when `Trainer.train` ends. If training raises, it calls no callback to do so."""
     from transformers import Trainer  # takes long, and needs accelerate
 
     own = Trainer.train
@@ -322,9 +324,9 @@ _WEIGHTS, _INDEX, _STATE = "model.safetensors", "model.safetensors.index.json", 
 
 
 def resumed_folder(args: Any, state: Any) -> Path:
-    """The checkpoint that a Trainer has resumed from, found by step and log: it does not tell callbacks.
+    """Find the checkpoint that a Trainer resumed from, by step and log, because a Trainer does not tell callbacks.
 
-    Raises ValueError if it is neither in output_dir nor named by args.
+    Raises ValueError if the checkpoint is neither in output_dir nor named by args.
     """
     inside = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     for folder in (args.resume_from_checkpoint, inside):
@@ -342,7 +344,7 @@ def resumed_folder(args: Any, state: Any) -> Path:
 
 def is_saved_under_other_names(model: nn.Module) -> bool:
     """Whether `save_pretrained` renames weights. A Trainer loads only tensors with the model's names."""
-    if not isinstance(model, PreTrainedModel):  # of PEFT's it saves and loads adapters
+    if not isinstance(model, PreTrainedModel):  # a Trainer saves PEFT's adapters
         return False
     names = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in _tensors(model).items()
@@ -352,10 +354,10 @@ def is_saved_under_other_names(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def restore(model: Any, folder: Path) -> list[str]:
-    """Copy weights that `save_pretrained` stored under other names from `folder` into the model; returns their names.
+    """Copy weights that `save_pretrained` stored under other names into the model; returns their names in the model.
 
-    Each rank copies its part of a DTensor. If any name differs, a rank reads the whole model into host memory.
-    Adapters alone, and checkpoints of FSDP and DeepSpeed, have the model's names: nothing is read.
+    Each rank copies its part of a DTensor. If any name differs, each rank reads the whole model into host memory.
+    Checkpoints of adapters, FSDP and DeepSpeed have the model's names, and are not read.
 
     Raises ValueError for a folder with other weights than the model's.
     """

@@ -81,16 +81,16 @@ class Layer:
 
     Attributes:
         made_for: the implementation.
-        recipe: its recipe; "auto" until it is picked, by max_tokens or the first call that trains (`mxep.ep.moe`).
-        activation: of mxep.ep's layer, where that is what the module computes; else None.
-        cleans: whether rows that hold no token are zeroed. The module then has parameters of its own between its two
-            products, and their gradients sum over all rows.
-        masks: whether expert ids from E on mean "not here", as transformers' own expert parallelism has it.
+        recipe: the implementation's. "auto" until max_tokens or the first training call picks one (`mxep.ep.moe`).
+        activation: the SwiGLU that mxep.ep's layer fuses, if the module computes one; else None.
+        cleans: whether rows without a token are zeroed. This is needed if the module has parameters of its own between
+            its two GEMMs, because their gradients sum over all rows.
+        masks: whether expert ids >= E mean "not on this rank", as in transformers' own expert parallelism.
         wgrad_scale: factor of weight gradients.
-        number: of `TokenDispatcher.number_layer`.
+        number: from `TokenDispatcher.number_layer`.
         called: whether a forward was computed here.
-        last_routing: the last forward's; None before, and after a compiled one.
-        trained_routing: the same of forwards with gradients on: not of evaluation, generation or a reference pass.
+        last_routing: routing of the last forward; None before the first one, and after a compiled one.
+        trained_routing: the same, of the last forward with gradients on (no evaluation, generation, reference pass).
     """
 
     made_for: object
@@ -113,7 +113,7 @@ class Layer:
         return self.dispatcher.spans_ranks
 
     def check(self) -> None:
-        """Raise device errors since the last check, as `mxep.ep.MoE.check`."""
+        """Raise device errors since the last check, as `mxep.ep.MoE.check` does."""
         self.dispatcher.check()
 
     def forward(
@@ -122,7 +122,7 @@ class Layer:
         """x (T, D), expert_ids, weights (T, K) -> (T, D) in x's dtype."""
         if lora is not None and self.activation is None:
             raise ValueError(f"lora: expected experts with a SwiGLU that mxep has, got {type(experts).__name__}")
-        self.called = True  # without reading it, which would be a guard
+        self.called = True  # not read first: a compiled read adds a guard
         given = expert_ids, weights, lora
         if torch.compiler.is_compiling():
             return self._autocast(experts, x, *given)
@@ -161,7 +161,7 @@ class Layer:
                 out, routing = self._composed(experts, x, expert_ids, weights, recipe)
         else:
             gate_up = experts.gate_up_proj
-            if gate_up.shape[0] > down.shape[0]:  # rows for LongCat's zero experts, which have no weights to use
+            if gate_up.shape[0] > down.shape[0]:  # LongCat has rows for zero experts, which use no weights
                 gate_up = gate_up[: down.shape[0]]
             if experts.is_transposed:
                 gate_up, down = local_weight(gate_up).mT, local_weight(down).mT
@@ -208,16 +208,16 @@ class Layer:
         gate_up = self._linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing, recipe)
         h = between(experts._apply_gate if experts.has_gate else experts.act_fn, gate_up)
         normed = getattr(experts, "has_post_expert_norm", False)
-        if not normed and not experts.has_bias:  # what follows is linear
+        if not normed and not experts.has_bias:  # down_proj is linear: weigh its input
             y = self._linear(experts, "down_proj", h * row_weight, routing, recipe)
             return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
         y = self._linear(experts, "down_proj", h, routing, recipe)
         y = (between(experts.post_expert_norm, y) if normed else y) * row_weight
-        # The gradient comes as it is: only products can use a quantized one.
+        # Combine's gradient is not quantized: only a GEMM could use it in that form.
         return combine(y, routing, dispatcher=dispatcher, recipe=UNQUANTIZED), routing
 
     def _linear(self, experts: Any, name: str, rows: Tensor, routing: Routing, recipe: Recipe) -> Tensor:
-        """rows (R_max, in) -> (R_max, out), each by its expert's weight and bias."""
+        """rows (R_max, in) -> (R_max, out), each multiplied by its expert's weight, plus its bias."""
         w = getattr(experts, name)
         if not isinstance(w, FrozenWeight):
             w = local_weight(w).mT if experts.is_transposed else local_weight(w)
@@ -243,16 +243,16 @@ class Layer:
 
 
 def has_own_parameters(experts: nn.Module) -> bool:
-    """Whether there are parameters other than weights, biases, and what makes those (PEFT's adapters)."""
+    """Whether the module has parameters other than weights, biases, and PEFT's adapters of these."""
     names = (name for name, _ in experts.named_parameters())
     return any(name not in WEIGHTS and not name.startswith("parametrizations.") for name in names)
 
 
 @torch.no_grad()
 def activation_of(experts: Any) -> SwiGLU | None:
-    """The module's activation if mxep.ep's layer has it fused. Otherwise None.
+    """Return the module's activation if mxep.ep's layer can fuse it, else None.
 
-    A gate is code of the model's own. It is recognized by its output for a few numbers, also beyond its limit.
+    A gate is the model's own code. It is recognized by its output for a few numbers, some of them beyond its limit.
     """
     extras = has_own_parameters(experts) or any(True for _ in experts.buffers())
     if not experts.has_gate or getattr(experts, "has_post_expert_norm", False) or extras:
@@ -300,13 +300,13 @@ def check_experts(experts: Any, name: str, recipe: Recipe | Literal["auto"], *, 
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
-    """Names of the two weights."""
+    """Names of the module's two weights."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def check_features(experts: Any, name: str, recipe: Recipe | Literal["auto"], ranks: int) -> None:
-    """ValueError, with a cure, if `recipe` cannot serve the experts' hidden features, shared by `ranks`. "auto" serves
-    the sizes of bf16."""
+    """Raise ValueError, with a cure, if `recipe` cannot compute the hidden features that each of `ranks` ranks holds.
+    "auto" can compute what bf16 can."""
     recipe = recipe if isinstance(recipe, Recipe) else UNQUANTIZED
     features = experts.down_proj.shape[1 if experts.is_transposed else 2]
     if features % (ranks * recipe.group_alignment):
@@ -334,12 +334,12 @@ def experts_in(model: nn.Module, who: str) -> dict[str, Any]:
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
-    """The modules of experts that mxep runs, or ran, by name; and those that are spread over ranks."""
+    """Yield (name, layer) of the modules of experts that mxep runs or ran, or that are spread over ranks."""
     for name, module in model.named_modules():
         layer = module.__dict__.get(KEY)
         if layer is not None:
             named = ALL_EXPERTS_FUNCTIONS.get(getattr(module.config, "_experts_implementation", None), None)
-            if not layer.parallel and not isinstance(named, type(layer.made_for)):  # another computes it now
+            if not layer.parallel and not isinstance(named, type(layer.made_for)):  # others compute it now
                 layer.last_routing = layer.trained_routing = None
             yield name, layer
 
@@ -355,19 +355,19 @@ def say_where_max_tokens_is_set(error: Exception) -> None:
 
 
 _local: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDictionary()
-"""By number of experts: layers share one, so that a check asks the device once."""
+"""Number of experts -> dispatcher. Layers share it, so that one check reads from the device once."""
 
 
 class Implementation:
     """A value of `experts_implementation=` and `ep_implementation=`, once it is registered.
 
     Attributes:
-        name: of it in transformers.
-        recipe, backend: as for `mxep.ep.MoE`; "auto" is picked anew for each module of experts, once.
+        name: its name in transformers.
+        recipe, backend: as for `mxep.ep.MoE`. Each module of experts picks its own recipe for "auto", once.
         dispatch: how tokens travel where experts are spread over ranks: a `mxep.ep.Dispatch`, or its fields by keyword.
-            Its max_tokens None: what MXEP_MAX_TOKENS says in the environment, else the most of
-            the first batch. **Padding counts**: transformers gives a layer every token of a padded batch, also of its
-            capacity and loads. Pack sequences instead (`DataCollatorWithFlattening`).
+            If max_tokens is None, it comes from MXEP_MAX_TOKENS in the environment, or else from the first batch.
+            **Padding counts** for max_tokens, capacity and loads: transformers gives a layer every token of a padded
+            batch. Pack sequences instead (`DataCollatorWithFlattening`).
 
     Raises ValueError as `Dispatch` does, and for an unknown backend.
     """
@@ -407,19 +407,19 @@ class Implementation:
     ) -> Tensor:
         """The forward of `experts`: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D).
 
-        lora: as for `mxep.ep.run_experts`. Raises ValueError for a gate of the model's own.
+        lora: as for `mxep.ep.run_experts`. Raises ValueError for lora with a gate that mxep cannot fuse.
         """
         return self.ready_layer(experts).forward(experts, hidden_states, top_k_index, top_k_weights, lora)
 
     def ready_layer(self, experts: nn.Module) -> Layer:
-        """The experts' layer, made where there is none for this implementation."""
+        """Return the experts' layer. Make it if there is none for this implementation."""
         layer: Layer | None = getattr(experts, KEY, None)
         return self.layer_of(experts) if layer is None or layer.made_for is not self else layer
 
     def layer_of(self, experts: Any, dispatcher: TokenDispatcher | None = None, *, wgrad_scale: float = 1.0) -> Layer:
-        """The experts' layer, made for this implementation. Raises ValueError if it cannot compute them.
+        """Make the experts' layer for this implementation. Raises ValueError if it cannot compute them.
 
-        dispatcher: of experts spread over ranks; None: the old layer's.
+        dispatcher: for experts spread over ranks. None: the old layer's or a local one.
         """
         found: Layer | None = getattr(experts, KEY, None)
         number = 0 if dispatcher is None else dispatcher.number_layer()
@@ -432,7 +432,7 @@ class Implementation:
             dispatcher = _local.get(num_experts)
             if dispatcher is not None and dispatcher.uses > 0:
                 dispatcher.uses += 1
-            else:  # none, or all that shared it have closed it
+            else:  # none yet, or its layers have closed it
                 dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
         cleans = has_own_parameters(experts)
         activation = activation_of(experts)
@@ -448,11 +448,11 @@ class Implementation:
 
 
 MADE = "_mxep_made"
-"""Attribute of a class made of another, which no module has by name: what makes it, and the other."""
+"""Attribute of a class derived at run time, which pickle cannot find by name: (function that made it, its base)."""
 
 
 def pickled(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """`__reduce_ex__` of instances of such classes."""
+    """`__reduce_ex__` for instances of classes that have `MADE`."""
     kind, makers = type(self), []
     while made := kind.__dict__.get(MADE):
         maker, kind = made
@@ -461,16 +461,16 @@ def pickled(self: Any, protocol: Any) -> tuple[Any, ...]:
 
 
 def _empty(kind: Any, *makers: Any) -> Any:
-    """A module of the class that makers make of `kind`, without state."""
+    """Return a module without state, of the class that `makers` derive from `kind`."""
     for maker in makers:
         kind = maker(kind)
     return object.__new__(kind)
 
 
 def prepare(experts: Any, hidden_states: Tensor) -> None:
-    """Do what would break a graph of the experts' next forward: make their layer, and pick the recipe of "auto".
+    """Do what must not happen inside a compiled forward: make the experts' layer, and pick a recipe for "auto".
 
-    hidden_states: (..., D), tokens of their decoder layer.
+    hidden_states: (..., D), the input of their decoder layer.
     """
     how = implementation_of(experts.config)
     layer: Layer | None = experts.__dict__.get(KEY) if how is None else how.ready_layer(experts)
@@ -480,7 +480,7 @@ def prepare(experts: Any, hidden_states: Tensor) -> None:
 
 
 def implementation_of(config: Any) -> Implementation | None:
-    """mxep's implementation that a config names."""
+    """The implementation of mxep that a config names, or None."""
     found = ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None), None)
     return found if isinstance(found, Implementation) else None
 

@@ -5,12 +5,12 @@
                 modelopt             X.weight E4M3, X.weight_scale u8                          vLLM, SGLang
                 compressed-tensors   X.weight E4M3, X.weight_scale u8                          vLLM
     mxfp4       mxfp4 (gpt-oss)      X_blocks u8 (E, N, K/32, 16), X_scales u8                 transformers, both
-                deepseek-v4          X.weight i8 (N, K/2), X.scale e8m0, of that model alone   transformers, both
+                deepseek-v4          X.weight i8 (N, K/2), X.scale e8m0, for that model only   transformers, both
                 compressed-tensors   X.weight_packed u8 (N, K/2), X.weight_scale u8            transformers, vLLM
     fp8_block   fp8                  X.weight E4M3, X.weight_scale_inv fp32, one for 128x128   transformers, both
 
-"both" are vLLM and SGLang. Experts alone are quantized. Everything else is written as it is, and the config lists it
-as unquantized. Names are those of transformers' conversions, backwards. Sources of the layouts:
+"both" are vLLM and SGLang. Only experts are quantized. Everything else is written as it is, and the config lists it
+as unquantized. Tensors get the names that transformers' conversions have, reversed. Sources of the layouts:
 docs/guides/quantized-models.md.
 
 E experts, N out features, K in features.
@@ -61,26 +61,26 @@ LAYOUTS = {
 }
 BLOCK_FP8 = (128, 128)
 SHARD = 5 * 2**30
-"""Bytes of a file, about."""
+"""Approximate bytes of a file."""
 
 
 @torch.no_grad()
 def save_quantized(
     model: Any, folder: str | Path, fmt: Format = "mxfp8", *, layout: str | None = None
 ) -> dict[str, float]:
-    """Write a transformers model with its experts in `fmt`; returns the SNR in dB of each against the model's.
+    """Write a transformers model with its experts in `fmt`; returns each weight's SNR in dB against the model's.
 
-    model: with frozen or trained experts. fmt: "mxfp8", "mxfp4" or "fp8_block". layout: see the module; default the
-    first for `fmt` that the model has.
+    model: with frozen or trained experts. fmt: "mxfp8", "mxfp4" or "fp8_block". layout: see the table above;
+    default: the first for `fmt` that fits the model.
 
-    In these cases the weights of forward are written, SNR inf. In all others experts are quantized anew.
+    In these cases the weights that forward uses are written, SNR inf. In all others experts are quantized anew.
 
-    - Frozen experts in their own format: the bytes as they came. MXFP4 as MXFP8: the same values.
-    - Frozen experts as fp8_block, if they came so, with scales that are powers of two.
-    - Trained experts as MXFP8, on the device where a recipe of MXFP8 ran them: forward's bytes. Hopper has one scale a
-      row, which is written for each of its blocks. Their SNR is that of forward's weights.
+    - Frozen experts in their own format: the bytes as they came. Frozen MXFP4 as MXFP8: the same values.
+    - Frozen experts as fp8_block, if they came in it with power-of-two scales.
+    - Trained experts as MXFP8, on the device where a recipe of MXFP8 ran them: forward's bytes. On Hopper, a row's one
+      scale is written for each of its blocks. Their SNR is that of forward's quantized weights.
 
-    Experts or other weights over ranks are gathered, one at a time: all ranks call it, and rank 0 writes.
+    Weights that are sharded over ranks are gathered, one at a time: all ranks must call it, and rank 0 writes.
 
     Raises ValueError, before anything is written, for another format or layout, for a model without experts or with
     PEFT's adapters, and for sizes that are no multiples of 32.
@@ -88,7 +88,7 @@ def save_quantized(
     if fmt not in LAYOUTS:
         raise ValueError(f"save_quantized: expected fmt {', '.join(LAYOUTS)}, got {fmt!r}")
     experts = experts_in(model, "save_quantized")
-    if not isinstance(model, PreTrainedModel):  # names would be others
+    if not isinstance(model, PreTrainedModel):  # its tensors have other names
         raise ValueError(
             f"save_quantized: expected a PreTrainedModel, got {type(model).__name__}: merge PEFT's adapters"
         )
@@ -133,9 +133,9 @@ def _writes() -> bool:
 
 
 def _is_taken(folder: Path, *, spread: bool) -> bool:
-    """Whether the folder has safetensors that were there before.
+    """Whether the folder already has safetensors.
 
-    Only the rank that writes looks: others may be late, and see what it wrote. spread: tell its answer to all ranks.
+    Only the rank that writes looks, as late ranks would see what it wrote. spread: tell its answer to all ranks.
     """
     found = [_writes() and any(folder.glob("*.safetensors*"))]  # an old index, too
     if spread:
@@ -145,7 +145,7 @@ def _is_taken(folder: Path, *, spread: bool) -> bool:
 
 @contextmanager
 def _conversions(model: Any) -> Iterator[list[WeightConverter]]:
-    """transformers' conversions, backwards, in place of `keep_names`; yields those of tensors."""
+    """While open, restore what `keep_names` took away; yields conversions of tensors, reversed."""
     kept = model.__dict__.get("_weight_conversions")
     own = model.__dict__.get(CONVERSIONS) if kept == [] else kept
     if own is None:  # built, not loaded
@@ -189,7 +189,7 @@ def _whole(x: Any) -> Any:
 def _pieces(
     model: Any, name: str, module: Any, source: MXTensor | Tensor, fmt: str
 ) -> dict[str, tuple[MXTensor | BlockFP8, float]]:
-    """Name in the checkpoint -> quantized (N, K), or (E, N, K) of stacked experts, and its SNR against the model's."""
+    """Name in the checkpoint -> (quantized weight, its SNR against the model's): (N, K), or (E, N, K) if stacked."""
     values = _split(model, name, source)
     if fmt == "fp8_block":
         made: dict[str, Any] = {piece: _blocks(x) for piece, x in values.items()}
@@ -200,7 +200,7 @@ def _pieces(
 
 
 def _source(module: Any, name: str, model: Any) -> MXTensor | Tensor:
-    """(E, N, K), of all ranks: the shipped MXTensor, or the trained weight as forward has it, in bf16 or fp32."""
+    """(E, N, K), gathered from all ranks: the shipped MXTensor, or the trained weight in forward's bf16 or fp32."""
     if isinstance(module, FrozenExperts):
         return frozen_weight(module, name, _whole).shipped()
     own = getattr(module, name)
@@ -209,7 +209,7 @@ def _source(module: Any, name: str, model: Any) -> MXTensor | Tensor:
 
 
 def _dtype_in_forward(weight: Tensor, model: Any) -> torch.dtype:
-    """FSDP2's mixed precision casts weights as it gathers them."""
+    """Forward's dtype: FSDP2's mixed precision casts weights as it gathers them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
@@ -240,7 +240,7 @@ def _mx(source: MXTensor | Tensor, fmt: str, module: Any) -> MXTensor:
 
 
 def _blocks(x: MXTensor | Tensor) -> BlockFP8:
-    """(N, K) in blocks of 128 x 128: the same elements if each block has one scale."""
+    """(N, K) in blocks of 128 x 128. Elements stay the same if each block's scales are all equal."""
     if isinstance(x, MXTensor):
         e4m3 = to_mxfp8(x)
         (n, k), (rows, columns) = x.shape, BLOCK_FP8
@@ -256,7 +256,7 @@ def _float(x: Any) -> Tensor:
 
 
 def _split(model: Any, name: str, x: MXTensor | Tensor) -> dict[str, Any]:
-    """A weight (E, N, K) by its names in the checkpoint."""
+    """Split a weight (E, N, K) into the checkpoint's tensors, by name."""
     if not isinstance(x, MXTensor):
         return dict(revert_weight_conversion(model, {name: x}))
     qdata, scale = (revert_weight_conversion(model, {name: part.view(torch.uint8)}) for part in (x.qdata, x.scale))
@@ -300,7 +300,7 @@ class _Writer:
         self.waiting, self.bytes = {}, 0
 
     def close(self) -> bool:
-        """Whether this rank wrote."""
+        """Finish the files. Returns whether this rank writes."""
         if not self.writes:
             return False
         if self.waiting:

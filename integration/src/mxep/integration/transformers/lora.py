@@ -3,20 +3,20 @@
     LoraConfig(r=16, target_modules=["q_proj", "v_proj"],
                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
 
-PEFT's own layer adds B A to the weights of all experts in every forward. Frozen experts have no such weights, and PEFT
-would not find them. Importing this module registers `ExpertsLoraModel` as PEFT's LoRA: the same class, except for
-modules of experts. Configs, adapters, `save_pretrained` and `PeftModel.from_pretrained` are PEFT's, so an adapter loads
-with the frozen model, the bf16 model and plain PEFT.
+PEFT's own layer adds B A to the weights of all experts in every forward. Frozen experts have no weights to add to,
+and PEFT would not find them. Importing this module registers `ExpertsLoraModel` as PEFT's LoRA. It differs from PEFT's
+only for modules of experts. Configs, adapters, `save_pretrained` and `PeftModel.from_pretrained` are PEFT's, so an
+adapter loads with the frozen model, the bf16 model and plain PEFT.
 
     in an adapter's file                     of                A                 B
     X.experts.lora_A.weight, lora_B.weight   down_proj         (r E, in)         (out, r E)
     X.experts.base_layer.lora_A.weight, ..   gate_up_proj      row e r + i       column i E + e
 
     frozen experts              always low-rank
-    experts in bf16 or fp32     low-rank if mxep runs them on one rank, with both weights adapted by one active adapter
-                                of a rank that is a multiple of 8; else PEFT's own way
+    experts in bf16 or fp32     low-rank if mxep runs them without expert parallelism, and one active adapter, with r a
+                                multiple of 8, adapts both weights; else PEFT's own way
 
-E experts in all, e of them here, r rank.
+E experts in all, e of them here, r the adapter's rank.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ from .parallel import check_adapters, replicate
 from .quantized import FrozenExperts, forget_layer, naming, own_names, thaw
 
 STARTS = True, False, "gaussian"
-"""What `init_lora_weights` may be for experts: PEFT's others read, or change, a linear's weight."""
+"""Values of `init_lora_weights` that experts allow. PEFT's other values read or change a linear's weight."""
 
 
 class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
-    """PEFT's layer for one weight of a module of experts. The outermost of the two runs both. PEFT knows it by name."""
+    """PEFT's layer for one weight of a module of experts. With two nested, the outermost runs both.
+
+    PEFT recognizes the class by its name.
+    """
 
     def _get_in_out_features(self, module: nn.Module) -> Any:
         features = super()._get_in_out_features(module)
@@ -80,7 +83,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         )
 
     def _low_rank(self, experts: Any, active: list[str]) -> Implementation | None:
-        """The implementation for low-rank LoRA on unfrozen experts; None: PEFT adds B A to weights."""
+        """What runs low-rank LoRA on unfrozen experts; None if PEFT adds B A to weights."""
         run, layers = implementation_of(experts.config), _wrappers(self)
         if run is None or len(layers) < 2 or len(active) > 1 or self.merged:
             return None
@@ -125,7 +128,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
 
     @torch.no_grad()
     def merged_weights(self, adapter_names: list[str] | None) -> dict[str, Tensor]:
-        """W + scaling B A (e, out, in) of both weights of frozen experts, bf16. Empty: there is nothing to merge."""
+        """W + scaling B A (e, out, in), bf16, of each adapted weight of frozen experts. Empty if none is adapted."""
         experts: Any = self.get_base_layer()
         found: dict[str, Tensor] = {}
         for name, layer in _wrappers(self).items():
@@ -143,7 +146,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         return found
 
     def tell_merged(self) -> None:
-        """Active adapters of both weights are in the weights now."""
+        """Note that the active adapters of both weights are merged into them."""
         for layer in _wrappers(self).values():
             layer.merged_adapters += [each for each in check_adapters_to_merge(layer) if each in layer.lora_A]
 
@@ -236,8 +239,8 @@ PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = ExpertsLoraModel
 class MergeError(NamedTuple):
     """What quantizing a merged weight did to it.
 
-    snr: of the quantized weight against the merged one, dB. changed: the share of elements that are not what they were
-    before the merge. A small update of few changed elements is lost.
+    snr: of the quantized weight against the merged one, dB. changed: the share of elements that differ from those
+    before the merge. If few do, most of a small update is lost.
     """
 
     snr: float
@@ -247,13 +250,14 @@ class MergeError(NamedTuple):
 def merge_and_freeze(
     model: PeftModel, fmt: FrozenFormat | None = None, *, folded: bool | None = None
 ) -> tuple[Any, dict[str, MergeError]]:
-    """PEFT's `merge_and_unload` that quantizes frozen experts again, a layer after another: the model, and the error of
-    each weight by name.
+    """Merge as PEFT's `merge_and_unload` does, and quantize frozen experts again, one layer after another.
+
+    Returns the model, and the error of each weight by name.
 
     fmt: "mxfp8" or "mxfp4"; default each weight's own. folded: as for `mxep.gemm.freeze`; default as each weight was.
 
     Raises ValueError for another fmt and without active adapters on frozen experts. `freeze` may raise for a module
-    when those before it are merged: call it again with folded=False for the others.
+    after those before it were merged: call `merge_and_freeze` again with folded=False for the others.
     """
     if fmt is not None and fmt not in FORMATS:
         raise ValueError(f"merge_and_freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
@@ -276,7 +280,7 @@ def merge_and_freeze(
 
 
 def _frozen_as(before: FrozenWeight, w: Tensor, fmt: FrozenFormat | None, folded: bool | None) -> FrozenWeight:
-    """w, frozen as `before` was, except for a given fmt or folded."""
+    """Freeze w as `before` was, unless fmt or folded says otherwise."""
     was_folded = before.format == "mxfp4" or before.row_scale is not None
     return freeze(w, fmt or before.format, folded=was_folded if folded is None else folded)
 
@@ -293,7 +297,7 @@ def _error(before: FrozenWeight, merged: Tensor, after: FrozenWeight) -> MergeEr
 
 
 def _wrappers(layer: nn.Module) -> dict[str, ParamWrapper]:
-    """The layers of a module of experts by the weight that each adapts, from the outermost on."""
+    """PEFT's layers around a module of experts, by the weight that each adapts, outermost first."""
     found = {}
     while isinstance(layer, lora.ParamWrapper):
         found[layer.parameter_name] = layer
@@ -302,14 +306,14 @@ def _wrappers(layer: nn.Module) -> dict[str, ParamWrapper]:
 
 
 def _frozen(model: nn.Module) -> Iterator[tuple[str, FrozenExperts]]:
-    """Frozen experts by the names that they have without PEFT's layers."""
+    """Yield (name, module) of frozen experts. The names leave out PEFT's layers."""
     for name, module in model.named_modules():
         if isinstance(module, FrozenExperts):
             yield _plain(name), module
 
 
 def _plain(name: str) -> str:
-    """The name of a module without PEFT's layers."""
+    """A module's name, without PEFT's layers in it."""
     return name.replace(".base_layer", "")
 
 
@@ -325,7 +329,7 @@ def _mesh(experts: nn.Module) -> DeviceMesh | None:
 
 
 def _local(weight: Tensor, num_experts: int) -> tuple[Tensor, slice]:
-    """A weight that every rank has whole, and this rank's experts. Gradients are summed over ranks."""
+    """A replicated weight as a local tensor, and the slice of this rank's experts. Its gradients sum over ranks."""
     if not isinstance(weight, DTensor):
         return weight, slice(num_experts)
     here = local_experts(num_experts, weight.device_mesh)

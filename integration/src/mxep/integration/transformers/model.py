@@ -1,23 +1,23 @@
-"""A model of transformers as the trainer has it: what `mxep.integration.model.Transformer` offers, of any MoE model.
+"""Any MoE model of transformers, with the interface that `mxep.integration.model.Transformer` has for the trainer.
 
     section `model` -> model on meta -> experts spread over the ep group -> drawn on this rank's device
     model.pretrained -> model on the CPU -> experts spread, one weight after the other -> the rest moved
-    parallel.fsdp    -> FSDP2 over all ranks, of what is not expert, and over copies of experts
+    parallel.fsdp    -> FSDP2: experts over their copies, all else over all ranks
 
-Weights are fp32, the master weights, and products bf16 by autocast, those of experts the recipe's; or all is in one
-dtype (train.precision).
+Weights are fp32 (master weights). Autocast runs GEMMs in bf16, and those of experts run in the recipe. Alternatively
+everything is in one dtype (train.precision).
 
-b sequences of S tokens on this rank, V tokens in the model's vocabulary, of which the data's are the first, E experts,
+b sequences of S tokens on this rank, V tokens in the model's vocabulary (the data's tokens come first), E experts,
 T tokens of this rank, K experts a token.
 
 With FSDP2:
 
     what is not expert    sharded over all ranks, gathered block by block, gradients averaged over all ranks
-    experts, dp > 1       of an ep rank's experts each of its dp copies keeps a part; gradients averaged over the copies
-    experts, dp = 1       left alone: each rank holds its own, whose gradients are done
+    experts, dp > 1       each of dp copies of an ep rank's experts keeps a part; gradients averaged over the copies
+    experts, dp = 1       left alone: each rank holds its own experts, and their gradients are final
 
-With `bf16-mixed` the parameters stay fp32. All but experts are gathered in bf16, the blocks' dtype of computation, in
-place of autocast. Gradients are reduced in fp32.
+With `bf16-mixed` the parameters stay fp32. There is no autocast: all but experts are gathered in
+bf16, and blocks compute in it. Gradients are reduced in fp32.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from .optimize import CAUSAL, multiply_by
 from .parallel import expert_parallel, register
 
 _numbers = itertools.count()
-"""Numbers of the models' registered names, as two of one recipe may differ otherwise."""
+"""Numbers that make registered names unique: two models of one recipe may differ in other settings."""
 
 
 BIAS = "e_score_correction_bias"
-"""Buffer of routers that a bias balances (DeepSeek-V3)."""
+"""Buffer of routers that are balanced by a bias (DeepSeek-V3)."""
 
 
 class CausalLM(nn.Module):
     """The model that the section `model` names, with experts of ``recipe`` spread over ``mesh.ep``, on ``device``.
 
-    Draws from the default generators: after one seed every rank has the same model and its share of the same experts.
+    Weights come from the default generators: with one seed, all ranks have the same model and share the same experts.
     Raises ConfigError for settings that such a model lacks, and errors of `expert_parallel` and transformers.
     """
 
@@ -98,7 +98,7 @@ class CausalLM(nn.Module):
             )
         for module in self.model.modules():
             if (bias := module._buffers.get(BIAS)) is not None:
-                module._buffers[BIAS] = bias.float()  # in bf16 steps of 1e-3 round away
+                module._buffers[BIAS] = bias.float()  # in bf16, steps of 1e-3 would round away
         names = expert_parallel(self.model, mesh.grid["ep"], how.name)
         if section.pretrained is None:
             self.model.to_empty(device=device)
@@ -148,10 +148,10 @@ class CausalLM(nn.Module):
             return self.model(input_ids=inputs, **self.options)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a token. In training its gradient is also the auxiliary loss's, by its weight.
+        """Mean cross-entropy in nats a token. In training its gradient includes that of the weighted auxiliary loss.
 
-        The auxiliary loss is the mean over layers of K * `load_balancing_loss`. It is K at balance. transformers' own
-        adds up loads and scores of all layers first. Then layers look balanced if each uses a few other experts.
+        The auxiliary loss is the mean over layers of K * `load_balancing_loss`. At balance it is K. transformers'
+        own adds up loads and scores of all layers first, so layers that each overload other experts look balanced.
         """
         out = self(inputs)
         loss = F.cross_entropy(out.logits.float().flatten(0, 1), targets.flatten())
@@ -177,7 +177,7 @@ class RouterView:
         experts.register_forward_hook(self._count)
 
     def keep_logits(self, block: nn.Module, recorders: list[OutputRecorder]) -> bool:
-        """Keep the logits of forwards in training, for `balancing_loss`. False: no recorder finds them in ``block``."""
+        """Keep training forwards' logits for `balancing_loss`. Returns False if no recorder finds any in ``block``."""
         for router, one in itertools.product(block.modules(), recorders):
             if isinstance(router, one.target_class):
                 router.register_forward_hook(functools.partial(self._keep, one.index))
@@ -189,7 +189,7 @@ class RouterView:
             self.logits = out[index] if isinstance(out, tuple) else out
 
     def balancing_loss(self) -> Tensor:
-        """K * `load_balancing_loss` of the last forward in training, 0-d, by softmax. Its logits are forgotten."""
+        """Return K * `load_balancing_loss` (softmax, 0-d) of the last training forward, and forget its logits."""
         routing, logits, self.logits = self.moe.last_routing, self.logits, None
         assert routing is not None
         assert logits is not None
@@ -225,7 +225,7 @@ def _recorders(model: Any) -> list[OutputRecorder]:
 
 @torch.no_grad()
 def _draw(model: Any) -> None:
-    """Initialize an empty model by its own code; a rank draws its own experts alone."""
+    """Initialize an empty model by its own code. Each rank draws only its own experts."""
     std = model.config.initializer_range
     for module in model.modules():
         if KEY not in module.__dict__:

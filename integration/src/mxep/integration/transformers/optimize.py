@@ -1,8 +1,8 @@
 """`optimize(model)`: one call that makes the rest of a transformers model fast, too.
 
     experts      mxep's, if their implementation is not one already
-    linears      of attention and dense MLPs in a quantized recipe; those that read one tensor are one GEMM
-    loss         head and cross-entropy in chunks of rows, in training: no logits of all tokens
+    linears      of attention and dense MLPs in a quantized recipe; those with the same input are one GEMM
+    loss         in training, head and cross-entropy in chunks of rows, never logits of all tokens
     attention    SDPA, which is cuDNN's attention on Hopper from torch 2.11 on if no mask is needed
     compile      each decoder layer as a whole, experts' op included: norms, RoPE, router and residuals are fused
 
@@ -50,7 +50,7 @@ ROWS = 4096
 
 IGNORED = -100
 FLOAT16_FACTOR = 2.0**12
-"""Factor of d_logits in fp16 until backward. They are at most 1, and divided by num_items most would vanish in fp16."""
+"""Factor of d_logits in fp16 until backward. They are at most 1; divided by num_items, most would vanish in fp16."""
 
 
 def linear_cross_entropy(
@@ -63,16 +63,16 @@ def linear_cross_entropy(
     rows: int = ROWS,
     weight_gradient: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Sum of the cross-entropies of hidden @ weight.T, in nats, over num_items; 0-d fp32. Backward runs once.
+    """Sum of the cross-entropies of hidden @ weight.T, in nats, divided by num_items; 0-d fp32. Backward runs once.
 
     hidden: (T, D). weight: (V, D). labels: (T,) int64; ignore_index has no loss. num_items: the divisor; None: the
     number of labels that are not ignored, without a device-to-host sync. rows: of a chunk. weight_gradient: dtype in
-    which chunks add to the gradient of weight, which then gets weight's dtype.
+    which chunks sum the gradient of weight, before it is cast to weight's dtype.
 
     GEMMs are in hidden's dtype, or autocast's. Softmax and loss are in fp32. In fp16 gradients are scaled by the
     gradient of the loss (a GradScaler's factor) before they are rounded. Raises ValueError for fp16 if
-    weight_gradient is not fp32, as sums would overflow. Raises RuntimeError for labels that are neither ignore_index
-    nor below V, on CUDA by the device, as `torch.nn.functional.cross_entropy` does.
+    weight_gradient is not fp32, as sums would overflow. As with `torch.nn.functional.cross_entropy`, a label that is
+    neither ignore_index nor below V raises RuntimeError; on CUDA the device raises it.
     """
     kind, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(kind):
@@ -141,7 +141,7 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 def _loss_and_gradient(
     logits: Tensor, labels: Tensor, scale: Tensor, factor: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """scale * the summed loss, 0-d fp32, and factor * its gradient by logits (rows, V), in their dtype."""
+    """Return scale * the summed loss (0-d fp32), and factor * its gradient by logits (rows, V), in their dtype."""
     x, valid = logits.float(), labels != ignore_index
     log_sum = x.logsumexp(-1)
     target = x.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
@@ -155,7 +155,7 @@ _compiled = torch.compile(_loss_and_gradient)
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    """`_loss_and_gradient`, on CUDA fused into passes over logits."""
+    """`_loss_and_gradient`; on CUDA compiled, which fuses its passes over logits."""
     if not logits.is_cuda:
         return _loss_and_gradient(logits, labels, *how)
     for tensor in (logits, labels):
@@ -164,7 +164,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, *how: Any) -> tuple[Tensor
 
 
 class DeferredHead(nn.Linear):
-    """The class that `defer_head` gives a model's lm_head: it leaves its GEMM to the loss while `defers`.
+    """The class that `defer_head` gives a model's lm_head: while `defers`, it leaves its GEMM to the loss.
 
     called: whether this forward called it. deferred: whether the loss is still to be computed.
     """
@@ -195,10 +195,10 @@ def reason_to_keep_loss(model: nn.Module) -> str | None:
 
 
 def defer_head(model: Any, *, rows: int = ROWS, weight_gradient: torch.dtype = torch.float32) -> None:
-    """Compute the loss of forwards with labels, in training, by `linear_cross_entropy`, in place.
+    """Make a model, in place, compute its loss by `linear_cross_entropy` in training forwards with labels.
 
-    Such a forward returns no logits. The head's weight must be whole when the loss needs it: under FSDP2 in the root's
-    group, not in one of its own.
+    Such a forward returns no logits. The loss needs the head's whole weight: under FSDP2, keep the head in the root's
+    group, not in a group of its own.
     """
     again = isinstance(model.lm_head, DeferredHead)
     model._mxep_loss = rows, weight_gradient
@@ -264,7 +264,7 @@ def _before(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _after(model: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-    """Leave out of the model's output the logits that there are not."""
+    """Drop logits that the head deferred from the model's output."""
     heads = _heads(model)
     for head in heads:
         head.defers = False
@@ -278,12 +278,12 @@ def _after(model: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
 
 
 CAUSAL = "mxep_causal"
-"""SDPA with is_causal and no mask. transformers (5.17 to 5.23) makes none for a name of others; for "sdpa" it does
-while a graph is captured, and attention takes longer with it."""
+"""SDPA with is_causal and no mask. transformers (5.17 to 5.23) makes no mask for a name that is not its own. For "sdpa"
+it makes one while a graph is captured, and attention takes longer with a mask."""
 ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
 
 _COMPILED, _EAGER, _EXPERTS = "_mxep_compiled", "_mxep_eager", "_mxep_experts"
-"""Attributes of a compiled decoder layer: whether its last training forward was compiled, whether the next ones are to
+"""Attributes of a compiled decoder layer: whether its last training forward was compiled, whether the next ones must
 be eager, and its modules of experts."""
 
 
@@ -301,17 +301,17 @@ def optimize(
     """Speed up training of a causal model of transformers, in place; returns what changed, by part, and logs it.
 
     Call it after `expert_parallel` and before `fully_shard`, PEFT and the optimizer. Parameters keep their names and
-    objects. A second call changes the parts that the first left. A part that cannot be served is left, and its entry is
-    `left: ` and the reason.
+    objects. A second call changes the parts that the first left. If a part cannot be changed, its entry is `left: `
+    and the reason.
 
     experts: a registered implementation for experts that mxep does not compute yet; None leaves them.
     linears: a recipe, as "mxfp8"; None leaves them.
-    loss: by `linear_cross_entropy`, in chunks of loss_rows tokens, in forwards with labels in training, which then
-        return no logits. head_gradient: dtype in which chunks add to the head's gradient, fp32 or bf16.
-    attention: "sdpa" instead of the eager one. "causal" never makes a mask, nor waits for the device to find that none
-        is needed: for batches without padding on the left and without packing. None leaves it.
+    loss: compute it by `linear_cross_entropy`, loss_rows tokens at a time, in training forwards with labels. These
+        return no logits. head_gradient: dtype in which chunks sum the head's gradient, fp32 or bf16.
+    attention: "sdpa" replaces eager attention. "causal" also never makes a mask, nor waits for the device to see if one
+        is needed. Use it for batches without padding on the left and without packing. None leaves attention.
     compile: `torch.compile` of each decoder layer, in training; one graph serves all layers. Compiled experts keep no
-        routing: `load_report` has nothing of them. Checkpointed layers stay eager with use_reentrant=True.
+        routing, so `load_report` leaves them out. Layers checkpointed with use_reentrant=True stay eager.
 
     Raises ValueError, before any change, for an unknown name or recipe, experts that mxep cannot compute, and
     attention="causal" in a model with attention windows.
@@ -370,20 +370,20 @@ def optimize(
 
 
 def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:
-    """Convert the linears of a part that has any; those that read one tensor become one product."""
+    """Convert the linears of a part, if it has any. Those with the same input become one GEMM."""
     if recipe is None or not any(isinstance(module, nn.Linear) for module in part.modules()):
         return
     convert(part, recipe, backend=backend)
-    with contextlib.suppress(ValueError):  # there are none of the names that are known
+    with contextlib.suppress(ValueError):  # the part has no linears with these names
         join_linears(part)
 
 
 @functools.cache
 def _compiled_class(base: Any) -> Any:
-    """`base` with a compiled forward. A class, as copies of a model must not run the layers of the original.
+    """Derive a class from `base`, with a compiled forward. On an instance, copies would run the original's layer.
 
-    transformers' checkpointing is around this forward, not in the graph. A recomputation must run as the forward did,
-    and the forward of a reentrant checkpoint was eager, as it has no gradients.
+    transformers' checkpointing is around this forward, not in the graph. A recomputation must run as the forward did.
+    That of a reentrant checkpoint was eager, as gradients were off.
     """
     compiled = torch.compile(base.forward)
 
@@ -406,7 +406,7 @@ def _compiled_class(base: Any) -> Any:
 
 @contextlib.contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
-    """Run compiled code eagerly: graphs leave out hooks and forwards that came later."""
+    """Run compiled code eagerly: graphs do not call hooks and forwards that were added later."""
     compiled = [module.__dict__ for module in model.modules() if hasattr(type(module), "_mxep_base")]
     before = [own.get(_EAGER, False) for own in compiled]
     for own in compiled:

@@ -39,9 +39,9 @@ from .experts import (
 
 
 def register(implementation: Implementation) -> None:
-    """Let `experts_implementation=` and, where transformers has it, `ep_implementation=` name it.
+    """Make `experts_implementation=` and, where transformers has it, `ep_implementation=` accept its name.
 
-    For other than the recipes' defaults, before the model is built:
+    To change a recipe's defaults, register before the model is built:
 
         register(Implementation("mxep_8k", Recipe.mxfp8(), max_tokens=8192, capacity=Capacity.factor(1.25)))
     """
@@ -75,8 +75,8 @@ def _own(implementation: Implementation) -> type:
 
 
 def check_tensor_parallelism() -> None:
-    """Let transformers check, as it shards experts for tensor parallelism, that mxep takes the shards. Without it the
-    first forward would raise."""
+    """When transformers shards experts for tensor parallelism, let it check that mxep can compute the shards. Otherwise
+    only the first forward would raise."""
     styles, style = own_tensor_parallel.ALL_PARALLEL_STYLES, "moe_tp_experts"
 
     class MxepExpertsParallel(type(styles[style])):  # type: ignore[misc]
@@ -107,31 +107,32 @@ def expert_parallel(
     *,
     gradient_reduction: Literal["mean", "sum"] = "mean",
 ) -> list[str]:
-    """Spread the experts of a model that every rank has, or has on meta, over a 1-D mesh; returns their modules' names.
+    """Spread the experts of a model over a 1-D mesh; returns their modules' names.
 
-    A rank keeps E / W experts of each weight and bias (E, ...), as a DTensor sharded on its first dimension. Call it
-    before `fully_shard` and before the optimizer is made. All other parameters stay as they are: `fully_shard` or
-    `mxep.ep.data_parallel` does the rest, and `mxep.ep.parameter_groups` prepares them for optimizers. Over all ranks
-    of the world, plain DistributedDataParallel, and so a Trainer, leaves them alone, too.
+    Every rank has the whole model, or has it on meta. A rank keeps E / W experts of each weight and bias (E, ...), as a
+    DTensor sharded on its first dimension. Call it before `fully_shard` and before the optimizer is made. All other
+    parameters stay as they are, for `fully_shard` or `mxep.ep.data_parallel`. `mxep.ep.parameter_groups` makes groups
+    for optimizers. If the mesh has all ranks of the world, plain DistributedDataParallel, and so a Trainer, leaves the
+    experts alone.
 
-    `save_pretrained` takes whole weights alone (`get_model_state_dict`), or raises ValueError.
-    `generate` has `synced_gpus=True` from then on, unless it is given another: all ranks of the world must call it, and
-    each goes on until the longest is done.
+    `save_pretrained` then raises ValueError unless it is given whole weights (from `get_model_state_dict`).
+    `generate` then defaults to `synced_gpus=True`: all ranks of the world must call it, and each goes on until the last
+    is done.
 
-    PEFT's adapters on experts, which are there before, become DTensors that every rank has whole.
+    PEFT's adapters that experts already have become replicated DTensors.
 
     implementation: a registered name. gradient_reduction: as for `mxep.ep.MoE`.
 
-    Raises ValueError, before any change, for a mesh of more dimensions, an unknown name, a model without experts
-    that transformers' registry reaches, experts that do not divide or that cannot be served, and adapters on experts
-    over a part of the ranks.
+    Raises ValueError, before any change, for a mesh that is not 1-D, an unknown name, a model without experts
+    that transformers' registry reaches, experts that the ranks do not divide or mxep cannot compute, and adapters on
+    experts if the mesh lacks ranks of the world.
     """
     how = registered(implementation)
     group_of(mesh)
     found = experts_in(model, "expert_parallel")
     for name, module in found.items():
         stacked = _stacked(module)
-        read_apart = isinstance(stacked, DTensor) and stacked.device_mesh == mesh  # by `load_quantized`
+        read_apart = isinstance(stacked, DTensor) and stacked.device_mesh == mesh  # as `load_quantized` does
         check_experts(module, how.name, how.recipe, spread=read_apart)
         num_experts = stacked.shape[0]
         if zero_experts := getattr(module, "zero_expert_num", 0):
@@ -145,9 +146,9 @@ def expert_parallel(
         _spread(module, mesh, how, 1 / mesh.size() if gradient_reduction == "mean" else 1.0)
     for linear in adapters:
         replicate(linear, mesh)
-    if everywhere:  # otherwise copies need a reduction, and DistributedDataParallel refuses DTensors
+    if everywhere:  # else experts have copies to reduce: let DistributedDataParallel refuse the DTensors
         leave_to_ranks(model)
-    for part in model.modules():  # of a model that PEFT wraps, its own
+    for part in model.modules():  # PEFT's wrapper, and the model in it
         if hasattr(type(part), "generate") and hasattr(part, "config"):
             part.generate = functools.partial(_generate, part.generate)  # type: ignore[assignment]
             part.save_pretrained = functools.partial(_save_pretrained, part.save_pretrained)  # type: ignore[assignment]
@@ -155,7 +156,7 @@ def expert_parallel(
 
 
 def _save_pretrained(own: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
-    """`save_pretrained` of whole weights. Without them a rank would write its own experts, or wait for the others'."""
+    """`save_pretrained` that needs whole weights. Otherwise a rank would write its own experts alone, or hang."""
     if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
         raise ValueError(
             "state_dict: got none, or one of DTensors, want whole weights after expert_parallel: on all ranks state = "
@@ -166,12 +167,12 @@ def _save_pretrained(own: Any, *args: Any, state_dict: dict[str, Tensor] | None 
 
 
 def _generate(own: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
-    """`generate` in which ranks that are done go on until all are: others need their experts."""
+    """`generate` in which ranks that are done go on until all are done, because others need their experts."""
     return own(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
 
 
 def leave_to_ranks(model: Any) -> None:
-    """Make DistributedDataParallel ignore a model's DTensors, by name. Repeat it for its wrappers."""
+    """Make DistributedDataParallel ignore a model's DTensors, by name. Call it again for a wrapper."""
     spread = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
 
@@ -184,7 +185,7 @@ def adapters_on_experts(model: nn.Module) -> list[nn.Linear]:
 
 
 def check_adapters(mesh: DeviceMesh) -> None:
-    """Raise ValueError if adapters on experts cannot be on each rank of the mesh."""
+    """Raise ValueError if adapters on experts cannot be replicated over the mesh."""
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"mesh: got {mesh.size()} of {dist.get_world_size()} ranks, want all for a model with adapters on experts: "
@@ -197,7 +198,7 @@ def check_adapters(mesh: DeviceMesh) -> None:
 
 
 def replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    """PEFT adds the adapters' product to a weight. Each rank computes its share of it, and of its gradients."""
+    """Replicate an adapter's linear. PEFT adds B A to sharded weights, so ranks compute parts, also of gradients."""
     source = None if linear.weight.is_meta else 0
     whole = distribute_tensor(linear.weight.detach(), mesh, [Replicate()], src_data_rank=source)
     linear.weight = nn.Parameter(whole, requires_grad=linear.weight.requires_grad)

@@ -1,6 +1,6 @@
 """Experts of a transformers model that stay quantized and are never trained: the base of a LoRA fine-tune.
 
-    freeze_experts(model, "mxfp8")   bf16 experts -> FrozenWeight, a module at a time: bf16 goes as it is replaced
+    freeze_experts(model, "mxfp8")   bf16 experts -> FrozenWeight, a module at a time: its bf16 is then freed
     load_quantized(folder)           bytes of the files -> FrozenWeight, an expert at a time
                                      the rest is dequantized once to `dtype`, or stays as it is stored
 
@@ -115,15 +115,15 @@ def _frozen_class(kind: type) -> type:
 
 
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> list[str]:
-    """Freeze every module of experts of a transformers model in `fmt`; returns the names of all.
+    """Freeze every module of experts of a transformers model in `fmt`; returns their names.
 
-    model: weights in bf16 or fp32, computed by an implementation of mxep. One module after another, on the device where
-    it is: the weights of one are freed before the next. After `expert_parallel`, each rank freezes its experts. Make
-    the optimizer, and call fully_shard, afterwards. folded: as for `mxep.gemm.freeze`.
+    model: with experts in bf16 or fp32 that an implementation of mxep computes. Modules are frozen one after another,
+    where they are, and the weights of one are freed before the next. After `expert_parallel`, each rank freezes its own
+    experts. Make the optimizer and call fully_shard afterwards. folded: as for `mxep.gemm.freeze`.
 
     Raises ValueError, before anything changed, for a model without experts that transformers' registry reaches, for one
     whose experts are all frozen, for those that FSDP2 has sharded, and for sizes that are no multiples of 32. `freeze`
-    may raise for a module when those before it are frozen: call it again with folded=False for the others.
+    may raise for a module after those before it were frozen: call this again with folded=False for the others.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze_experts: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
@@ -150,7 +150,7 @@ def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: boo
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Tell which module a ValueError is about, and that those before it are done."""
+    """Add to a ValueError its module, and that those before it are done."""
     try:
         yield
     except ValueError as error:
@@ -178,7 +178,7 @@ CONVERSIONS = "_mxep_conversions"
 def keep_names(model: nn.Module) -> None:
     """Let `save_pretrained`, and so a Trainer's checkpoints, write the model's own names.
 
-    Else transformers 5.17 takes gate_up_proj_qdata for gate_up_proj, and splits it in two for each expert.
+    Otherwise transformers 5.17 would take gate_up_proj_qdata for gate_up_proj, and split it in two for each expert.
     """
     if isinstance(model, PreTrainedModel) and CONVERSIONS not in model.__dict__:
         model.__dict__[CONVERSIONS] = getattr(model, "_weight_conversions", None)
@@ -186,14 +186,14 @@ def keep_names(model: nn.Module) -> None:
 
 
 def own_names(model: nn.Module) -> None:
-    """Undo `keep_names`: the model has no frozen experts any more."""
+    """Undo `keep_names`, for a model that has no frozen experts any more."""
     kept = model.__dict__.pop(CONVERSIONS, None)
     if model.__dict__.pop("_weight_conversions", None) is not None and kept is not None:
         model._weight_conversions = kept
 
 
 def strip(experts: Any) -> None:
-    """Take the weights out of a module of experts, whose class becomes that of frozen ones."""
+    """Take the weights out of a module of experts, and make its class that of frozen experts."""
     for name in weight_names(experts):
         del experts._parameters[name]
     experts.requires_grad_(False)  # biases
@@ -203,7 +203,7 @@ def strip(experts: Any) -> None:
 
 
 def thaw(experts: Any, weights: dict[str, Tensor]) -> None:
-    """Give a frozen module its own class back, with weights (e, N, K) of this rank in bf16 that are not trained."""
+    """Give a frozen module its old class back, with this rank's weights (e, N, K) in bf16, not trainable."""
     mesh = mesh_of(experts.down_proj_qdata)
     for name in weight_names(experts):
         for part in PARTS:
@@ -218,7 +218,7 @@ def thaw(experts: Any, weights: dict[str, Tensor]) -> None:
 
 
 def forget_layer(experts: Any) -> None:
-    """Let the next forward find out again what the module computes."""
+    """Let the next forward make a new layer, unless experts are spread over ranks."""
     layer = experts.__dict__.get(KEY)
     if layer is not None and not layer.parallel:
         del experts.__dict__[KEY]
@@ -235,17 +235,17 @@ def load_quantized(
     folded: bool = True,
     **how: Any,
 ) -> Any:
-    """The model of a folder with config.json and safetensors, in evaluation mode, its experts frozen (`FrozenExperts`).
+    """Load the model of a folder (config.json, safetensors), with frozen experts (`FrozenExperts`), in evaluation mode.
 
-    experts_implementation: a registered name of mxep. dtype: bf16 or fp32, of what is no expert's.
+    experts_implementation: a registered name of mxep. dtype: bf16 or fp32, for weights other than experts'.
     device: default the CPU.
-    mesh: 1-D, of ranks that share the experts. Each reads its own alone, and `expert_parallel` follows.
-    rescale: quantize experts again whose FP8 scales are no powers of two; random weights keep 31.5 dB of theirs.
-    folded: as for `mxep.gemm.freeze`. how: more for the model's `from_pretrained`, such as attn_implementation.
+    mesh: 1-D, of ranks that share the experts. Each reads only its own, and `expert_parallel` is called at the end.
+    rescale: quantize experts again if their FP8 scales are no powers of two; random weights then have 31.5 dB SNR.
+    folded: as for `mxep.gemm.freeze`. how: further arguments of `from_pretrained`, such as attn_implementation.
 
-    Raises ValueError that names the tensor for formats and quantization methods that are not read, for experts that
-    are missing, not quantized or of other shapes, for scales that are no powers of two without `rescale`, and for
-    missing and unexpected tensors of the rest. `freeze` raises for norms that fold badly: pass folded=False.
+    Raises ValueError, with the tensor's name: for formats and quantization methods that are not read; for experts that
+    are missing, not quantized or of other shapes; without `rescale`, for scales that are no powers of two; and for
+    other tensors that are missing or unexpected. `freeze` raises for norms that fold badly: pass folded=False.
     """
     registered(experts_implementation, "experts_implementation")
     if dtype not in (torch.bfloat16, torch.float32):
@@ -299,8 +299,8 @@ def load_quantized(
 class _ExpertsWeight:
     """A weight of a module of experts, and where its parts are.
 
-    name: of the parameter in the model. shape: (E, N, K). parts: pattern of a source -> a stored weight (E, N', K), or
-    one of each expert in order. converter: of transformers, for several parts.
+    name: the parameter's in the model. shape: (E, N, K). parts: source pattern -> one stored weight (E, N', K), or one
+    (N', K) for each expert, in order. converter: transformers' own, which joins several parts.
     """
 
     name: str
@@ -309,7 +309,7 @@ class _ExpertsWeight:
     converter: WeightConverter | None
 
     def check(self) -> None:
-        """Raise ValueError for parts that do not make this weight. Reads nothing."""
+        """Raise ValueError if the parts do not make this weight. Reads no file."""
         rows = 0
         patterns = self.converter.source_patterns if self.converter else [*self.parts]
         for pattern in patterns:
@@ -346,7 +346,7 @@ class _ExpertsWeight:
         return "mxfp4" if first.format == "mxfp4" else "mxfp8"
 
     def read(self, device: torch.device, experts: range, *, rescale: bool, folded: bool) -> FrozenWeight:
-        """Some of the experts, one after another."""
+        """Read and freeze these experts, one after another."""
         whole: dict[str, Any] = {}
         for i, e in enumerate(experts):
             one = freeze(self._expert(e, device, rescale), self.format, folded=folded)
@@ -358,7 +358,7 @@ class _ExpertsWeight:
         return FrozenWeight(**whole)
 
     def _expert(self, e: int, device: torch.device, rescale: bool) -> MXTensor:
-        """(1, N, K)"""
+        """Read an expert: (1, N, K)."""
         read = {pattern: self._part(stored, e, device, rescale) for pattern, stored in self.parts.items()}
         dtype = FORMATS[self.format].dtype
         qdata, scale = (
@@ -368,7 +368,7 @@ class _ExpertsWeight:
         return MXTensor.from_qdata_and_scales(qdata.view(dtype), scale)
 
     def _part(self, stored: list[StoredWeight], e: int, device: torch.device, rescale: bool) -> MXTensor:
-        """(N', K) of an expert, or (1, N', K) of a stack."""
+        """Read a part of an expert: (N', K), or (1, N', K) from a stack."""
         weight = stored[e] if len(stored) > 1 or len(stored[0].shape) == 2 else stored[0]
         x: Any = weight.read(slice(e, e + 1) if len(weight.shape) == 3 else None)
         if isinstance(x, MXTensor):
@@ -385,7 +385,7 @@ class _ExpertsWeight:
         return to_mxfp8(x)
 
     def _converted(self, parts: dict[str, Tensor]) -> Tensor:
-        """Bytes of an expert's parts as the model has them, (1, N, .)."""
+        """Join the bytes of an expert's parts as the model does: (1, N, .)."""
         if self.converter is None:
             (part,) = parts.values()
             return part if part.dim() == 3 else part[None]
@@ -402,7 +402,7 @@ class _ExpertsWeight:
 
 
 class _Names:
-    """Names of a checkpoint in the words of a model. conversions: transformers' own for this model."""
+    """Translates a checkpoint's names into the model's. conversions: transformers' own for this model."""
 
     def __init__(self, skeleton: Any) -> None:
         self.conversions = get_model_conversion_mapping(skeleton)
@@ -416,7 +416,7 @@ class _Names:
                 self.experts[f"{name}.{each}"] = (e, k, n) if module.is_transposed else (e, n, k)
 
     def sort(self, checkpoint: QuantizedCheckpoint) -> tuple[dict[str, _ExpertsWeight], dict[str, StoredWeight]]:
-        """Weights of experts by their names in the model, and all others by theirs in the checkpoint."""
+        """Return experts' weights by name in the model, and all others by name in the checkpoint."""
         parts: dict[str, dict[str, list[StoredWeight]]] = defaultdict(lambda: defaultdict(list))
         rest = {}
         for name in sorted(checkpoint.weights, key=_natural):
@@ -444,7 +444,7 @@ class _Names:
 
 
 class _Dequantized:
-    """A stored weight in place of a slice of safetensors: read, and dequantized, where transformers asks for it."""
+    """A stored weight in place of a slice of safetensors: read and dequantized when transformers indexes it."""
 
     def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
         self.stored, self.dtype = stored, dtype
@@ -455,7 +455,7 @@ class _Dequantized:
 
 
 def _config(checkpoint: QuantizedCheckpoint) -> Any:
-    """The folder's config, without a word of quantization."""
+    """The folder's config, without its quantization_config."""
     config = AutoConfig.from_pretrained(checkpoint.folder)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
@@ -495,5 +495,5 @@ def _share(num_experts: int, mesh: DeviceMesh | None) -> range:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts numbers between dots as numbers."""
+    """Sort key: numbers between dots as numbers."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]

@@ -4,9 +4,9 @@
     ids of each token's experts            ->     with replay_routing(model, ids):   loss and backward within
                                                       weights are the router's own, with gradients
 
-Only the choice is replayed. The router computes its scores, and takes those of the given experts where it would take
-the top k: normalization, scaling and selection bias are the model's own code. It is found by its call of `torch.topk`
-over (T, E), which is replaced within the MoE block alone.
+Only the choice is replayed. The router computes its scores, and takes those of the given experts instead of the top
+k. Normalization, scaling and selection bias are the model's own code. Within the MoE block
+alone, the router's call of `torch.topk` over (T, E) is replaced.
 
 T tokens (batch times length), E experts, K experts a token, L layers.
 """
@@ -33,17 +33,18 @@ Ids = Tensor | Sequence[Tensor]
 
 @contextmanager
 def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
-    """While it is open, forwards of `model` send tokens to the experts `ids`. So does a checkpoint's backward.
+    """While it is open, forwards of `model`, and their recomputation in backward, send tokens to the experts `ids`.
 
-    ids: (..., L, K) of any integer dtype, tokens in the model's order, as (batch, length, L, K) or (T, L, K). L counts
-        the model's layers, dense ones included and ignored, or its MoE layers. Or a sequence of (..., K), one for each
-        MoE layer. -1: the router chooses for this token, as for a last one that a rollout has no ids of.
+    ids: (..., L, K) of any integer dtype, tokens in the model's order, as (batch, length, L, K) or (T, L, K). L is
+        the number of MoE layers, or of all layers; ids of dense ones are then ignored. Or a sequence of (..., K), one
+        for each MoE layer. -1: the router chooses for this token, such as a last one for which a rollout has no ids.
 
-    An id twice in a row runs that expert twice, with both weights. Routing weights are summed in the order of ids, so a
-    forward equals another bit for bit only if both have the same order.
+    If a token has an id twice, that expert runs twice, with both weights. Routing weights are summed in the order of
+    ids, so a forward equals another bit for bit only if both have the same order.
 
-    Raises ValueError for other shapes and dtypes and for ids that are no experts, and in a forward with another number
-    of tokens or of a router that does not use `torch.topk`. Waits for the device once. Compiled layers run eagerly.
+    Raises ValueError for other shapes and dtypes and for ids that are no experts. A forward raises ValueError for
+    another number of tokens, or if the router does not use `torch.topk`. Syncs with the device once. Compiled layers
+    run eagerly.
     """
     blocks = _blocks(model)
     given = _of_layers(model, ids, blocks)
@@ -65,7 +66,7 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
 def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
     """While it is open, each MoE layer appends the ids (T, K) of a forward to its list. `joined_routing` joins them.
 
-    Compiled layers run eagerly. So do checkpoints of its last forward, even after it closed.
+    Compiled layers run eagerly. Checkpoints of the last forward recompute eagerly, even after this is closed.
     """
     blocks = _blocks(model)
     found: list[list[Tensor]] = [[] for _ in blocks]
@@ -87,10 +88,10 @@ def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
 
 
 def joined_routing(found: list[list[Tensor]], batch: int) -> Tensor:
-    """int32 (batch, length, L, K) of what `record_routing` found, L MoE layers: the forwards of a `generate` in a row.
+    """Join what `record_routing` found in the forwards of a `generate`: int32 (batch, length, L, K), L MoE layers.
 
-    The last generated token was never an input, so length is one less than that of its result. ValueError if there was
-    no forward, or one of another number of sequences.
+    The last generated token was never an input, so length is one less than that of `generate`'s result. Raises
+    ValueError if there was no forward, or one with another number of sequences.
     """
     if not found or not all(found):
         raise ValueError("joined_routing: expected forwards within record_routing, got none of some layers")
@@ -111,7 +112,7 @@ def _replay(forward: Any, name: str, num_experts: int, ids: Tensor, *given: Any,
 
 
 class _Chosen(TorchFunctionMode):
-    """Gives top k over experts the ids (T, K), and the scores at them."""
+    """Makes top k over experts return the ids (T, K), and the scores at these."""
 
     def __init__(self, name: str, num_experts: int, ids: Tensor) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class _Chosen(TorchFunctionMode):
             return out
         scores = args[0] if args else kwargs["input"]
         if scores.shape[-1] != self.num_experts or out.indices.shape[-1] != self.ids.shape[-1] or scores.dim() != 2:
-            return out  # of groups of experts, or of an auxiliary loss
+            return out  # top k over groups of experts, or in an auxiliary loss
         if len(scores) != len(self.ids):
             raise ValueError(f"{self.name}: expected ids of {len(scores)} tokens, got {len(self.ids)}")
         self.done = True
@@ -135,7 +136,7 @@ class _Chosen(TorchFunctionMode):
 def _blocks(model: nn.Module) -> dict[str, Any]:
     """The modules around routers and experts, by name."""
     names = list(experts_in(model, "routing"))
-    while wrapped := [name for name in names if name.endswith(".base_layer")]:  # by PEFT
+    while wrapped := [name for name in names if name.endswith(".base_layer")]:  # wrapped by PEFT
         names = [name.removesuffix(".base_layer") if name in wrapped else name for name in names]
     return {parent: model.get_submodule(parent) for parent in (name.rpartition(".")[0] for name in names)}
 

@@ -1,9 +1,9 @@
 """Models that the registry does not reach, because their experts' class has no decorator.
 
-    Step 3.7, LongCat-Flash   experts as others have them; LongCat's zero experts give tokens back
+    Step 3.7, LongCat-Flash   experts like those of other models; LongCat's zero experts return their input
     Llama 4                   experts multiply every token, most of them by zero
 
-In Llama 4 scores multiply the input of the experts, not their output: each (token, expert) pair is a token of its own.
+Llama 4 multiplies the input of experts by scores, not their output. So each (token, expert) pair becomes a token:
 
     score (T, K)  sigmoid of the chosen logits    x * score -> experts, K rows a token, each for one expert -> sum
 
@@ -24,7 +24,8 @@ from .experts import ALL_EXPERTS_FUNCTIONS, MADE, default_apply_gate, pickled, r
 def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[str]:
     """Let mxep compute the experts of a Llama 4, Step 3.7 or LongCat-Flash; returns their modules' names.
 
-    In place. Parameters stay what and where they are. `expert_parallel` may follow, but for LongCat's zero experts.
+    The model changes in place, and parameters stay as they are. `expert_parallel` may follow, except for LongCat's zero
+    experts.
     Raises ValueError for a model without such experts, or an unknown name.
     """
     registered(implementation)
@@ -37,7 +38,7 @@ def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[
     for name, kind in routed.items():
         module: Any = model.get_submodule(name)
         module.__class__ = kind
-        if hasattr(kind, "_apply_gate"):  # of experts: what transformers' decorator sets
+        if hasattr(kind, "_apply_gate"):  # experts, not a block: set what transformers' decorator sets
             names.append(name)
             module.config, module.is_transposed = config, kind.__name__.startswith("Llama4")
             module.has_gate = module.is_concatenated = True
@@ -51,7 +52,7 @@ def _run(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
 
 
 def _run_with_zero_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Ids from the number of weights on are experts that return their input."""
+    """Expert ids >= num_routed_experts are zero experts, which return their input."""
     zero = top_k_index >= experts.num_routed_experts
     out = _run(experts, hidden_states, top_k_index.masked_fill(zero, -1), top_k_weights)
     back = top_k_weights.masked_fill(~zero, 0).sum(1, keepdim=True)
@@ -74,12 +75,12 @@ FORWARDS = {
     "Llama4TextExperts": _run,
     "Llama4TextMoe": _run_llama4_block,
 }
-"""Class of transformers -> its forward by mxep."""
+"""Name of transformers' class -> its forward by mxep."""
 
 
 @functools.cache
 def _routed(kind: type) -> type | None:
-    """The class that a class of experts, or of their block, becomes; None for others."""
+    """The class that replaces a class of experts or of their block; None if there is none."""
     name = next((base.__name__ for base in kind.__mro__ if base.__name__ in FORWARDS), None)
     if name is None:
         return None
