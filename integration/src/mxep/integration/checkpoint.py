@@ -1,21 +1,21 @@
 """Run folders, and the checkpoints in them: torch's distributed checkpoints in safetensors, and JSON.
 
-    RUN_FOLDER/config.yaml                               locked while the run has it
-    RUN_FOLDER/mxfp8/step-000200/model/shard-00001-...       parameters and buffers, a file per rank that has a part
+    RUN_FOLDER/config.yaml                               locked while the run lasts
+    RUN_FOLDER/mxfp8/step-000200/model/shard-00001-...       parameters and buffers, one file per rank that has any
                                  optimizer/shard-00001-...   AdamW's moments, "first." and "second." + parameter name
                                  state.json                  run, step, config, SHA-256 of the text and of all files
                                  metrics.jsonl               one line a step so far
-                                 tokenizer.json              of a text that was read as tokens
+                                 tokenizer.json              if the text was read as tokens
 
-Every rank writes its part; one rank writes tensors that several hold alike. Any number of ranks loads it, at any
+Every rank writes its part. One rank writes what several hold alike. Any number of ranks can load a checkpoint, at any
 expert-parallel degree, with or without parallel.fsdp.
 
-The ranks write into a hidden folder. Rank 0 waits until the disk has it, renames it, waits for that, too, and then
-deletes older checkpoints. So the newest folder is complete whenever the power fails. A save that fails leaves nothing
-behind. Tensors that are not finite are neither saved nor loaded, and changed files are not loaded. Reading executes no
-code.
+The ranks write into a hidden folder. Rank 0 waits until it is on disk, renames it, waits until the name is, too, and
+then deletes older checkpoints. So the newest folder is complete whenever the power fails. A save that fails leaves
+nothing behind. Tensors that are not finite are neither saved nor loaded, and changed files are not loaded. Reading
+executes no code.
 
-Imports torch only to save and to load: the command finds a checkpoint before torch is there.
+Imports torch only to save and to load: the command looks for a checkpoint before torch is imported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 
 def new_folder(wanted: str) -> str:
-    """Make the folder ``wanted``; if it is there, one with -2, -3 and so on at its end. Returns its name."""
+    """Make the folder ``wanted``, or if it exists, one with -2, -3 and so on at its end. Returns the name."""
     folder, number = wanted, 1
     while True:
         try:
@@ -65,15 +65,15 @@ def new_folder(wanted: str) -> str:
 def take(folder: Path, config: str, *, resumed: Path | None) -> TextIO:
     """Write ``config`` to config.yaml of ``folder`` and lock it. The lock lasts while the returned file is open.
 
-    resumed: the checkpoint, or run folder, that the run goes on from. One in ``folder`` goes on in its own folder.
+    resumed: the checkpoint or run folder that the run goes on from. If it is in ``folder``, the run may go on there.
 
-    Raises ValueError, and leaves everything as it is, if another run has the folder or had it.
+    Raises ValueError, and leaves everything as it is, if the folder belongs to another run, ended or not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     taken = f"hydra.run.dir: got {folder}, which has a run, wanted a folder of its own: leave it out, or name another"
     file = (folder / "config.yaml").open("a+")
     try:
-        with contextlib.suppress(OSError):  # where there are no locks: then a run that ended is noticed alone
+        with contextlib.suppress(OSError):  # a file system without locks: then only runs that ended are noticed
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -106,7 +106,7 @@ class State:
 
 
 def same_text(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Whether two sections `data` name the same bytes and batches of them, whatever file has their tokenizer."""
+    """Whether two `data` sections give the same batches of the same bytes. The tokenizer's file does not count."""
     return all(one.get(key) == two.get(key) for key in {*one, *two} - {"tokenizer", "vocabulary"})
 
 
@@ -122,9 +122,9 @@ def steps(folder: Path) -> list[Path]:
 
 
 def find(path: Path) -> dict[str, Path]:
-    """The newest checkpoint of each run, by name: of a run folder, or the one checkpoint that ``path`` itself is.
+    """The newest checkpoint of each run, by the run's name. ``path`` is a run folder, or itself a checkpoint.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     if (path / "state.json").is_file():
         return {read_state(path).run: path}
@@ -178,7 +178,7 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def seal(about: dict[str, Any]) -> dict[str, Any]:
-    """``about`` with its own SHA-256 among those of the checkpoint's other files."""
+    """Add the SHA-256 of ``about`` itself to those of the checkpoint's other files."""
     digests = {name: digest for name, digest in about[DIGESTS].items() if name != "state.json"}
     own = hashlib.sha256(json.dumps(about | {DIGESTS: digests}).encode()).hexdigest()
     return about | {DIGESTS: {**digests, "state.json": own}}
@@ -190,9 +190,9 @@ def seal(about: dict[str, Any]) -> dict[str, Any]:
 def save(
     folder: Path, state: State, *, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, tokenizer: str | None
 ) -> None:
-    """Write ``folder/step-N``, which all nodes must see, and delete older ones. Collective.
+    """Write ``folder/step-N`` and delete older ones. All nodes must see the folder. Collective.
 
-    tokenizer: what tokenizer.json has; None: there is none.
+    tokenizer: content of tokenizer.json; None: no such file.
 
     Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
     """
@@ -228,7 +228,7 @@ def save(
         if target.exists():
             os.rename(target, replaced)
         os.rename(partial, target)
-    except Exception:  # a full disk, for one
+    except Exception:  # for example a full disk
         if mesh.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -242,8 +242,8 @@ def save(
 def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill model and optimizer in place from ``folder/step-N``; each rank takes its part. Collective.
 
-    Raises ValueError for a changed or missing file, naming it, and for a tensor that does not fit the model or is not
-    finite, with got and wanted.
+    Raises ValueError, naming it, for a file that is missing or changed, and for a tensor that does not fit the model or
+    is not finite.
     """
     import torch
     import torch.distributed as dist
@@ -255,7 +255,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     state, moments = read_state(folder), _moments(model, optimizer)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    files = [name for name in _files(folder) if name != "state.json"]  # which read_state has checked
+    files = [name for name in _files(folder) if name != "state.json"]  # read_state has checked that one
     if reason := next(filter(None, all_gather(changed(folder, files[rank::ranks]))), None):
         raise ValueError(reason)
     for what, tensors in {"model": model.state_dict(), "optimizer": moments}.items():
@@ -269,13 +269,13 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
             raise ValueError(f"{folder / what}: {name} is not finite, wanted finite numbers")
     taken = float(sum(not row.get("skipped") for row in state.metrics))
     for name, parameter in model.named_parameters():
-        count = torch.full((), taken, device=parameter.device, dtype=torch.float32)  # where the fused AdamW wants it
+        count = torch.full((), taken, device=parameter.device, dtype=torch.float32)  # where the fused AdamW needs it
         own = {key: moments[f"{moment}.{name}"] for moment, key in MOMENTS.items()}
         optimizer.state[parameter] = {"step": count, **own}
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
-    """The name of a tensor that is not finite on some rank, the same on all. Collective."""
+    """Name a tensor that is not finite on some rank; None if there is none. Same on all ranks. Collective."""
     import torch
 
     from .mesh import all_gather, local
@@ -298,7 +298,7 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write this rank's parts, and wait until the disk has them. Collective. Raises OSError if parts are missing."""
+    """Write this rank's parts and wait until they are on disk. Collective. Raises OSError if any rank's are missing."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -317,7 +317,7 @@ def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _difference(folder: Path, tensors: dict[str, Tensor], ranks: int) -> str:
-    """Name a tensor that the folder does not hold completely, or "". tensors: this rank may have parts of them.
+    """Say which tensor the folder does not hold completely; "" if there is none. tensors: whole or this rank's parts.
     ranks: how many wrote the folder."""
     from safetensors import SafetensorError
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -327,7 +327,7 @@ def _difference(folder: Path, tensors: dict[str, Tensor], ranks: int) -> str:
     except (OSError, SafetensorError) as error:
         return f"{folder}: {error}"
     why = _unlike(stored, tensors)
-    # All may be there without a file of each rank: one that has no part of anything writes none.
+    # A file of each rank is not always needed: a rank without any part writes none.
     names = (f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, ranks + 1))
     if why and (missing := ", ".join(name for name in names if not (folder / name).is_file())):
         return f"{folder}: no {missing}: wanted the files of all {ranks} ranks that saved ({why})"
@@ -354,7 +354,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the disk has a file's bytes, or a folder's names."""
+    """Wait until a file's bytes, or a folder's names, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,13 +1,13 @@
 """Text as bytes or tokens: its files, held-out chunks, and the batch of a step. Imports torch only to read and to cut.
 
-    files, sorted -> one run of bytes -> every 16th chunk held out for validation -> (tokens) -> windows of S + 1
+    files, sorted -> joined bytes -> every 16th chunk held out for validation -> (tokens) -> windows of S + 1
 
     data.vocabulary=N      byte-level BPE of N tokens, trained on what is not held out, on rank 0
-    data.tokenizer=FILE    a tokenizer.json of the library tokenizers, such as a model of transformers has beside it
+    data.tokenizer=FILE    a tokenizer.json of the library tokenizers, such as models of transformers come with
     neither                a token is a byte: no library is needed
 
-A batch is a function of (seed, step) and a rank takes its share of it, so a run that stops and resumes, or runs on
-another number of ranks, sees the same tokens. A tokenizer is the text of its tokenizer.json here.
+A batch depends only on (seed, step), and each rank takes its share of it. So a run sees the same tokens after a resume
+or on another number of ranks. In this file a tokenizer is the text of its tokenizer.json.
 
 B sequences a step over all ranks, b = B / ranks of them here, S tokens a sequence.
 """
@@ -55,7 +55,7 @@ def least_bytes(length: int) -> int:
 
 
 def complaint(config: DataConfig) -> str | None:
-    """Return a line on files that cannot be used, or None."""
+    """Return a one-line reason why the section's files cannot be used, or None."""
     least = least_bytes(config.length)
     if 2 * (config.length + 1) > CHUNK:
         return f"data.length: got {config.length}, wanted at most {CHUNK // 2 - 1}, half a chunk of the text"
@@ -91,7 +91,7 @@ def _within(root: Path, pattern: str = "*") -> list[Path]:
 
 
 def tokenizer_complaint(config: DataConfig) -> str | None:
-    """Return a line on a tokenizer that cannot be used, or None."""
+    """Return a one-line reason why the section's tokenizer cannot be used, or None."""
     if config.vocabulary is None and config.tokenizer is None:
         return None
     if config.vocabulary is not None and config.tokenizer is not None:
@@ -107,11 +107,11 @@ def tokenizer_complaint(config: DataConfig) -> str | None:
 
 
 def vocabulary_of(config: DataConfig) -> int:
-    """How many token ids there may be."""
+    """How many token ids the section's tokenizer may give."""
     if config.tokenizer is None:
         return config.vocabulary or VOCABULARY
     found: dict[str, Any] = json.loads(Path(config.tokenizer).read_text())
-    model = found["model"]["vocab"]  # of Unigram a list
+    model = found["model"]["vocab"]  # a list for Unigram
     ids: list[int] = [len(model) - 1] if isinstance(model, list) else list(model.values())
     return 1 + max([*ids, *(int(each["id"]) for each in found["added_tokens"])])
 
@@ -140,18 +140,18 @@ def encode(tokenizer: str, texts: Sequence[str]) -> list[list[int]]:
     from tokenizers import Tokenizer
 
     made = Tokenizer.from_str(tokenizer)
-    made.no_truncation()  # a file may have been saved with them
+    made.no_truncation()  # tokenizer.json may have been saved with them
     made.no_padding()
     return [each.ids for each in made.encode_batch(texts, add_special_tokens=False)]
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text cut in two.
+    """A text, cut into training and held-out parts.
 
     name: its source. train, valid: (N,), (M,), uint8 bytes or int32 tokens. bytes_per_token: on average.
-    digest: sha256 of all bytes. It tells a resumed run that the text is another.
-    entropy: of single tokens, in nats a byte. This is the loss of a model that knows only their frequencies.
+    digest: sha256 of all bytes, by which a resumed run notices that the text changed.
+    entropy: of single tokens, in nats a byte: the loss of a model that knows only their frequencies.
     tokenizer: tokenizer.json as text, or None for bytes.
     """
 
@@ -167,7 +167,7 @@ class Text:
 def read_text(config: DataConfig) -> Text:
     """The text that ``config`` names. Raises ValueError if it is too short.
 
-    With a tokenizer, collective over the default group, if any: rank 0 makes it for all.
+    With a tokenizer, collective over the default group (if any): rank 0 makes the tokenizer.
     """
     import torch
     import torch.distributed as dist
@@ -214,7 +214,7 @@ def make_batch(
     """Rank ``rank``'s part of batch ``step``: inputs and targets, int64 (b, S), the targets one token further."""
     import torch
 
-    # torch's CPU generator takes 32 bits of a seed and drops the rest: mix both numbers into these.
+    # torch's CPU generator uses only 32 bits of a seed: mix both numbers into these.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
     starts = torch.randint(0, len(text) - length, (batch,), generator=generator)
     here = starts.view(ranks, -1)[rank]

@@ -2,9 +2,9 @@
 
     caller ── fork server (torch imported once) ──┬─ rank 0: init_process_group, fn(Rank, *args) ─┐
        ^                                          └─ rank 1: ...                                  │
-       └── a scratch folder: ready-0, then value-0 or error-0, and stack-0 of a crash or at the time limit ┘
+       └── a scratch folder: ready-0, then value-0 or error-0; stack-0 after a crash or at the time limit  ┘
 
-- A rank that raises or dies ends the job: `RanksFailed` has every traceback that arrived, the first one first, and no
+- A rank that raises or dies ends the job: `RanksFailed` has every traceback that arrived, in order of arrival, and no
   process is left. A job over its time limit ends in the same way, with the stack of each rank that still runs.
 - SIGINT (Ctrl-C) and SIGTERM reach the ranks as SIGUSR1, which sets `Rank.stop`: "stop after this step". A second
   signal kills the ranks at once. So does the first one before they have started, or in a job without steps.
@@ -53,7 +53,7 @@ OUT_OF_MEMORY = "most likely out of memory: the system ends a process that takes
 GRACE = 0.3
 """Seconds after the first failure in which the other ranks may still report theirs."""
 PRELOAD = "MXEP_PRELOAD"
-"""In the environment of the fork server alone: further modules that it imports."""
+"""Environment variable that only the fork server has: further modules that it imports."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 PR_SET_PDEATHSIG = 1
 
@@ -112,7 +112,7 @@ def reports() -> bool:
 
 
 def gpu_count() -> int:
-    """How many GPUs the driver shows this process, as CUDA_VISIBLE_DEVICES has them. Asks without torch."""
+    """How many GPUs the driver shows this process, under CUDA_VISIBLE_DEVICES. Does not need torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -122,8 +122,8 @@ def gpu_count() -> int:
 
 
 def end_on_signals(clean_up: Callable[[], None] = lambda: None) -> None:
-    """Have SIGINT and SIGTERM end this process and its fork server at once, with one line: a start has nothing to save.
-    An exception in the middle of an import would be a traceback, or be lost."""
+    """Make SIGINT and SIGTERM end this process and its fork server at once, with a line. A start has nothing to save,
+    and an exception in the middle of an import would show a traceback, or be lost."""
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)
@@ -148,9 +148,9 @@ def start_fork_server(*modules: str) -> None:
     ends by itself when this process is gone."""
     server: Any = forkserver
     server.set_forkserver_preload([__name__])
-    resource_tracker.ensure_running()  # which unblocks both signals
+    resource_tracker.ensure_running()  # first, as it unblocks both signals
     # A scheduler's SIGTERM and a terminal's Ctrl-C reach the whole process group. The caller asks the ranks to stop
-    # after their step; they need the server until then, which blocks both signals and ends with the caller.
+    # after their step; until then they need the server. So the server blocks both signals, and ends with the caller.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ[PRELOAD] = " ".join(modules)
     try:
@@ -161,7 +161,7 @@ def start_fork_server(*modules: str) -> None:
 
 
 def end_fork_server() -> None:
-    """End the fork server at once, whatever it still imports. No rank may be left."""
+    """End the fork server at once, even during its imports. No rank may be left."""
     _kill_fork_server()
     server: Any = forkserver
     server._forkserver._stop()
@@ -175,14 +175,14 @@ def _kill_fork_server() -> None:
 
 
 def _preload() -> None:
-    """Imports of the fork server, so that each rank starts with them in memory.
+    """Import modules in the fork server, so that each rank starts with them in memory.
 
     A module that fails to import is skipped: the rank that needs it imports it again and reports the error with its own
     traceback. Here it would only show as a broken pipe.
     """
     # torch._dynamo: every custom op imports it at its first call, for seconds.
     own = "torch._dynamo", "mxep.integration.train", "mxep.integration.verify"
-    # Imported objects stay: garbage collections would only scan them again and again, for a fifth of the time.
+    # Imported objects stay, and garbage collections would scan them again and again: a fifth of the import time.
     gc.disable()
     for name in (*own, *os.environ.pop(PRELOAD).split()):
         with contextlib.suppress(Exception):
@@ -209,7 +209,7 @@ def run_ranks(
     args, results: pickled by value (tensors too).
     timeout: seconds for the whole job, start included. None is no limit.
     device: "cpu" (gloo) or "cuda" (rank r on device r, nccl + gloo). "auto" is "cuda" if there are enough devices.
-    steps: `fn` looks at `Rank.stop`. If it does not, Ctrl-C and SIGTERM raise KeyboardInterrupt here.
+    steps: `fn` looks at `Rank.stop`. False: it does not, so Ctrl-C and SIGTERM raise KeyboardInterrupt here.
 
     The default process group is up when `fn` starts and gone after it. Each rank has cores // world_size threads.
     Raises RanksFailed, or ValueError for a bad world size or device.
@@ -243,7 +243,7 @@ def run_ranks(
 def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str = "auto", steps: bool = True) -> T:
     """Call `fn(Rank, *args)` in this process, which torchrun started (RANK, WORLD_SIZE, LOCAL_RANK are set).
 
-    steps: as of `run_ranks`.
+    steps: as for `run_ranks`.
     """
     import torch.distributed as dist
 
@@ -275,9 +275,9 @@ def resolve_device(device: str, world_size: int) -> str:
 
 
 def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | None, limit: float) -> None:
-    """Wait until all ranks have returned; raise RanksFailed after the first failure or at the limit, `timeout` s."""
-    running = {process.sentinel: rank for rank, process in enumerate(ranks)}  # of the fork server, which reports ends
-    failures: list[tuple[int, int, str, str]] = []  # when, rank, in one line, with the traceback
+    """Wait until all ranks have returned; raise RanksFailed after the first failure or at `limit` (`timeout` s)."""
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}  # the fork server reports ends
+    failures: list[tuple[int, int, str, str]] = []  # when, rank, failure in one line, with traceback
     while running:
         for end in (ended := wait(list(running), None if limit == float("inf") else max(limit - time.monotonic(), 0))):
             rank = running.pop(end)  # type: ignore[arg-type]
@@ -289,19 +289,19 @@ def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | Non
             break
     names = ", ".join(map(str, running.values()))
     if failures:
-        failures.sort()  # a dead rank comes first: its peers may complain before its end is known
+        failures.sort()  # a dead rank (0) comes first: its peers may complain before its end is known
         stories = "\n".join(story for *_, story in failures)
         stories += "".join(_stack(rank, folder) for when, rank, *_ in failures if not when)
         note = f"\n(rank {names} had not finished and was killed)" if running else ""
         raise RanksFailed(stories + note, [rank for _, rank, *_ in failures], failures[0][2])
     if running:
         late = f"rank {names} did not finish within {timeout} s"
-        time.sleep(GRACE)  # they write where they are
+        time.sleep(GRACE)  # late ranks write their stacks
         raise RanksFailed(late + "".join(_stack(rank, folder) for rank in running.values()), [*running.values()], late)
 
 
 def _failure(rank: int, process: ForkServerProcess, folder: Path) -> tuple[int, int, str, str]:
-    """Return (when it raised, or 0 if it died, its number, the failure in one line, the same with the traceback)."""
+    """Return (when it raised, or 0 if it died; its number; the failure in one line; the same with the traceback)."""
     if (error := folder / f"error-{rank}").exists():
         when, line, story = pickle.loads(error.read_bytes())
         return when, rank, f"rank {rank} raised: {line}", f"rank {rank} raised:\n{story}"
@@ -319,8 +319,8 @@ def _stack(rank: int, folder: Path) -> str:
 
 @contextlib.contextmanager
 def _forward_signals(ranks: Sequence[ForkServerProcess], folder: Path) -> Iterator[None]:
-    """SIGINT and SIGTERM ask the ranks to stop after their step; the second one raises KeyboardInterrupt here. Without
-    ranks the first one does."""
+    """The first SIGINT or SIGTERM asks the ranks to stop after their step. The second raises KeyboardInterrupt here.
+    The first one does if ranks are missing or not ready."""
     stopping = False
 
     def forward(number: int, frame: object) -> None:
@@ -338,7 +338,7 @@ def _forward_signals(ranks: Sequence[ForkServerProcess], folder: Path) -> Iterat
 
 @contextlib.contextmanager
 def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """`handler` for SIGINT and SIGTERM."""
+    """Use `handler` for SIGINT and SIGTERM while open."""
     before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
@@ -388,7 +388,7 @@ def init_process_group(device: str, rank: int, world_size: int, *, init_method: 
     here = torch.device("cpu")
     if device == "cuda":
         os.environ.update(NO_MULTICAST)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it to be deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(here)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -406,24 +406,24 @@ def _rank_main(
     environment: dict[str, str],
     limit: float | None,
 ) -> None:
-    """The rank's process. It writes ready-r, then value-r or error-r: (when, in one line, with the traceback), and
-    stack-r at `limit`, a time of the monotonic clock."""
+    """Run a rank. It writes ready-r, then value-r or error-r: (when, error in one line, with the
+    traceback), and stack-r at `limit`, a time of the monotonic clock."""
     import torch
     import torch.distributed as dist
 
     os.setsid()
     _die_with_caller()
-    os.environ.clear()  # the fork server's are those of the first call
+    os.environ.clear()  # the fork server has those of the first call
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    # A function that ends at once would close its connections while other ranks still open theirs.
+    # Wait for all: a function that ends at once would close connections while other ranks still open theirs.
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     stop = StopFlag()
     signal.signal(signal.SIGUSR1, stop.request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks them
     with (folder / f"stack-{rank}").open("w") as stack:
-        faulthandler.enable(stack)  # where a signal such as SIGSEGV kills it
+        faulthandler.enable(stack)  # on a signal such as SIGSEGV
         if limit is not None:
             faulthandler.dump_traceback_later(max(limit - time.monotonic(), 1e-3), file=stack)
         (folder / f"ready-{rank}").touch()
@@ -437,8 +437,8 @@ def _rank_main(
             _write(folder / f"error-{rank}", (time.monotonic_ns(), line, traceback.format_exc()))
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # at once: the group might wait for others, and peers that see it go complain later than this
-        signal.alarm(5)  # ends it if it cannot leave
+            os._exit(1)  # at once, as destroying the group might wait for others. Peers notice, and complain later
+        signal.alarm(5)  # ends this rank if it cannot leave the group
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.disable()
@@ -446,7 +446,7 @@ def _rank_main(
 
 
 def _write(file: Path, value: object) -> None:
-    """Pickle a value to a file that is complete as soon as it has its name."""
+    """Pickle a value to a file. Once the file has its name, it is complete."""
     partial = file.with_name(f"{file.name}.part")
     partial.write_bytes(pickle.dumps(value))
     partial.rename(file)
@@ -457,7 +457,7 @@ def _die_with_caller() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     caller: Any = multiprocessing.parent_process()
     ends: list[Any] = [caller.sentinel]
-    with contextlib.suppress(OSError):  # every child that the caller forks later holds its end of the sentinel, too
+    with contextlib.suppress(OSError):  # later children of the caller hold its end of the sentinel, too
         ends.append(os.pidfd_open(caller.pid))
 
     def watch() -> None:

@@ -2,12 +2,12 @@
 
     rank = dp_index * ep + ep_index
 
-The loss is the mean over all ranks' tokens. Parameters on every rank (attention, norms, router, shared experts) have
-the gradient of this rank's loss, averaged over all ranks. An expert's gradient is already the mean over its ep group,
-and is averaged over the dp group. The results are what one process with the
-whole batch has. Experts that several ranks share are DTensors, of which each rank holds its own.
+The loss is the mean over all ranks' tokens. Gradients of parameters on every rank (attention, norms, router, shared
+experts) are averaged over all ranks. An expert's gradient is already the mean over its ep group, and is averaged over
+the dp group. So they equal those of one process with the whole batch. Experts that are spread over ranks are DTensors,
+and each rank holds its own experts.
 
-Collectives of the host follow: every rank's values, and failures that all ranks must raise. Without a process group a
+Host collectives follow, for every rank's values and for failures that all ranks must raise. Without a process group, a
 process is the only rank.
 """
 
@@ -30,8 +30,8 @@ from mxep.ep.dtensors import local_tensor
 
 @dataclass(frozen=True)
 class Mesh:
-    """rank of ranks. `ep`: the group that shares experts with this rank. `dp`: the group that holds the same experts.
-    Both are dimensions of `grid`."""
+    """This rank's place in the grid. `ep`: the group that shares experts with this rank. `dp`: the group that holds the
+    same experts. Both are dimensions of `grid`."""
 
     rank: int
     ranks: int
@@ -41,19 +41,19 @@ class Mesh:
 
     @staticmethod
     def make(ep: int, device: torch.device) -> Mesh:
-        """Collective over the default group. ``ep`` divides the number of ranks."""
+        """Collective over the default group. ``ep`` must divide the number of ranks."""
         ranks = dist.get_world_size()
         grid = init_device_mesh(device.type, (ranks // ep, ep), mesh_dim_names=("dp", "ep"))
         return Mesh(dist.get_rank(), ranks, grid.get_group("ep"), grid.get_group("dp"), grid)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of ``tensor``: no copy, no gradient."""
+    """This rank's part of ``tensor``: a view, detached."""
     return local_tensor(tensor).detach()
 
 
 def part(tensor: Tensor) -> tuple[slice, ...]:
-    """Slices of this rank's part in the whole tensor."""
+    """Slices that cut this rank's part from the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -61,16 +61,16 @@ def part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def share(own: Tensor, like: Tensor) -> Tensor:
-    """A tensor that is spread over ranks as ``like`` is, of which this one holds ``own``."""
+    """A tensor that is spread over ranks as ``like`` is. This rank's part is ``own``."""
     if not isinstance(like, DTensor):
         return own
     return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False)
 
 
 class Gradients:
-    """The gradients of a model in flat buffers, of each dtype one for experts and one for the rest.
+    """The gradients of a model in flat buffers: for each dtype, one for experts and one for the rest.
 
-    A step clears and reduces each with one call. Every ``p.grad`` is a view: never set it to None.
+    A step clears and reduces each buffer with one call. Every ``p.grad`` is a view: never set it to None.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -85,7 +85,7 @@ class Gradients:
             gradients.zero_()
 
     def reduce(self) -> None:
-        """Make every gradient that of the mean loss over all ranks."""
+        """Make gradients those of the mean loss over all ranks."""
         for buffers, group in ((self.rest, dist.group.WORLD), (self.experts, self.mesh.dp)):
             if (ranks := dist.get_world_size(group)) > 1:
                 for gradients in buffers:
@@ -123,7 +123,7 @@ T = TypeVar("T")
 
 
 class FailedOnRanks(RuntimeError):
-    """Something failed on some ranks, and all of them know. unsupported: this machine cannot do it."""
+    """Something failed on some ranks, and all ranks raise this. unsupported: this machine cannot do it."""
 
     def __init__(self, message: str, *, unsupported: bool = False) -> None:
         super().__init__(message)

@@ -1,9 +1,9 @@
-"""Numbers of a run: its progress line, metrics.jsonl, TensorBoard and W&B, how fast a step was, and the SNR of tensors.
+"""Numbers of a run: progress line, metrics.jsonl, TensorBoard and W&B, speed of a step, SNR of tensors.
 
 tokens_per_s   of all ranks
-tflops         of a rank, 10^12 model FLOPs a second as Megatron-LM counts them: neither padding nor what checkpointed
-               blocks compute again counts. Compare it only at equal vocabulary and sequence length
-mfu            tflops over the peak of this GPU in bf16, whatever the recipe; none where no peak is known
+tflops         of a rank, 10^12 model FLOPs a second as Megatron-LM counts them: without padding and without what
+               checkpointed blocks recompute. Compare it only at equal vocabulary and sequence length
+mfu            tflops over the peak of this GPU in bf16, whatever the recipe; none if no peak is known
 peak_gib       the most memory that torch's tensors took on any rank since the run began; none on CPUs
 """
 
@@ -68,9 +68,9 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A step's metrics in a few words, in 80 columns with the steps. load: tokens of the busiest expert / mean.
+    """A step's metrics in a few words: 80 columns with the steps. load: tokens of the busiest expert / mean.
 
-    Speed is MFU if the GPU's peak is known, else TFLOP/s of a rank. GPUs have a peak of memory, too.
+    Speed is MFU if the GPU's peak is known, else TFLOP/s of a rank. On GPUs, peak memory follows.
     """
     if row.get("skipped"):
         return f"skipped {row['skipped']}"
@@ -101,8 +101,8 @@ def log(
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields write(row) of run ``name``: a line of ``folder/metrics.jsonl``, and its numbers in ``folder/tensorboard``.
 
-    before: rows of a resumed run. They are written first, and replace the rows of this run that ``folder`` has.
-    shown: True on rank 0, as others write nothing. With W&B the run is in the project WANDB_PROJECT or
+    before: rows of a resumed run. They are written first, and replace this run's rows in ``folder``.
+    shown: True on rank 0; other ranks write nothing. With W&B the run is in the project WANDB_PROJECT or
     "mxep", in a group named after ``folder``.
     """
     if not shown:
@@ -142,7 +142,7 @@ def log(
 
 
 def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield a row's numbers by name, a list's by its index. None is left out."""
+    """Yield a row's numbers by name, and those of a list by name and index. Leaves out None."""
     for key, value in row.items():
         if key in NOT_METRICS or value is None:
             continue
@@ -162,7 +162,7 @@ PEAKS = {
     "H100": 989.4,
     "A100": 312.0,
 }
-"""Dense bf16 TFLOP/s of vendors' data sheets, by part of the device's name: the first that is in it."""
+"""Part of a device's name -> dense bf16 TFLOP/s in its vendor's data sheet. The first part that matches counts."""
 
 
 def sizes_of(model: Transformer | CausalLM, config: Config) -> Any:
@@ -177,14 +177,14 @@ def sizes_of(model: Transformer | CausalLM, config: Config) -> Any:
 
 
 def peak_of(name: str) -> float | None:
-    """TFLOP/s of the device of this name."""
+    """A device's peak TFLOP/s, by its name; None if unknown."""
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 class Speed:
     """Speed of a run's steps on this rank. Creating it starts the count of peak memory.
 
-    count: what its TFLOP/s count and depend on, in words.
+    count: in words, what its TFLOP/s count and depend on.
     """
 
     def __init__(self, model: Transformer | CausalLM, config: Config, device: torch.device) -> None:
@@ -193,7 +193,7 @@ class Speed:
         self.count = count_name(sizes, config.data.length)
         try:
             flops: float | None = sum(flops_per_token(sizes, config.data.length).values())
-        except ValueError:  # nobody knows them of this model
+        except ValueError:  # FLOPs of this model are unknown
             flops = None
         self.tflop = None if flops is None else self.tokens / config.ranks * flops / 1e12
         self.device = device
@@ -206,7 +206,7 @@ class Speed:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def of(self, seconds: float, peak_bytes: int) -> dict[str, float | None]:
-        """The metrics of a step. peak_bytes: the most of any rank."""
+        """The speed metrics of a step. peak_bytes: the most of any rank."""
         tflops = None if self.tflop is None else self.tflop / seconds
         return {
             "seconds": seconds,
@@ -217,7 +217,7 @@ class Speed:
         }
 
 
-LIMIT = 300.0  # dB, of equal tensors
+LIMIT = 300.0  # dB, for equal tensors
 CHUNK = 1 << 26  # elements compared at a time: weight gradients are large
 
 

@@ -4,15 +4,15 @@
                          balance ] x steps
                        -> save -> loss on held-out text
 
-    On GPUs backward (loss and gradients) and reduce (and clip) are a CUDA graph each, if nothing waits for the host.
+    On GPUs, if nothing syncs with the host, backward (with the loss) and reduce (with clip) are a CUDA graph each.
 
-A step is taken only if loss and gradient norm are finite and no row was lost, on all ranks. A bad one is left out, or
-ends the run, on all ranks alike (train.skip_bad_steps): no weight and no checkpoint ever sees it.
+A step is taken only if loss and gradient norm are finite and no row was lost, on all ranks. A bad step is left out or
+ends the run (train.skip_bad_steps), on all ranks alike: it changes no weight and no checkpoint.
 
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 
-N micro-batches have the loss and the gradients of one batch: means of means over equally many tokens. They share one
-quantization of each weight, as does what checkpointing computes again. Each has its own auxiliary loss of routers.
+N micro-batches have the loss and the gradients of one batch, as each has equally many tokens. They, and what
+checkpointing recomputes, share one quantization of each weight. Each has its own auxiliary loss of routers.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Run:
     """One finished or stopped training run.
 
     name: the recipe's. steps: their number so far. metrics: a dict for each step, as in metrics.jsonl.
-    stopped: by a signal, before the last step or during the loss on held-out text.
-    valid_loss: nats a byte on held-out text, None if stopped. tflops_count: the kind of FLOPs in its metrics.
+    stopped: whether a signal came, before the last step or during the loss on held-out text.
+    valid_loss: nats a byte on held-out text, None if stopped. tflops_count: what its TFLOP/s count.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Spent in training steps, here and before a resume."""
+        """Seconds spent in training steps, including those before a resume."""
         return float(sum(row["seconds"] for row in self.metrics))
 
     @property
@@ -83,7 +83,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All runs of a job, and their text's name and entropy."""
+    """All runs of a job, and the name and entropy of their text."""
 
     runs: list[Run]
     text: str
@@ -99,8 +99,8 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
 
     folder: the run folder. resume: checkpoint folders by run name; a run without one starts at step 0.
 
-    Raises ValueError for a checkpoint or a text that does not fit. Raises CapacityExceeded or FloatingPointError, which
-    name the step and the last good checkpoint, for a bad step that may not be skipped.
+    Raises ValueError for a checkpoint or a text that does not fit. For a bad step that may not be skipped, raises
+    CapacityExceeded or FloatingPointError, which name the step and the last good checkpoint.
     """
     log_backend(config.backend, rank)
     text = read_text(config.data)
@@ -114,7 +114,7 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
             trainer.load(Path(resume[recipe.name]))
         outcome.runs.append(trainer.run())
         del trainer
-        gc.collect()  # modules and their hooks hold each other: the next model wants the memory
+        gc.collect()  # modules and their hooks hold each other, and the next model needs the memory
         if outcome.stopped:
             break
     return outcome
@@ -146,7 +146,7 @@ class Trainer:
         self.metrics: list[dict[str, Any]] = []
 
     def load(self, folder: Path) -> None:
-        """Go on from the checkpoint ``folder``. Raises ValueError if it does not fit, or its text has changed."""
+        """Go on from the checkpoint ``folder``. Raises ValueError if it does not fit or the text has changed."""
         state = read_state(folder)
         same = same_text(state.config.get("data") or {}, dataclasses.asdict(self.config.data))
         if same and state.digest != self.text.digest:
@@ -159,7 +159,7 @@ class Trainer:
         self.step, self.metrics, self.saved = state.step, state.metrics, folder
 
     def run(self) -> Run:
-        """Run the remaining steps, or until a signal, and save. Without a signal compute the held-out loss."""
+        """Run the remaining steps, or until a signal, and save. If no signal came, compute the held-out loss."""
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
         written = log(self.folder, self.name, self.metrics, self.config, shown=self.rank.rank == 0)
@@ -184,10 +184,10 @@ class Trainer:
     def _close_graphs(self) -> None:
         for graph in self.graphs or ():
             graph.close()
-        self.graphs = None  # they refer to this object
+        self.graphs = None  # graphs refer to this object
 
     def train_step(self) -> None:
-        """One optimizer step, or one left out; appends its row to ``metrics``."""
+        """Take an optimizer step, or skip a bad one. Appends a row to ``metrics``."""
         begun = time.perf_counter()
         config = self.config
         batch = self._batch(self.text.train, config.seed, self.step)
@@ -216,17 +216,17 @@ class Trainer:
         speed = self.speed.of(time.perf_counter() - begun, memory)
         if self.text.tokenizer is not None:
             row["token_loss"] = row["loss"]
-        row["loss"] /= self.text.bytes_per_token  # in nats a byte runs on other tokens can be compared with it
+        row["loss"] /= self.text.bytes_per_token  # nats a byte: comparable with runs on other tokens
         row |= {key: None for key in ("loss", "token_loss", "grad_norm") if not math.isfinite(row.get(key, 0))}
         skipped = None if bad is None else str(bad)
         self.metrics.append({"run": self.name, "step": self.step, **row, "lr": lr, "skipped": skipped, **speed})
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Run forward and backward. Returns the loss of this rank's batch, 0-d, and its rows, as `backward` does."""
+        """Run forward and backward. Returns this rank's loss, 0-d, and its row counts, as `backward` does."""
         self.gradients.zero()
         train = self.config.train
         nothing, several = contextlib.nullcontext(), train.micro_batches > 1
-        again = several or train.activation_checkpointing  # else each weight is used once each way
+        again = several or train.activation_checkpointing  # else forward and backward each use a weight once
         with quantize_weights_once() if again else nothing, accumulate_in_place() if several else nothing:
             return backward(self.model, inputs, targets, train.micro_batches)
 
@@ -268,7 +268,7 @@ class Trainer:
         return loss
 
     def _lost_rows(self) -> CapacityExceeded | None:
-        """Return an overflow in any layer since the last call. Raises other errors of the device."""
+        """Return the error of rows that overflowed in any layer since the last call. Raises other device errors."""
         lost = None
         for moe in {moe.dispatcher: moe for moe in self.model.moes}.values():
             try:
@@ -293,20 +293,20 @@ class Trainer:
 
 
 def _messages_of_all_ranks(error: Exception | None) -> str:
-    """The messages of all ranks that have one. Collective."""
+    """Join the error messages of all ranks that have one. Collective."""
     return "; ".join(dict.fromkeys(each for each in all_gather(error and str(error)) if each))
 
 
 WARM_UP = 2
-"""Calls that the host launches: buffers are made, kernels loaded, communicators connected."""
+"""Calls before capture. They make buffers, load kernels and connect communicators."""
 COUNTS = ("routed", "sent", "valid", "padding", "dropped", "invalid")
-"""Keys of `Routing.stats`, in the order of a vector of rows."""
+"""Keys of `Routing.stats`, in the order of the vector of row counts."""
 KNOWN_TO_ALL = ("dropped", "invalid")
-"""Counts that are already sums over the ranks that share experts."""
+"""Counts that are already summed over the ranks that share experts."""
 
 
 def backward(model: Any, inputs: Tensor, targets: Tensor, micro_batches: int) -> tuple[Tensor, Tensor]:
-    """The mean loss, 0-d, of ``micro_batches`` that this rank's batch is cut in, and its rows (len(COUNTS),) int64.
+    """Run each of ``micro_batches`` parts of a batch. Returns the mean loss, 0-d, and row counts (len(COUNTS),) int64.
 
     Gradients accumulate. No host sync.
     """
@@ -316,14 +316,14 @@ def backward(model: Any, inputs: Tensor, targets: Tensor, micro_batches: int) ->
     for micro_batch in cut(inputs, targets, micro_batches):
         share = model.loss(*micro_batch) / micro_batches
         rows += _rows(model)
-        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own costs the host more
+        with torch.autograd.set_multithreading_enabled(False):  # backward in a thread of its own costs the host more
             share.backward()
         loss += share.detach()
     return loss, rows
 
 
 def cut(inputs: Tensor, targets: Tensor, micro_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(b, S) each -> so many pairs of (b / micro_batches, S)."""
+    """(b, S) each -> ``micro_batches`` pairs of (b / micro_batches, S)."""
     return zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
 
 
@@ -336,9 +336,9 @@ def _rows(model: Any) -> Tensor:
 def measure(
     model: Any, mesh: Mesh, loss: Tensor, norm: Tensor, rows: Tensor, *, overflowed: bool, memory: int
 ) -> tuple[dict[str, Any], bool, int]:
-    """A step's metrics over all ranks and layers, whether rows overflowed on any, and the most `memory` that any has.
+    """A step's metrics over all ranks and layers, whether rows overflowed on any rank, and the ranks' most `memory`.
 
-    The same on all ranks: one reduction, one copy.
+    Same result on all ranks, by one reduction and one copy to the host.
     """
     counts = rows.double()
     for key in KNOWN_TO_ALL:
@@ -352,7 +352,7 @@ def measure(
     dist.all_reduce(vector)
     mean_loss, mean_norm, lost, *values = vector[: len(numbers)].tolist()
     load = vector[len(numbers) :].view(loads.shape)
-    busiest = (load.max(1).values / load.mean(1)).tolist()  # over the mean, of each layer
+    busiest = (load.max(1).values / load.mean(1)).tolist()  # tokens / mean, by layer
     row = {
         "loss": mean_loss,
         **{f"rows_{key}": round(value) for key, value in zip(COUNTS, values)},
@@ -397,7 +397,7 @@ def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device)
 
 @contextlib.contextmanager
 def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """`torch.cuda.graph(graph, **options)` of a new graph. An error inside is raised as it is."""
+    """`torch.cuda.graph(graph, **options)` of a new graph. An error inside is raised unchanged."""
     graph = torch.cuda.CUDAGraph()
     raised: BaseException | None = None
     try:
@@ -417,8 +417,8 @@ def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
 class Graphed:
     """Call fn(*inputs) directly WARM_UP times, then replay a CUDA graph of it in one launch.
 
-    Inputs have the same shapes at each call. Results are the graph's memory, and so is all that fn
-    keeps on the device: the next call overwrites both. Raises RuntimeError if fn syncs. Collective if fn is.
+    Inputs must have the same shapes at each call. Results, and all that fn keeps on the device, lie in the graph's
+    memory: the next call overwrites them. Raises RuntimeError if fn syncs. Collective if fn is.
     """
 
     def __init__(self, fn: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -448,7 +448,7 @@ class Graphed:
         return self._results
 
     def close(self) -> None:
-        """Free the graph. A communicator that it calls cannot end before the graph is gone."""
+        """Free the graph. A communicator that the graph calls cannot end before."""
         self._graph, self._inputs, self._results = None, (), ()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -468,7 +468,7 @@ class Graphed:
 
 
 def in_graph(config: Config, device: torch.device) -> bool:
-    """Whether a step runs as CUDA graphs. train.graph decides; null: if a GPU step never syncs."""
+    """Whether a step runs as CUDA graphs. train.graph decides. null: yes if a step on a GPU never syncs."""
     if device.type != "cuda":
         return False
     if config.train.graph is not None:
@@ -476,15 +476,15 @@ def in_graph(config: Config, device: torch.device) -> bool:
     hf_config = config.model.transformers
     if hf_config is not None and (config.parallel.fsdp or not is_causal_alone(hf_config)):
         return False
-    # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
+    # On other GPUs torch's grouped GEMM (of bf16 and dequant) is a loop over sizes that the host reads.
     return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @contextlib.contextmanager
 def deterministic(config: Config, device: torch.device) -> Iterator[None]:
-    """Makes GPUs repeat a run to the last bit, as CPUs do; the backward of attention would add in any order.
+    """Make GPUs repeat a run to the last bit, as CPUs do. Otherwise attention's backward would add in any order.
 
-    Models of transformers are left as they are: their code may have no deterministic version.
+    It does nothing for models of transformers, whose code may have no deterministic version.
     """
     if device.type != "cuda" or config.model.transformers is not None:
         yield
@@ -492,7 +492,7 @@ def deterministic(config: Config, device: torch.device) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
-    memory.fill_uninitialized_memory = False  # a pass over each new tensor
+    memory.fill_uninitialized_memory = False  # filling costs a pass over each new tensor
     try:
         yield
     finally:

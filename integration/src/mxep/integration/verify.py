@@ -2,16 +2,16 @@
 
     problem from (seed, rank) -> MoE(recipe, dispatcher), forward and backward
                               -> moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
-    one block of features, WIDE times as large in x and d_out and as small in weights, is brought back in results
-    signal to noise of the MoE against the exact layer  >=  that of the quantized reference - 0.3 dB
+    one block of features is WIDE times as large in x and d_out and as small in weights; results are scaled back
+    SNR of the MoE against the exact layer  >=  SNR of the quantized reference against it - 0.3 dB
 
-The wide block tells MXFP8 from FP8: a row of FP8 has one scale and loses its small values, 18 dB instead of 23 on
-layers. A backend that folds MXFP8 to one scale a row loses as much, and gets Gaussian data, on which both are alike.
+The wide block tells MXFP8 from FP8: FP8 has one scale a row and loses the row's small values, so layers reach 18 dB
+instead of 23. A backend that folds MXFP8 to one scale a row loses as much, so its data has no wide block.
 
-For recipes that do not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. Rounded are
-gate_up, h, a row, a slot's sum, a node's where there are several, and the owner's sum. The first enters through a
-product of two factors, one of them curved, and counts about 3; dx goes through as many. So 9 roundings are 55.5 - 10
-log10(9) = 46.0 dB, less 1 dB for chance.
+For recipes that do not quantize, the bound is bf16 itself: about 55.5 dB for one rounding of Gaussian data. Forward
+rounds gate_up, h, a row, a slot's sum, a node's sum (if there are several nodes) and the owner's sum. gate_up counts
+about 3 times, as it enters through a product of two factors, one of them curved. dx has as many roundings. For 9
+roundings the bound is 55.5 - 10 log10(9) = 46.0 dB, less 1 dB for chance.
 
 The reference is in plain fp32, expert by expert, with quantizers where a recipe has them:
 
@@ -23,7 +23,7 @@ The reference is in plain fp32, expert by expert, with quantizers where a recipe
     out = sum of y over a token's experts
 
 With `EXACT` quantizers this is the dense layer. With `quantizers(recipe)` it is the best that a layer of that recipe
-can do: it has no other error than the recipe's. It shares no code with mxep.ep.
+can do, as the recipe is its only error. It shares no code with mxep.ep.
 
 T tokens, K experts a token, D model dim, F hidden dim, E experts.
 """
@@ -54,8 +54,8 @@ from .schema import CASES, Config
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
-WIDE = 2.0**14  # over E4M3's 2^-6, its least normal number, from the largest, 448: three bits are lost of most numbers
-DROPPED = 3  # tokens of each rank without a first expert
+WIDE = 2.0**14  # E4M3's normals span 2^-6 to 448: beside so large numbers, most others lose three bits
+DROPPED = 3  # tokens of each rank whose first expert id is -1
 Quantizer = Callable[[Tensor], Tensor]
 
 
@@ -88,8 +88,8 @@ class Results:
 
 @dataclass(frozen=True)
 class Quantizers:
-    """A recipe's roundings, each fp32 -> fp32: rows of activations and gradients, weights along their last axis (rows)
-    or the one before it (cols), rows of either kind along tokens for the weight gradients."""
+    """A recipe's roundings, each fp32 -> fp32: of rows of activations and gradients; of weights along their last axis
+    (rows) or the one before (cols); and of activations and gradients along tokens, for the weight gradients."""
 
     activation: Quantizer
     gradient: Quantizer
@@ -107,7 +107,7 @@ EXACT = Quantizers(_exact, _exact, _exact, _exact, _exact, _exact)
 
 
 def quantizers(recipe: Recipe) -> Quantizers:
-    """The recipe's roundings as fp32 -> fp32. Covers 1x32 weights and wgrad "mx", which all CASES have."""
+    """The recipe's roundings. They cover 1x32 weights and wgrad "mx" only, which all CASES have."""
     if recipe.scaling == "none":
         return EXACT
 
@@ -117,7 +117,7 @@ def quantizers(recipe: Recipe) -> Quantizers:
         )
 
     def along_tokens(fmt: MXFormat) -> Quantizer:
-        if recipe.scaling == "row":  # the row-scaled qdata are multiplied as they are
+        if recipe.scaling == "row":  # wgrad multiplies the row-scaled qdata as they are
             return _exact
         return lambda x: rounding(fmt, axis=-2)(F.pad(x, (0, 0, 0, -len(x) % recipe.group_alignment)))
 
@@ -132,7 +132,7 @@ def quantizers(recipe: Recipe) -> Quantizers:
 
 
 def moe_layer(problem: Problem, q: Quantizers = EXACT) -> Results:
-    """Forward and backward of the layer, rows of an expert in token order."""
+    """Forward and backward of the layer. Each expert has its rows in token order."""
     x, d_out = q.activation(problem.x), q.gradient(problem.d_out)
     out, dx = torch.zeros_like(x), torch.zeros_like(x)
     d_weights = torch.zeros_like(problem.weights)
@@ -175,14 +175,14 @@ class Check:
 
     @property
     def spare(self) -> float:
-        """dB over the threshold; a NaN has the least of all."""
+        """dB over the threshold; -inf for a NaN."""
         return -math.inf if math.isnan(self.snr) else self.snr - self.threshold
 
 
 def report(config: Config, results: dict[str, list[Check]]) -> Report:
-    """All checks by case, as the command shows and writes them; an error is a check that failed.
+    """All checks by case, as the command shows and writes them. A failed check is an error.
 
-    A table has the SNR of each tensor, and the least margin of any over its bound.
+    The table has the SNR of each tensor, and the case's least margin over a bound.
     """
     sizes = to_json(config)["verify"]
     device = torch.device(resolve_device(config.parallel.device, config.ranks))
@@ -212,7 +212,7 @@ def report(config: Config, results: dict[str, list[Check]]) -> Report:
 def verify(rank: Rank, config: Config) -> dict[str, list[Check]]:
     """The checks of each case, one for each field of `Results`. Collective.
 
-    All ranks return the same: of every check the rank with the least to spare.
+    All ranks return the same: each check is that of the rank with the least to spare.
     """
     log_backend(config.backend, rank)
     mesh = Mesh.make(rank.world_size, rank.device)
@@ -222,8 +222,8 @@ def verify(rank: Rank, config: Config) -> dict[str, list[Check]]:
 
 
 def make_problem(config: Config, rank: int, wide: float) -> Problem:
-    """Rank ``rank``'s tokens, fewer on higher ranks, over weights that all ranks share. Values are Gaussian in bf16.
-    In a first block of features tokens are `wide` times as large, and weights as much smaller."""
+    """Tokens of rank ``rank`` (higher ranks have fewer), and weights that all ranks share. Values are Gaussian in bf16.
+    In the first block of features, tokens are `wide` times as large, and weights `wide` times as small."""
     sizes, randn = config.verify, functools.partial(torch.randn, dtype=torch.float32)
     generator = torch.Generator().manual_seed(config.seed)
     w13 = randn(sizes.experts, 2 * sizes.hidden_dim, sizes.dim, generator=generator) * sizes.dim**-0.5
@@ -240,12 +240,12 @@ def make_problem(config: Config, rank: int, wide: float) -> Problem:
 
 
 def wide_of(backend: Backend) -> float:
-    """How much larger the first block of features is."""
+    """How many times as large the first block of features is."""
     return 1.0 if backend.wants_rowwise else WIDE
 
 
 def levelled(results: Results, wide: float) -> Results:
-    """Results with the first block of features of ordinary size, so that each element counts."""
+    """Results with the first block of features scaled back to ordinary size, so that each element counts."""
     factors = {"out": wide, "dx": wide, "d_gate_up_proj": 1 / wide, "d_down_proj": 1 / wide}
     changed = {name: getattr(results, name).clone() for name in factors}
     for name, factor in factors.items():
@@ -254,7 +254,7 @@ def levelled(results: Results, wide: float) -> Results:
 
 
 def compare(got: Results, exact: Results, quantized: Results, rank: int) -> list[Check]:
-    """One check for each tensor of ``got``, its bound from how far ``quantized`` is from ``exact``."""
+    """One check for each tensor of ``got``. Its bound follows from the SNR of ``quantized`` against ``exact``."""
     checks = []
     for field in dataclasses.fields(got):
         reference, bound = getattr(exact, field.name), getattr(quantized, field.name)
@@ -264,7 +264,7 @@ def compare(got: Results, exact: Results, quantized: Results, rank: int) -> list
 
 
 def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, config: Config) -> Results:
-    """The MoE layer on this rank's tokens; weight gradients of this rank's experts."""
+    """Run the MoE layer on this rank's tokens. Weight gradients are those of this rank's experts."""
     recipe, kind = case.split("/")
     (experts, dim, hidden_dim), ranks = problem.down_proj.shape, mesh.ranks
     of_node = config.dispatcher.ranks_per_node or (1 if ranks % 2 else ranks // 2)
@@ -296,7 +296,7 @@ def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, con
 
 
 def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
-    """The results of a case, the exact ones and those of quantizers compared."""
+    """Run a case, and compare its results with the exact and the quantized reference."""
     wide = wide_of(select(config.backend, device))
     got, exact, quantized = (levelled(each, wide) for each in _run_case(name, config, mesh, device, wide))
     return compare(got, exact, quantized, mesh.rank)

@@ -1,9 +1,9 @@
-"""Routed experts for torchtitan 0.2, by its model converters. For 0.3 `overrides.py` has overrides.
+"""Routed experts for torchtitan 0.2, as a model converter. For 0.3, see `overrides.py`.
 
     --job.custom_config_module mxep.integration.torchtitan.converter --model.converters mxep --mxep.recipe mxfp8
 
 gives each MoE and its experts another class. Parameters, their names, sharding and initialisation stay torchtitan's.
-Its own dispatch is made of hooks around the call of the experts' module; that module is not called here.
+torchtitan's dispatch does not run: its hooks are around the call of the experts' module, which is not called here.
 """
 
 from dataclasses import dataclass, field
@@ -23,14 +23,15 @@ from mxep.gemm.recipe import recipe_of
 from .options import LoadMetrics, Options
 
 TOGETHER = ("wq", "wk", "wv"), ("wq", "wkv_a"), ("wq_a", "wkv_a"), ("w1", "w3")
-"""Linears of torchtitan's models that read one input: of attention, latent attention and gated MLPs."""
+"""Linears of torchtitan's models that share an input, in attention, latent attention and gated MLPs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConverterOptions(Options):
-    """Options of routed experts, and
+    """Options of routed experts, and one more.
 
-    linear: the recipe of attention, dense MLPs and shared experts: a name, or "auto". None: they stay torchtitan's.
+    linear: recipe for linears of attention, dense MLPs and shared experts: a name, or "auto". None: they stay
+        torchtitan's.
     """
 
     linear: str | None = None
@@ -44,7 +45,7 @@ class JobConfig:
 
 
 class Scores:
-    """(T, K) fp32, kept from FSDP2, which casts all tensors that a module is called with."""
+    """(T, K) fp32, hidden in an object, because FSDP2 casts all tensors that a module is called with."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
@@ -57,7 +58,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
     recipe: Recipe | str
     dispatcher: TokenDispatcher
     number: int
-    load_E: Tensor | None = None  # no buffer: checkpoints would have it
+    load_E: Tensor | None = None  # not a buffer, or checkpoints would contain it
 
     def routed(self, x: Tensor, expert_ids: Tensor, scores: Scores) -> Tensor:
         """x (T, D) -> (T, D): dispatch, experts and combine."""
@@ -67,7 +68,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 
     def init_weights(self, init_std: float) -> None:
         super().init_weights(init_std)
-        if "routed" not in vars(self):  # the first call after FSDP2 has sharded it
+        if "routed" not in vars(self):  # this is the first call after FSDP2 sharded it
             register_fsdp_forward_method(self, "routed")
 
 
@@ -90,7 +91,7 @@ class RoutedMoE(MoE):  # type: ignore[misc]
 class Converter:
     """Converts all MoEs of a model.
 
-    Raises ValueError for experts that mxep does not compute, for TP, and with torchtitan's own quantization.
+    Raises ValueError for experts that mxep cannot compute, for TP, and beside torchtitan's own quantization.
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
@@ -135,7 +136,7 @@ class Converter:
 
 
 def convert_linears(model: nn.Module, recipe: str, backend: str) -> None:
-    """All of the layers but routers and what MXFP8 cannot take, those of TOGETHER as one product.
+    """Convert the layers' linears, except routers and those that MXFP8 cannot take. Those of TOGETHER become one GEMM.
 
     torchtitan calls converters before it checkpoints activations, compiles and shards.
     """

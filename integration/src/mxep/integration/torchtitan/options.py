@@ -32,11 +32,11 @@ class Options:
         recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`. "auto" is MXFP8 if it pays for
             max_tokens, else bf16.
         dispatcher, max_tokens, timeout, ranks_per_node, nodes_per_token: as in :class:`mxep.ep.Dispatch`, between the
-            ranks of the ep mesh. Without EP nothing travels. max_tokens is local_batch_size * seq_len / context
-            parallel degree. torch.compile needs it with EP.
-        capacity: rows that fit on a rank, in balanced loads, or None for the worst case.
+            ranks of the ep mesh. Without EP nothing travels. Set max_tokens to local_batch_size * seq_len / context
+            parallel degree. torch.compile with EP needs max_tokens.
+        capacity: rows that fit on a rank, in balanced loads. None: the worst case.
         overflow: what happens to rows over the capacity: "raise" before the optimizer steps, or "drop".
-        dtype: of the activations: "bfloat16", or "float32" where training.mixed_precision_param is that.
+        dtype: of the activations: "bfloat16", or "float32" if training.mixed_precision_param is float32.
         backend: of the grouped GEMM.
         quantize_once: whether the micro-batches of a step share quantized weights.
     """
@@ -73,7 +73,7 @@ class Options:
         self.dispatch()
 
     def dispatch(self) -> Dispatch:
-        """ValueError as its own."""
+        """The options of dispatch. Raises ValueError as `Dispatch` does."""
         capacity: Capacity | float | None = self.capacity
         if self.overflow != "raise" and isinstance(capacity, int | float):
             capacity = Capacity.factor(capacity, self.overflow)
@@ -81,7 +81,7 @@ class Options:
         return Dispatch(capacity=capacity, **{name: getattr(self, name) for name in names})
 
     def make_dispatcher(self, num_experts: int, dim: int, group: dist.ProcessGroup | None) -> TokenDispatcher:
-        """The dispatcher of a group, shared by layers that are alike, and checked before each optimizer step."""
+        """Make a group's dispatcher. Layers that are alike share it, and it is checked before each optimizer step."""
         dispatch = self.dispatch()
         if group is None:
             dispatch = Dispatch("local", dispatch.capacity, dispatch.max_tokens)
@@ -103,8 +103,8 @@ class Options:
     ) -> Tensor:
         """x (T, D) -> (T, D).
 
-        recipe: of that name, or "auto". expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D),
-        or DTensors of them. layer: of ``dispatcher.number_layer()``; 0 if compiled, as graphs serve all layers.
+        recipe: the option's, or "auto". expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D),
+        or DTensors of them. layer: from ``dispatcher.number_layer()``; 0 if compiled, as graphs serve all layers.
 
         Gradients of weights are sums over the tokens of all ranks, as torchtitan divides the loss by all tokens.
         """
@@ -130,14 +130,14 @@ _checked: weakref.WeakSet[TokenDispatcher] = weakref.WeakSet()
 
 
 def check_before_steps(dispatcher: TokenDispatcher) -> None:
-    """Let all of torchtitan's optimizers call `dispatcher.check()` before they step, for as long as it lives."""
+    """While the dispatcher lives, let all of torchtitan's optimizers call `dispatcher.check()` before they step."""
     if dispatcher in _checked:
         return
     _checked.add(dispatcher)
     here = weakref.ref(dispatcher)
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # The container's step calls the others', which need no check of their own.
+        # The container's step calls its optimizers' steps, which need no check.
         if isinstance(optimizer, OptimizersContainer) and (alive := here()) is not None:
             alive.check()
 
@@ -145,7 +145,7 @@ def check_before_steps(dispatcher: TokenDispatcher) -> None:
 
 
 class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
-    """Also logs each layer's largest load since the last log, in mean loads, over the ranks of its ep mesh."""
+    """Also logs the busiest expert of each layer since the last log: its tokens / mean, over ranks of the ep mesh."""
 
     def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
         mesh = self.parallel_dims.get_optional_mesh("ep")
@@ -156,7 +156,7 @@ class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
 def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
     """Busiest expert's tokens / mean, by layer, since the last call. A collective of the group.
 
-    Experts count in their attribute load_E, which this clears.
+    Experts count tokens in their load_E, which this clears.
     """
     modules = [named for part in model_parts for named in part.named_modules()]
     layers = {name: module.load_E for name, module in modules if isinstance(getattr(module, "load_E", None), Tensor)}

@@ -1,4 +1,4 @@
-"""torchtitan 0.3, by its own overrides: dispatch, experts and combine by mxep.
+"""Overrides for torchtitan 0.3: mxep does dispatch, experts and combine.
 
 `routed_experts` replaces both children of each `RoutedExperts`. Parameters, their names, sharding and initialisation
 stay torchtitan's:
@@ -56,7 +56,7 @@ class Routed(NamedTuple):
 
 
 class Dispatcher(Configurable):  # type: ignore[misc]
-    """In the place of a token dispatcher: it finds the ep mesh, and leaves the exchange to the experts."""
+    """Replaces torchtitan's token dispatcher. It gets the ep mesh, and leaves the exchange to the experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):  # type: ignore[misc]
@@ -66,7 +66,7 @@ class Dispatcher(Configurable):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.wire_meshes(ep_mesh=None)  # with neither TP nor EP nobody else does
+        self.wire_meshes(ep_mesh=None)  # without TP and EP, torchtitan does not call it
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
         group = None if ep_mesh is None else ep_mesh.get_group()
@@ -93,7 +93,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.options, self.recipe = config.options, recipe_of(config.options.recipe)
-        # No buffer: these need a place in torchtitan's sharding config.
+        # Not a buffer: a buffer needs a place in torchtitan's sharding config.
         self.load_E = torch.zeros(config.num_experts, dtype=torch.int64)
 
     def forward(self, x_TD: Tensor, routed: Routed) -> Tensor:
@@ -111,7 +111,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 def routed_experts(config: Any, **options: Any) -> Any:
     """Options are those of `Options`.
 
-    Raises ValueError for experts that are not plain gated MLPs: with biases, or of other overrides and converters.
+    Raises ValueError for experts that are not plain gated MLPs: with biases, or made by other overrides and converters.
     """
     chosen, experts = Options(**options), config.inner_experts
     if type(config) is not RoutedExperts.Config or type(experts) is not GroupedExperts.Config:
@@ -145,10 +145,10 @@ class QuantizedLinear(Linear):  # type: ignore[misc]
     description="linears by mxep",
 )
 def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
-    """Linears of other sizes than the recipe takes stay as they are, and so do a model's own classes.
+    """Linears whose sizes the recipe cannot take stay as they are, and so do a model's own classes.
 
-    ValueError for a recipe or backend that is none, and beside converters of torchtitan (Float8, MX, NVFP4), which take
-    the linears first: exact=True would leave these to them in silence.
+    Raises ValueError for an unknown recipe or backend. Raises it also beside torchtitan's own converters (Float8, MX,
+    NVFP4), which take the linears first; with exact=True this would go unnoticed.
     """
     chosen = Recipe.named(recipe)
     check_backend(backend)
