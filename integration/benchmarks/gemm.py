@@ -1,4 +1,4 @@
-"""bench=gemm: mxep.gemm beside its peers and ceilings, in one run.
+"""bench=gemm: mxep.gemm compared with its peers and ceilings, in one run.
 
     products   the three GEMMs alone, operands ready            forward  out = a w^T
     steps      all three from bf16 operands, every              dgrad    da = dy w
@@ -7,8 +7,8 @@
 A maker is a function of a Problem. It makes everything ready and returns the call to be timed.
 
 - The baseline is torch's grouped mm in bf16.
-- The FP8 peer is torch's grouped mm with a scale a row. Its sums stay in the tensor cores (fast), or leave them now and
-  then (slow). torchao's grouped mm builds on it.
+- The FP8 peer is torch's grouped mm with a scale a row. Its sums stay in the tensor cores (fast), or are now and
+  then moved out of them (slow). torchao's grouped mm builds on it.
 - The ceiling is a dense FP8 GEMM of the same M, N, K, with a scale a row or a tensor.
 
 M rows, N out features, K in features, G groups.
@@ -35,7 +35,7 @@ from .runner import Bench, table
 from .timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
 
 T = TypeVar("T")
-DENSE = 8192  # of the square products that are ceilings
+DENSE = 8192  # size of the square GEMMs that are ceilings
 SHAPES = {"layers": (32, 32, 32, 1)}
 SIZES = "rows, N, K, groups"
 BACKENDS = tuple(backends.BACKENDS)
@@ -47,7 +47,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class At:
-    """A shape, and what sections need."""
+    """A shape, and what measuring at it needs."""
 
     shape: tuple[int, ...]
     backend: Backend
@@ -55,7 +55,7 @@ class At:
     timer: Timer
 
     def problems(self, make: Callable[[Sequence[int], torch.Generator], T], nbytes: Callable[[T], int]) -> list[T]:
-        """Make enough problems that none is still in L2 when its turn comes again. nbytes: bytes of one problem."""
+        """Make so many problems that a problem has left L2 when its turn comes again. nbytes: bytes of one problem."""
         first = make(self.shape, self.generator)
         sets = rotations(nbytes(first), self.timer.device)
         return [first, *(make(self.shape, self.generator) for _ in range(sets - 1))]
@@ -63,7 +63,7 @@ class At:
     def compare(
         self, makers: Mapping[str, Callable[[Any], Call]], problems: Sequence[Any], flop: int
     ) -> dict[str, Row]:
-        """The rows of each, timed together."""
+        """Time all makers together. Returns a row for each."""
 
         def calls(make: Callable[[Any], Call]) -> list[Call]:
             return [make(p) for p in problems]
@@ -75,12 +75,12 @@ class At:
 
 
 def beside(row: Row, others: Mapping[str, Row]) -> Row:
-    """The row, and how many times faster it is than others."""
+    """The row, and how many times as fast it is as the others."""
     return row | {name: other["us"] / row["us"] for name, other in others.items() if "us" in row and "us" in other}
 
 
 def sweep(bench: Bench, measured: Mapping[str, Callable[[At], Iterator[Row]]]) -> Iterator[tuple[str, Row]]:
-    """All sections at the shapes of their name, or of kind "layers". A shape that fails leaves the others."""
+    """Yield (section, row), at the shapes of a section's name, else of "layers". If a shape fails, others still run."""
     backend = backends.select(bench.config.backend or "auto", bench.device)
     timer = Timer(bench.device, seconds=0.15, rounds=4)
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
@@ -98,7 +98,7 @@ def sweep(bench: Bench, measured: Mapping[str, Callable[[At], Iterator[Row]]]) -
 
 
 def ceilings(timer: Timer) -> dict[str, float]:
-    """TB/s of a copy on a GPU, TF of square dense products."""
+    """TF of square dense GEMMs, and on a GPU also TB/s of a copy."""
     size = DENSE if timer.cuda else BLOCK
     a, b = torch.randn(2, size, size, device=timer.device, dtype=torch.bfloat16)
     qdata, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device=timer.device, dtype=torch.float32)
@@ -131,7 +131,7 @@ def _steps(at: At) -> Iterator[Row]:
 
 
 MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"products": _products, "steps": _steps}
-"""Section -> what measures its rows, at a shape."""
+"""Section -> the function that measures its rows at a shape."""
 measure = functools.partial(sweep, measured=MEASURED)
 
 
@@ -141,7 +141,7 @@ RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x32")
 
 @dataclass(frozen=True)
 class Problem:
-    """a (M, K), w (G, N, K), dy (M, N) bf16; offs (G,): ends of groups of as equal multiples of 32 rows as can be."""
+    """a (M, K), w (G, N, K), dy (M, N) bf16; offs (G,): ends of groups, multiples of 32 rows as equal as can be."""
 
     a: Tensor
     w: Tensor
@@ -156,7 +156,7 @@ class Problem:
 
     @staticmethod
     def gaussian(shape: Sequence[int], generator: torch.Generator) -> Problem:
-        """M, N, K, G."""
+        """Draw a problem. shape: M, N, K, G."""
         m, n, k, g = shape
         draw = functools.partial(torch.randn, dtype=torch.bfloat16, generator=generator, device=generator.device)
         return Problem.of(draw(m, k), draw(g, n, k), draw(m, n))
@@ -177,7 +177,7 @@ Maker = Callable[[Problem], Call]
 
 
 def need_cuda(device: torch.device) -> None:
-    """NotImplementedError elsewhere."""
+    """Raise NotImplementedError on other devices."""
     if device.type != "cuda":
         raise NotImplementedError(f"needs CUDA, got {device}")
 
@@ -188,7 +188,8 @@ def bf16_product(product: str, p: Problem) -> Call:
 
 
 def _row_scaled(product: str, p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Qdata (rows, C), (C, columns) or (G, C, columns), C contiguous in both, and fp32 scales a row, a column."""
+    """Both operands' qdata and fp32 scales. Left: (rows, C), a scale a row. Right: (C, columns) or (G, C, columns), a
+    scale a column. C is contiguous in both."""
     one, other = {"forward": (p.a, p.w), "dgrad": (p.dy, p.w), "wgrad": (p.dy, p.a)}[product]
     left = quantize(one, axis=-2, block_size=None).mT if product == "wgrad" else quantize(one, block_size=None)
     right = quantize(other, block_size=None).mT if product == "forward" else quantize(other, axis=-2, block_size=None)
@@ -200,7 +201,7 @@ def _row_scaled(product: str, p: Problem) -> tuple[Tensor, Tensor, Tensor, Tenso
 def row_product(product: str, fast: bool, p: Problem) -> Call:
     need_cuda(p.a.device)
     left, right, left_scale, right_scale = _row_scaled(product, p)
-    if product == "wgrad":  # one scale for all groups, but an entry for each
+    if product == "wgrad":  # all groups have the same scales, but each needs a copy
         left_scale, right_scale = left_scale.repeat(len(p.w)), right_scale.repeat(len(p.w))
     scales = left_scale.contiguous(), right_scale.contiguous()
     return lambda: torch._scaled_grouped_mm(
@@ -209,7 +210,7 @@ def row_product(product: str, fast: bool, p: Problem) -> Call:
 
 
 def dense_product(product: str, rows: bool, p: Problem) -> Call:
-    """All rows with the first group's weight; scales a row, or one a tensor."""
+    """One GEMM of all rows with the first group's weight. rows: one scale a row, else one a tensor."""
     left, right, left_scale, right_scale = _row_scaled(product, p)
     if product != "wgrad":
         right, right_scale = right[0], right_scale[0]
@@ -233,7 +234,7 @@ def mxep_product(product: str, backend: Backend, p: Problem) -> Call:
 
 
 def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
-    """Forward and backward of product(a, w); the result is both gradients."""
+    """A call that runs forward and backward of product(a, w), and returns both gradients."""
     leaves = p.a.detach().requires_grad_(), p.w.detach().requires_grad_()
     return lambda: torch.autograd.grad(product(*leaves), leaves, p.dy)
 
@@ -262,9 +263,9 @@ def torchao_product(device: torch.device) -> Callable[..., Tensor]:
 
 
 def prequantized_step(backend: Backend, p: Problem) -> Call:
-    """a and dy arrive as MXTensors; weights are quantized before, as in later micro-batches.
+    """A step with a and dy as MXTensors, and weights quantized already, as in later micro-batches.
 
-    `quantize_weights_once` would quantize again in each replay of the timer's graph, so this backend holds them.
+    `quantize_weights_once` would quantize again in each replay of the timer's graph, so this holds quantized weights.
     """
     recipe = Recipe.mxfp8()
     rowwise, colwise = backend.quantize_weight_rowwise(p.w, recipe)[0], backend.quantize_weight_colwise(p.w, recipe)

@@ -1,35 +1,35 @@
-"""bench=layer: the layer of mxep.ep on all ranks, forward and backward, beside the baseline in bf16, in one run.
+"""bench=layer: mxep.ep's layer on all ranks, forward and backward, compared with the baseline in bf16, in one run.
 
 Sections:
 
-- layer: Every case of layer_cases, balanced routing. A step of mxep's is a replay of one CUDA graph.
+- layer: Every case of layer_cases, balanced routing. mxep's steps are replays of one CUDA graph.
 - eager: Some of the cases, launched by the host as a user's own loop does.
 - stages: Kernels of mxep and of the baseline, by stage.
 - skew: Some cases; expert i has probability proportional to 1 / (i + 1).
 - memory: Peak memory, and memory kept for backward, by capacity.
-- host: Host time of the calls at a small shape named "host". Its ms are the host's clock around calls back to back,
-  which wait for the device only between stretches.
+- host: Host time of the calls, at a small shape named "host". Its ms are the host's clock around calls back to back:
+  the host waits for the device only between stretches.
 
-ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's
-x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
-TF             flops of valid rows over ms; floor ms: the least time; of floor: floor over ms (layer_cases)
-dB             SNR of the output and the gradients against the baseline's, the least of all tensors and ranks; a case
+ms, fwd ms     forward and backward; forward alone. Medians over sustained stretches, of the slowest rank
+x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, for forward alone
+TF             flops of valid rows / ms; floor ms: the least possible time; of floor: floor / ms (layer_cases)
+dB             SNR of output and gradients against the baseline's, the least over tensors and ranks; a case
                below its bound fails
-peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
-outside GiB    peers' memory, libraries' buffers
-kept GiB       in the allocator between forward and backward, above operands, parameters and the output
-launches, ...  of forward and backward (counts)
+peak GiB       most memory of a step, without operands and parameters, in the allocator and outside of it
+outside GiB    of that, outside: peers' memory, libraries' buffers
+kept GiB       in the allocator between forward and backward, without operands, parameters and the output
+launches, ...  in forward and backward (counts)
 
 Section stages: a step's kernels as the profiler sees them, summed by stage. A kernel belongs to the first stage of
 STAGES with a pattern in the kernel's name. The profiler looks at a few steps, at higher clocks than sustained ones, so
 compare shares and not sums.
 
-    us          time of a stage's kernels, one after the other, in one step; mean over ranks
-    bytes, flop that the stage must move or compute (layer_cases.work); wire bytes if those bound it
-    share       share of the ceiling: rate over that of a copy, of a dense GEMM, or over 450 GB/s
-    left us     time that a stage at its ceiling would save
-    sum         of all stages            whole   from the first kernel's start to the last one's end
-    busy        when any kernel ran      sum - busy: overlapped time; whole - busy: idle time
+    us          sum of the times of a stage's kernels in one step; mean over ranks
+    bytes, flop what the stage must move or compute (layer_cases.work); wire bytes if those bound it
+    share       share of the ceiling: the stage's rate / that of a copy, of a dense GEMM, or 450 GB/s
+    left us     time that the stage would save at its ceiling
+    sum         us of all stages         whole   from the first kernel's start to the last one's end
+    busy        when any kernel runs     sum - busy: overlapped time; whole - busy: idle time
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CASES_OF = {
     "skew": (BASELINE, MX, "bf16/symmetric"),
     "host": (BASELINE, "bf16/symmetric", "fp8/symmetric", MX, "mxfp8/all_to_all", "mxfp8/local"),
 }
-"""Section -> its cases where the config names none."""
+"""Section -> its cases if the config names none."""
 HOST = "host"  # the model that section host takes, with the experts of a rank
 FORWARD_SECONDS = 0.5
 GIB = 1 << 30
@@ -84,7 +84,7 @@ SECTIONS = {
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    """All sections, model by model. Collective, with the same rows on all ranks."""
+    """Yield (section, row), model by model. Collective, with the same rows on all ranks."""
     if bench.report.sections.keys() - {HOST}:
         # The slowest rank's ceilings. All ranks measure at the same time, because they also compute at the same time.
         bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4)))
@@ -99,7 +99,7 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
 
 def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
     chosen = bench.config.cases or CASES_OF[section]
-    names = tuple(dict.fromkeys((BASELINE, *chosen)))  # others are compared with the baseline
+    names = tuple(dict.fromkeys((BASELINE, *chosen)))  # others are compared with the first
     with ExitStack() as opened:
         try:
             if section == HOST:
@@ -119,7 +119,7 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class At:
-    """What the cases of a section measure with. opened: closes the layers that `make` returned."""
+    """What a section needs to measure its cases. opened: closes the layers that `make` returned."""
 
     bench: Bench
     p: Problem
@@ -128,7 +128,7 @@ class At:
     section: str
 
     def make(self, case: Case) -> Layer:
-        """Collective. Raises FailedOnRanks."""
+        """Make the case's layer. Collective. Raises FailedOnRanks."""
         layer = on_all_ranks(lambda: case.make(self.p))
         self.opened.callback(layer.close)
         return layer
@@ -136,7 +136,7 @@ class At:
     def prepare(
         self, layer: Layer, call: Call, inspect: Callable[[Tensors], None] | None = None, seconds: float | None = None
     ) -> Run:
-        """Capture a graph, or have the host launch a layer not made for graphs. Collective. Raises FailedOnRanks."""
+        """Make a layer ready to be timed, in a graph if it can. Collective. Raises FailedOnRanks."""
         graph = "may" if layer.in_graph and self.section != "eager" else "never"
         return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, inspect))
 
@@ -174,16 +174,16 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             row["TF"] = flop(at.p.shape, at.p.ids.numel()) / row["ms"] / 1e9
             if (floor := floor_ms(at.p.shape, at.p.ranks, at.p.traffic, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
-            if at.section == HOST:  # counted after all have been called often: the first calls are captured
+            if at.section == HOST:  # after many calls: the first ones are captured
                 row |= from_all_ranks(lambda name=name: counts(layers[name].step, at.bench.device))[0]  # type: ignore[misc]
         yield row
 
 
 def _compare(case: Case, reference: list[Tensors], got: Tensors, row: Row) -> None:
-    """Add to the row the SNR of each tensor, on the rank where it is least. The first call is the baseline's, whose
-    tensors become the reference.
+    """Add to the row each tensor's SNR, the least of any rank. The first call is for the baseline: its tensors become
+    the reference.
 
-    Raises FailedOnRanks below the case's bound. Collective.
+    Raises FailedOnRanks if an SNR is below the case's bound. Collective.
     """
     if not reference:
         reference.append(got)
@@ -209,7 +209,7 @@ def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
-    """Each layer is closed before the next is made, so that each one pays for the memory that layers share."""
+    """Each layer is closed before the next is made, so that shared memory counts for each."""
     for name in names:
         row: Row = {"what": name}
         with ExitStack() as opened:
@@ -224,14 +224,15 @@ def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
 
 
 MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {"stages": _stages, "memory": _memory}
-"""Section -> what measures its rows, if that is not `_timed`."""
+"""Section -> the function that measures its rows, if it is not `_timed`."""
 
 
 def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
-    """Memory of a step launched by the host, in GiB above the memory in use before; {} on a CPU.
+    """Memory of a step launched by the host, in GiB beyond what was in use before; {} on a CPU.
 
-    All passes of the measured step are replays. peak GiB: in the allocator and outside. outside GiB: peers' memory and
-    libraries' buffers. kept GiB, if `forward` is given: in the allocator, above its output, while that is held.
+    All passes of the measured step are replays. peak GiB: in the allocator and outside.
+    outside GiB: peers' memory and libraries' buffers. kept GiB, if `forward` is given: what the allocator holds for
+    backward while the output lives, without the output.
     """
     if device.type != "cuda":
         return {}
@@ -253,7 +254,7 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
 
 
 def _outside() -> int:
-    """Bytes of the current GPU outside of torch's allocator."""
+    """Bytes in use on the current GPU outside of torch's allocator."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())
 
@@ -277,11 +278,11 @@ STAGES: tuple[tuple[str, str], ...] = (
     (r"memcpy|memset", "copies"),
     (r"triton_|index|sort|radix|scatter|gather|cub|searchsorted|repeat|elementwise|scan|reduce", "permute + pointwise"),
 )
-"""Pattern in a kernel's name, whatever its case -> stage."""
+"""Pattern in a kernel's name (case is ignored) -> stage."""
 
 
 Event = tuple[float, float, str]
-"""When a kernel began and ended, us, and its name."""
+"""When a kernel began and ended, in us, and its name."""
 
 
 def stage_of(name: str) -> str:
@@ -289,7 +290,7 @@ def stage_of(name: str) -> str:
 
 
 def breakdown(events: Iterable[Event], steps: int = 1) -> tuple[dict[str, float], list[str]]:
-    """(us of one step by stage and by TOTALS, names of kernels without a stage, the longest first).
+    """Return (us of one step by stage and by TOTALS, names of kernels without a stage, the longest first).
 
     Raises ValueError without events.
     """
@@ -316,7 +317,7 @@ def profiled(call: Call, steps: int, device: torch.device, *activities: Profiler
     synchronize(device)
     with profile(activities=activities, acc_events=True) as seen:
         if device.type == "cuda":
-            all_gather(None)  # profilers take their time to start, and the first barrier of a step would count the wait
+            all_gather(None)  # else the step's first barrier would count the wait for slower profilers
         for _ in range(steps):
             call()
         synchronize(device)
@@ -324,8 +325,8 @@ def profiled(call: Call, steps: int, device: torch.device, *activities: Profiler
 
 
 def breakdown_of(call: Call, device: torch.device) -> tuple[dict[str, float], list[str]]:
-    """`breakdown` of the kernels in STEPS calls, or on a CPU of the outermost operators in one call, as listing them is
-    slow. Collective, if the call is."""
+    """`breakdown` of the kernels in STEPS calls. On a CPU it takes the outermost operators of one call, as listing is
+    slow. Collective if the call is."""
     cuda = device.type == "cuda"
     activity, wanted = (ProfilerActivity.CUDA, DeviceType.CUDA) if cuda else (ProfilerActivity.CPU, DeviceType.CPU)
     steps = STEPS if cuda else 1
@@ -342,7 +343,7 @@ def breakdown_of(call: Call, device: torch.device) -> tuple[dict[str, float], li
 def stage_rows(
     p: Problem, case: Case, seen: Sequence[tuple[dict[str, float], list[str]]], ceilings: Mapping[str, float]
 ) -> Iterator[Row]:
-    """One for each stage, and for TOTALS. seen: each rank's breakdown, of the same case."""
+    """Yield a row for each stage and for TOTALS. seen: each rank's breakdown of this case."""
     stages = dict.fromkeys(stage for us, _ in seen for stage in us)
     us = {stage: sum(each.get(stage, 0.0) for each, _ in seen) / len(seen) for stage in stages}
     todo = work(p.shape, p.ranks, p.traffic, case)

@@ -2,27 +2,28 @@
 
     RECIPE/DISPATCHER              any of schema.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
                                    every step
-    RECIPE/DISPATCHER, kept        KEPT micro-batches within quantize_weights_once; figures are for one of them. Forward
-                                   alone quantizes, as the first micro-batch does
-    ..., worst_case; ..., exact    with these capacities
+    RECIPE/DISPATCHER, kept        KEPT micro-batches within quantize_weights_once; figures are for one of them. For
+                                   forward alone, each call quantizes, as in the first micro-batch
+    ..., worst_case; ..., exact    the same with these capacities
     RECIPE/DISPATCHER, gate_up_fp8 gate_up is kept in FP8 for backward
     baseline bf16                  baseline.BaselineLayer
-    baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire, with torchao's GEMMs (rows and columns scaled) or
-                                   mxep.gemm.grouped_mm, which quantizes the arrived rows
+    baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire; GEMMs of torchao (rows and columns scaled) or
+                                   mxep.gemm.grouped_mm, which quantizes rows after they arrive
 
-A step is forward and backward: gradients of x, of the routing weights and of both projections. Ids and weights are
-given, because all cases would have the same router.
+A step is forward and backward, with gradients of x, the routing weights and both projections. Ids and weights are
+given, because the router would be the same in all cases.
 
 floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, one after the other:
 
 - flops = 18 R D F: three GEMMs, 2 flop each, with w13 (2F x D) and w2 (D x F). R counts the valid rows (no padding) of
   the busiest rank. The dense rate is that of a square GEMM in the same run: FP8, or bf16 for recipe bf16.
-- Wire bytes are the busiest sender's. It sends a row for each token and rank that needs it, in forward and again in
-  backward, in the recipe's format. As many sums go back, twice, in bf16. Ids, weights and signals do not count.
-- Memory bytes = 8 T D + 12 e D F (kept: 9 e D F). No fusion can avoid them: x and d_out are read, out and dx written,
-  weights read (kept: as qdata) and their gradients written, all in bf16. The copy rate is of the same run.
+- Wire bytes are the busiest sender's. Dispatch sends a row for each token and rank that needs it, in the recipe's
+  format. Combine sends as many sums back in bf16. Both happen in forward and in backward. Ids, weights and signals do
+  not count.
+- Memory bytes = 8 T D + 12 e D F (kept: 9 e D F). No fusion can avoid them: x, d_out and weights are read, out, dx and
+  weight gradients written, all in bf16 (kept: weights as qdata). The copy rate is measured in the same run.
 
-T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, e experts of a rank, W ranks.
+T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, e experts of a rank.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Problem:
     """Operands on this rank. Making one is collective if there are several ranks.
 
     x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D). w2: (e, D, F).
-    traffic: of all ranks. capacity: of a plan, times the balanced load. ranks_per_node: None means the ranks of a host.
+    traffic: between all ranks. capacity: a plan's, in balanced loads. ranks_per_node: None means the ranks of a host.
     """
 
     def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int, ranks_per_node: int | None = None) -> None:
@@ -102,7 +103,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """name: one of NAMES. recipe: of its products and of rows on the wire. dispatcher: "" of a baseline."""
+    """name: one of NAMES. recipe: of GEMMs and of rows on the wire. dispatcher: "" for a baseline."""
 
     name: str
 
@@ -132,17 +133,17 @@ class Case:
 
     @property
     def whole_recipe(self) -> str:
-        """With its change."""
+        """The recipe, with its suffix if any."""
         return f"{self.recipe}_{KEPT_IN_FP8}" if self.kept_in_fp8 else self.recipe
 
     @property
     def bounded(self) -> bool:
-        """Whether the problem's capacity bounds its rows."""
+        """Whether the problem's capacity limits the case's rows."""
         return not self.baseline and self.suffix not in ("worst_case", "exact")
 
     @property
     def least_snr(self) -> float:
-        """dB against the baseline in bf16. Quantized on both sides of every product: about 23."""
+        """Least SNR, dB, against the baseline in bf16. MXFP8 and FP8 reach about 23."""
         return 40.0 if self.recipe == "bf16" else 20.0
 
     def make(self, p: Problem) -> Layer:
@@ -150,7 +151,7 @@ class Case:
 
 
 class Layer:
-    """A layer on a problem. in_graph: whether it is made for a CUDA graph. leaves: x, weights, w13, w2."""
+    """A layer on a problem. in_graph: whether a CUDA graph can capture it. leaves: x, weights, w13, w2."""
 
     micro_batches = 1  # in a step
     in_graph = False
@@ -168,14 +169,14 @@ class Layer:
         return Results(out.detach(), *torch.autograd.grad(out, self.leaves, self.p.d_out))
 
     def check(self) -> None:
-        """Raise what went wrong on the device."""
+        """Raise device errors."""
 
     def close(self) -> None:
-        """Let go of what peers map."""
+        """Free memory that peers map."""
 
 
 class Mxep(Layer):
-    """An MoE on the problem's weights. Raises NotImplementedError if the MoE does not offer the case."""
+    """An MoE on the problem's weights. Raises NotImplementedError if an MoE cannot run the case."""
 
     in_graph = True
 
@@ -226,7 +227,7 @@ class Mxep(Layer):
 
 
 class Baseline(Layer):
-    """The baseline, launched by the host, which reads sizes in every step. Raises ImportError without torchao."""
+    """The baseline. The host launches it, as it reads sizes in every step. Raises ImportError without torchao."""
 
     def __init__(self, p: Problem, case: Case) -> None:
         product: Product = bf16_product
@@ -236,7 +237,7 @@ class Baseline(Layer):
             product = functools.partial(grouped_mm, recipe="mxfp8")
         self.p = p
         self.leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))
-        # A group of its own, or the first layer of a run alone would be charged for what NCCL allocates.
+        # Each layer has a group of its own. Otherwise only the first would be charged for what NCCL allocates.
         self.group = dist.new_group()
         pad = BLOCK if case.recipe == "mxfp8" else PAD
         self.layer = BaselineLayer(*self.leaves[2:], group=self.group, product=product, pad=pad)
@@ -263,7 +264,8 @@ def row_bytes(recipe: str, dim: int) -> int:
 
 
 def wire_bytes(shape: Shape, traffic: Traffic, recipe: str, *, pairs: bool = False) -> tuple[int, int]:
-    """(dispatched, combined) by the rank that sends most, forward and backward together; pairs: a row for each."""
+    """(dispatched, combined) by the rank that sends most, forward and backward together. pairs: a row for each
+    (token, expert) pair."""
     out, back = (traffic.leaving(combine=combine)[pairs] for combine in (False, True))
     return 2 * out * row_bytes(recipe, shape.dim), 2 * back * row_bytes("bf16", shape.dim)
 
@@ -275,7 +277,7 @@ def rate(kind: str, case: Case, ceilings: Mapping[str, float]) -> float | None:
 
 
 def floor_ms(shape: Shape, ranks: int, traffic: Traffic, case: Case, ceilings: Mapping[str, float]) -> float | None:
-    """None without the rates of a GPU."""
+    """A step's floor; None without a GPU's rates."""
     weights = shape.experts // ranks * shape.dim * shape.hidden
     amounts = {"flop": flop(shape, traffic.most_pairs), "wire bytes": sum(wire_bytes(shape, traffic, case.recipe))}
     amounts["bytes"] = 8 * shape.tokens * shape.dim + (9 if case.kept else 12) * weights
@@ -293,9 +295,9 @@ def work(shape: Shape, ranks: int, traffic: Traffic, case: Case) -> Work:
     if case.baseline:
         return gemms | {
             "NCCL": ("wire bytes", sum(wire_bytes(shape, traffic, "bf16", pairs=True))),
-            # Forward: gate and up read, h written; backward: these and d_h read, both gradients written.
+            # Forward: gate and up read, h written. Backward: gate, up and d_h read, both gradients written.
             "SwiGLU": ("bytes", 16 * rows * hidden),
-            # Spread, grouped, back and summed: 12 N D + 4 T D bytes forward, 14 N D + 4 T D backward.
+            # Rows spread, grouped, sent back and summed: 12 N D + 4 T D bytes forward, 14 N D + 4 T D backward.
             "permute + pointwise": ("bytes", 26 * tokens * top_k * dim + 8 * tokens * dim),
         }
     if not case.name.startswith(MX):
@@ -304,16 +306,16 @@ def work(shape: Shape, ranks: int, traffic: Traffic, case: Case) -> Work:
     found: Work = gemms | {
         "dispatch": ("wire bytes", out),
         "combine": ("wire bytes", back),
-        # x and d_out: bf16 read, qdata and scales written.
+        # For x and d_out: bf16 read, qdata and scales written.
         "quantize": ("bytes", 2 * tokens * dim * (3 + 1 / BLOCK)),
-        # Rows of x and of d_out: qdata and scales read, qdata written.
+        # For rows of x and of d_out: qdata and scales read, qdata written.
         "gather + fold": ("bytes", 2 * rows * dim * (2 + 1 / BLOCK)),
-        # Forward: gate and up read, qdata written; backward: these and d_h read, qdata of both gradients and h written.
-        # Kept in FP8: once more gate and up read, and qdata written, which backward reads.
+        # Forward: gate and up read, qdata of h written. Backward: gate, up and d_h read, qdata of both gradients and
+        # of h written. Kept in FP8: forward also reads gate and up once more, and writes their qdata for backward.
         "SwiGLU": ("bytes", (18 if case.kept_in_fp8 else 14) * rows * hidden),
-        # Codes of both operands of both weight gradients, read and written.
+        # Qdata of both operands of both weight gradients, read and written.
         "fold for wgrad": ("bytes", 2 * rows * (2 * dim + 3 * hidden)),
-        # bf16 read twice, since a column's scale needs all its rows first; qdata of both orientations written.
+        # bf16 read twice, as a column's scale needs all its rows first. Qdata of both orientations written.
         "quantize weights": ("bytes", 18 * experts // ranks * dim * hidden / (KEPT if case.kept else 1)),
     }
     return {stage: each for stage, each in found.items() if each[1]}

@@ -1,28 +1,28 @@
-"""bench=model: a whole model of transformers on all ranks, steps of training with several kinds of experts.
+"""bench=model: steps of training of a whole model of transformers, on all ranks, with several kinds of experts.
 
-- `baseline bf16`: baseline.BaselineLayer in the experts' place.
-- `transformers bf16`: Its own grouped_mm, on several ranks between its own all-to-alls (5.23 and newer).
-- `mxep RECIPE`: mxep.integration.transformers, experts over all ranks by its expert_parallel.
-- `mxep mxfp8, linear`: Attention's projections in MXFP8 as well, q, k and v together (convert, join_linears).
+- `baseline bf16`: baseline.BaselineLayer in place of the experts.
+- `transformers bf16`: transformers' grouped_mm; on several ranks between its own all-to-alls (5.23 and newer).
+- `mxep RECIPE`: mxep.integration.transformers, with its expert_parallel over all ranks.
+- `mxep mxfp8, linear`: Attention's projections in MXFP8 as well, q, k and v as one GEMM (convert, join_linears).
 - `..., graph`: A step is a replay of one CUDA graph.
 - `no experts`: Experts return their input. This measures the rest of the model.
 
 Models with a name that starts with DEEPSEEK are like DeepSeek-V3: sigmoid routers, two shared experts, a dense first
 layer, latent attention with whole queries. All others are like Qwen3-MoE. One model with random bf16 weights serves all
-cases. All other parameters are replicated on every rank; attention and norms are compiled on GPUs. Only experts
-exchange.
+cases. Parameters other than experts are replicated on every rank. Attention and norms are compiled on GPUs. Only
+experts communicate.
 
 A step is forward and backward. bench.optimizer=adamw adds torch's fused step, with moments in the parameters' dtype.
 Its learning rate is 0, so all cases have the same weights. bench.activation_checkpointing: each decoder layer keeps
 only its input.
 
 tokens/s       of all ranks together; TFLOP/s: of a rank, as Megatron-LM counts them (mxep.integration.flops)
-ms             a step: median of sustained stretches, the slowest rank's; x bf16: how many times as fast as the baseline
-of step        share of the step that `no experts` does not take; its experts get no gradients
+ms             a step: median over sustained stretches, slowest rank; x bf16: how many times as fast as the baseline
+of step        share of the step beyond the time of `no experts`, whose experts get no gradients
 loss           mean over ranks
 dB             SNR of the head's gradient against the baseline's, least over ranks; below LEAST_SNR fails
-held GiB       parameters and the optimizer's moments, of a rank; held between steps, and not counted in the peak
-peak GiB       most memory of a step above that, gradients included
+held GiB       a rank's parameters and optimizer moments, which stay between steps; not counted in the peak
+peak GiB       most memory of a step beyond held GiB, gradients included
 
 T tokens of a rank, in two sequences, V vocabulary, D model dim, F hidden dim, E experts, K experts a token.
 """
@@ -65,8 +65,8 @@ from .timer import Alternative, Timer, failure
 BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
 DEEPSEEK = "deepseek"
 VOCABULARY = 32768
-CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
-LEAST_SNR = 12.0  # experts flip between any two kinds of products, the more the more layers; without experts: up to 10
+CAPACITY = 2.0  # times the balanced load; random routers stay below, else check() would raise
+LEAST_SNR = 12.0  # other GEMMs flip the choice of experts, more so with more layers; without experts: up to 10
 
 LINEAR = ", linear"
 CASES = (
@@ -93,14 +93,14 @@ class Shape(NamedTuple):
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    """Model by model. Collective, with the same rows on all ranks."""
+    """Yield (section, row), model by model. Collective, with the same rows on all ranks."""
     for about, shape in models(bench, Shape):
         for row in _measured(bench, about["model"], shape):
             yield "model", about | {"tokens": shape.tokens} | row
 
 
 def _measured(bench: Bench, name: str, shape: Shape) -> list[Row]:
-    """Rows of one model, which is gone before the next is made."""
+    """Rows of one model. It is freed before the next is made."""
     try:
         with contextlib.closing(on_all_ranks(lambda: Subject.make(bench, name, shape))) as subject:
             return list(_rows(bench, subject))
@@ -126,7 +126,7 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
 
         try:
             step = on_all_ranks(lambda name=name: subject.step(name))  # type: ignore[misc]
-            subject.model.zero_grad(set_to_none=True)  # of a case that failed
+            subject.model.zero_grad(set_to_none=True)  # left by a case that failed
             row |= on_all_ranks(lambda step=step: memory_of(step, bench.device))  # type: ignore[misc]
             graph = "must" if name.endswith(", graph") else "never"
             runs[name] = timer.prepare(
@@ -152,8 +152,8 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
 class Subject:
     """The model, its optimizer, and the batch of this rank.
 
-    attentions: each layer's own, and a second list with the same weights. The second is converted to MXFP8 once a case
-    needs it. Converting earlier would warn, because a converted module that never runs warns.
+    attentions: the layers' own, and a second list with the same weights. The second is converted to MXFP8 when a case
+    needs it: converted earlier, it would warn that it never runs.
     """
 
     model: Any
@@ -166,7 +166,7 @@ class Subject:
 
     @classmethod
     def make(cls, bench: Bench, name: str, shape: Shape) -> Subject:
-        """Collective."""
+        """Make model, optimizer and batch. Collective."""
         rank = bench.rank
         config = _config(name, shape)
         limits: dict[str, Any] = {"max_tokens": shape.tokens, "capacity": Capacity.factor(CAPACITY)}
@@ -221,7 +221,7 @@ class Subject:
         return sum(local_tensor(tensor).nbytes for tensor in (*self.model.parameters(), *moments))
 
     def step(self, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
-        """A call that runs a step with these experts, and returns loss and head's gradient. It frees all gradients.
+        """Return a call that runs a step with these experts. It returns loss and head's gradient, and frees gradients.
 
         Raises NotImplementedError if these ranks cannot run the case.
         """
@@ -251,7 +251,7 @@ class Subject:
         return step
 
     def close(self) -> None:
-        """Collective."""
+        """Close dispatchers. Collective."""
         for _, layer in layers(self.model):
             layer.dispatcher.close()
 
@@ -272,7 +272,7 @@ def _config(name: str, shape: Shape) -> Any:
 
 
 def _std(name: str, weight: Tensor, layers: int) -> float:
-    """Residuals keep the size of embeddings, however many layers add to them, so that few experts flip."""
+    """Standard deviation of a weight: residuals keep the size of embeddings in any depth, so that few experts flip."""
     if "embed_tokens" in name:
         return 1.0
     added = "o_proj" in name or "down_proj" in name
@@ -280,7 +280,7 @@ def _std(name: str, weight: Tensor, layers: int) -> float:
 
 
 def _adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW with its moments allocated. Otherwise the first case would be charged for them."""
+    """AdamW with its moments allocated already. Otherwise the first case would be charged for them."""
     graphs = device.type == "cuda"
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.0, weight_decay=0.0, fused=True, capturable=graphs)
     for parameter in model.parameters():

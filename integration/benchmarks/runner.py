@@ -23,12 +23,12 @@ from .timer import free_memory
 
 T = TypeVar("T")
 ANY = "*"
-"""In a bench's SHAPES: any name."""
+"""Key of SHAPES for any name."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Arguments of a bench. report: gets its ceilings; its rows are yielded. ranks_per_node: of layers."""
+    """Arguments of a bench. report: gets the ceilings. Rows are yielded instead. ranks_per_node: for layers."""
 
     rank: Rank
     config: BenchConfig
@@ -98,8 +98,8 @@ def run(
 ) -> Report:
     """Measure what `config` names; rank None: in this process alone.
 
-    Rank 0 logs each row, as JSON, as soon as it is there, unless `quiet`, and writes all rows so far into `files`: a
-    run that is ended loses none. Collective, with one report for all ranks.
+    After each row, rank 0 writes all rows so far into `files`, so that a run that is ended early loses none. Unless
+    `quiet`, it also logs the row as JSON. Collective, with one report for all ranks.
     """
     module, begin = load(config.name), time.monotonic()
     rank = rank or Rank(0, 1, torch.device(config.device))
@@ -117,11 +117,11 @@ def run(
 
 
 def models(bench: Bench, shape_of: Callable[..., T]) -> Iterator[tuple[Row, T]]:
-    """Each shape of the models that the config names, and what all of its rows say."""
+    """Yield (labels for all of its rows, shape) of each shape of the models that the config names."""
     for model in bench.config.models or bench.config.shapes:
         for sizes in bench.config.shapes[model]:
             if bench.device.type == "cuda":
-                # Compiled code has the widths of one shape as constants. A second shape would make them variables.
+                # Compiled code has one shape's widths as constants. With a second shape they would become variables.
                 importlib.import_module("torch._dynamo").reset()
             yield {"model": model, "shape": list(sizes), "ranks": bench.rank.world_size}, shape_of(*sizes)
             free_memory(bench.device)

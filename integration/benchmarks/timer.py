@@ -1,16 +1,16 @@
-"""How long calls take: one round robin of alternatives, of one process or of all ranks.
+"""How long calls take: a round robin of alternatives, in one process or on all ranks.
 
 - prepare: Warm up, capture a CUDA graph of calls that take the sets of inputs in turn, and check its results.
 - measure: In each of `rounds` rounds, time a stretch of each alternative. The order is shuffled anew, alike on all
-  ranks. A stretch is replays that fill `seconds`, between two events, enqueued right after some untimed ones.
+  ranks. A stretch is as many replays as fill `seconds`, between two events. Untimed replays come right before.
 - A figure is the median over rounds of the slowest rank's time per call. spread: how much longer the longest round took
   than the shortest.
 
 The speed of a chip at its power limit depends on how warm the previous calls left it. So each stretch first warms the
-chip itself, for LEAD_SECONDS, and its neighbours change. CPU ranks make each call once a stretch, by the host's clock.
+chip itself, for LEAD_SECONDS, and the order changes. On CPUs a stretch makes each call once, by the host's clock.
 
 Inputs that would fit the L2 cache come in several sets (`rotations`), each with its own outputs. So a call finds
-nothing in the cache, as in a model where other kernels ran in between. A small shape's time includes the gap that a
+nothing in the cache, as in a model where other kernels ran in between. At small shapes the time includes the gap that a
 graph leaves between two kernels.
 """
 
@@ -38,7 +38,7 @@ LEAD_SECONDS = 0.2
 GRAPH_CALLS = 200
 COPY_BYTES = 1 << 30
 COPIES = 10
-L2_SIZES = 4  # bytes that pass, in L2 caches, before a set of inputs comes again
+L2_SIZES = 4  # before a set of inputs comes again, so many L2 caches' worth of bytes pass
 
 Call = Callable[[], Any]
 
@@ -51,13 +51,13 @@ def nothing(*_: object) -> None:
 class Alternative:
     """One of several calls to compare.
 
-    make: gets everything ready and returns the calls, to be run in turn. Raises ImportError or NotImplementedError if
-        they cannot run here.
-    graph: whether the calls "must", "may" or "never" be in a CUDA graph. If a "may" fails to capture, the host launches
-        the calls and a note says so.
+    make: gets everything ready and returns the calls, one for each set of inputs, to be run in turn. Raises
+        ImportError or NotImplementedError if they cannot run here.
+    graph: whether the calls "must", "may" or "never" be in a CUDA graph. If the capture of a "may" fails, the host
+        launches the calls, and a note says so.
     seconds: length of a stretch, instead of the timer's.
     check: raises errors that happened on the device.
-    inspect: gets the result of the first timed call. Collective, may raise FailedOnRanks.
+    inspect: gets the result of the last call before timing. Collective, may raise FailedOnRanks.
     """
 
     make: Callable[[], Sequence[Call]]
@@ -69,8 +69,8 @@ class Alternative:
 
 @dataclass
 class Run:
-    """An alternative, ready. calls: in a `replay`. repeats: replays in a stretch, lead: before it. kept: the calls, and
-    so the operands, which a graph does not hold."""
+    """An alternative, ready to be timed. calls: their number in a `replay`. repeats: timed replays in a stretch. lead:
+    untimed ones before them. kept: the calls, which hold the operands; a graph does not."""
 
     alternative: Alternative
     replay: Call
@@ -86,8 +86,8 @@ class Timer:
     """Times alternatives.
 
     seconds: length of a stretch. start: called on all ranks before a stretch. graph_calls: most calls in a graph.
-    host: measure host time, of `repeats` calls back to back, without a graph.
-    shared: a failure in a round ends all other alternatives too.
+    host: measure host time instead, of `repeats` calls back to back, without a graph.
+    shared: a failure in a round ends all other alternatives, too.
     """
 
     device: torch.device
@@ -106,7 +106,7 @@ class Timer:
         self._pool: Any = None
 
     def compare(self, alternatives: Mapping[str, Alternative]) -> dict[str, Row]:
-        """A row for each: us and spread, or a note or an error. Collective."""
+        """Time alternatives. A row for each: us and spread, or a note or an error. Collective."""
         ready: dict[str, Run] = {}
         rows: dict[str, Row] = {name: {} for name in alternatives}
         for name, alternative in alternatives.items():
@@ -117,21 +117,21 @@ class Timer:
         return rows | self.measure(ready)
 
     def prepare(self, alternative: Alternative) -> Run:
-        """Collective. Raises FailedOnRanks."""
+        """Warm up and capture. Collective. Raises FailedOnRanks."""
         run = Run(alternative, nothing, 1, self.repeats if self.host and self.cuda else 1, ())
         result = on_all_ranks(lambda: self._warm(run))
         if self.cuda and not self.host and alternative.graph != "never":
-            result = None  # it may be large
+            result = None  # it may be large: free it
             us = max(from_all_ranks(lambda: self._stretch(run)))
             try:
                 result = self._capture(run, max(1, min(self.graph_calls, round(GRAPH_SECONDS * 1e6 / us))))
             except FailedOnRanks as error:
                 if alternative.graph == "must":
                     raise
-                self._graphs.clear()  # a pool in which a capture failed is of no use
+                self._graphs.clear()  # a pool in which a capture failed cannot be used again
                 run.note = f"not in a graph: {error}"
                 result = on_all_ranks(lambda: self._warm(run))
-        if alternative.inspect is not None:  # before any other call adds to it
+        if alternative.inspect is not None:  # before another call changes the result
             alternative.inspect(result)
         if self.cuda and not self.host:
             us = max(from_all_ranks(lambda: self._stretch(run)))
@@ -140,7 +140,7 @@ class Timer:
         return run
 
     def _warm(self, run: Run) -> Any:
-        """Make the calls of `run`, launched by the host, and warm them up. Returns the last result."""
+        """Make the calls of `run`, and warm them up, launched by the host. Returns the last result."""
         calls = run.kept = run.alternative.make()
         result = None
 
@@ -157,10 +157,10 @@ class Timer:
         return result if run.alternative.inspect else None
 
     def _capture(self, run: Run, count: int) -> Any:
-        """Let `run` replay a graph of at least `count` calls, once now. Returns the last result."""
+        """Capture a graph of at least `count` calls for `run`, and replay it once. Returns the last result."""
         calls, sets, alternative = run.kept, len(run.kept), run.alternative
         total = -(-count // sets) * sets
-        results: deque[Any] = deque(maxlen=sets)  # as long as one is here, its memory is not written again
+        results: deque[Any] = deque(maxlen=sets)  # while a result is here, its memory is not used again
 
         def capture() -> torch.cuda.CUDAGraph:
             gc.collect()
@@ -183,7 +183,7 @@ class Timer:
         return results[-1] if alternative.inspect else None
 
     def measure(self, runs: Mapping[str, Run]) -> dict[str, Row]:
-        """A row for each. One that fails is not timed again. Collective; if `shared`, raises FailedOnRanks."""
+        """Time runs. A row for each. A failed run is not timed again. Collective. If `shared`, raises FailedOnRanks."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         rows: dict[str, Row] = {}
         for turn in range(self.rounds):
@@ -204,7 +204,7 @@ class Timer:
         return row | ({"note": run.note} if run.note else {})
 
     def _stretch(self, run: Run) -> float:
-        """Microseconds of a call, on this rank."""
+        """Time a stretch, in us a call on this rank."""
         synchronize(self.device)
         if self.host or not self.cuda:
             self.start()
@@ -229,7 +229,7 @@ class Timer:
 
 
 def failure(error: FailedOnRanks) -> Row:
-    """A row without figures."""
+    """The row of a failed run."""
     return {"note" if error.unsupported else "error": str(error)}
 
 
@@ -246,8 +246,8 @@ def free_memory(device: torch.device) -> None:
 
 
 def copy_tb_s(timer: Timer) -> float:
-    """TB/s, read and written, of a plain copy, outside a graph. Captured, it becomes a memcpy node, which is much
-    slower: 2.77 instead of 4.25 TB/s on an H200."""
+    """TB/s, read and written, of a plain copy, outside a graph. In a graph the copy becomes a memcpy node, which is
+    much slower: 2.77 instead of 4.25 TB/s on an H200."""
     a = torch.ones(COPY_BYTES, dtype=torch.uint8, device=timer.device)
     b = torch.empty_like(a)
     row = timer.compare({"copy": Alternative(lambda: [lambda: b.copy_(a)] * COPIES, "never")})["copy"]
