@@ -196,9 +196,10 @@ def test_compiled_it_is_one_graph_and_the_same_bits(fmt: str, folded: bool) -> N
     torch._dynamo.reset()
     moe = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", dispatcher="local", bias=True)
     freeze_experts(moe, fmt, folded=folded)
-    want = step(moe, tokens())
+    moe.experts.gate_up_bias.requires_grad_()
+    want = [*step(moe, tokens()), moe.experts.gate_up_bias.grad]
     got = step(moe, tokens(), torch.compile(moe, backend="aot_eager", fullgraph=True))
-    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    assert all(torch.equal(*pair) for pair in zip([*got, moe.experts.gate_up_bias.grad], want, strict=True))
 
 
 def test_a_model_is_frozen_layer_by_layer() -> None:

@@ -431,7 +431,8 @@ def _(
     if needs.down_proj:
         grads.append(down[0].new_empty(down[0].shape))
     if needs.gate_up_bias:
-        grads.append(d_weights.new_empty(len(gate_up[0]), sum(w.shape[1] for w in gate_up)))
+        halves = 2 if of_gate_up == 2 else 1  # a frozen weight has more tensors, of which the first is (e, 2F, .)
+        grads.append(d_weights.new_empty(len(gate_up[0]), halves * gate_up[0].shape[1]))
     if needs.lora:
         grads += [each.new_empty(each.shape) for each in parameters[-4:]]
     return grads
