@@ -18,7 +18,7 @@ from integration.conftest import TINY
 from mxep import ep, gemm
 from mxep.integration import app, schema, verify
 from mxep.integration import data as data_module
-from mxep.integration.config import prepare
+from mxep.integration.config import ConfigError, prepare
 from mxep.integration.report import show_sweep
 from mxep.integration.schema import Config, DataConfig, configs_dir
 from mxep.integration.verify import Check
@@ -138,6 +138,12 @@ def test_models_whose_shapes_the_command_line_names_are_measured():
     assert prepared(*of_model, f"+bench.shapes.mine={shape}", "bench.models=[mine,deepseek_v3_16b]").bench.models == [
         *("mine", "deepseek_v3_16b")
     ]
+    with pytest.raises(ConfigError, match=r"bench\.shapes: which are measured\? bench\.models="):
+        prepared(*of_model, f"+bench.shapes={{mine:{shape}}}")
+    for bench in ("model", "layer"):
+        shapes = f"bench={bench}", "+bench.shapes.mine=[[32,64,32,8,2]]"
+        with pytest.raises(ConfigError, match=r"bench\.shapes\.mine: got bench\.models without it: add mine there"):
+            prepared("task=bench", "bench.device=cpu", *shapes, "bench.models=[deepseek_v3_16b]")
 
 
 def test_a_table_of_verification_fits_80_columns_and_names_what_failed(make_config: Callable[..., Config], capsys):

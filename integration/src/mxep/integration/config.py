@@ -356,7 +356,14 @@ def _fit_bench(raw: DictConfig, given: set[str]) -> None:
         raise ConfigError(f"bench={raw.bench.name} needs a CUDA device, and there is none here{cure}")
     named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
     if raw.bench.models is not None and "bench.models" not in given:
+        if "bench.shapes" in given:
+            raise ConfigError(
+                f"bench.shapes: which are measured? bench.models=[...] names some of {'; '.join(raw.bench.shapes)}"
+            )
         raw.bench.models = list(named) or raw.bench.models
+    elif raw.bench.models is not None and (left := [kind for kind in named if kind not in raw.bench.models]):
+        cure = f"add {left[0]} there, or leave this out"
+        raise ConfigError(f"bench.shapes.{left[0]}: got bench.models without it: {cure}")
     if raw.bench.device != "cpu":
         return
     if raw.bench.backend is not None and "bench.backend" not in given:
