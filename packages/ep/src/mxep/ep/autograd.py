@@ -423,18 +423,17 @@ def _(
     d_out: Tensor, x: Any, saved: Any, ids: Tensor, parameters: list[Tensor], counts: list[int], *how: Any
 ) -> list[Tensor]:
     d_weights, needs = d_out.new_empty(ids.shape, dtype=torch.float32), Needs(*how[-1])
-    grads, (of_gate_up, of_down, *_) = [d_out.new_empty(d_out.shape), d_weights], counts
-    gate_up, down = parameters[:of_gate_up], parameters[of_gate_up:][:of_down]
+    grads, of = [d_out.new_empty(d_out.shape), d_weights], _OpParameters.of(parameters, counts)
+    halves = of.gate_up_proj if isinstance(of.gate_up_proj, tuple) else (of.gate_up_proj,)
     if needs.gate_up_proj:
-        shape = gate_up[0].shape
-        grads.append(gate_up[0].new_empty((2, *shape) if of_gate_up == 2 else shape))
+        shape = halves[0].shape
+        grads.append(d_out.new_empty((2, *shape) if len(halves) == 2 else shape, dtype=halves[0].dtype))
     if needs.down_proj:
-        grads.append(down[0].new_empty(down[0].shape))
+        grads.append(d_out.new_empty(of.down_proj.shape, dtype=of.down_proj.dtype))
     if needs.gate_up_bias:
-        halves = 2 if of_gate_up == 2 else 1  # a frozen weight has more tensors, of which the first is (e, 2F, .)
-        grads.append(d_weights.new_empty(len(gate_up[0]), halves * gate_up[0].shape[1]))
-    if needs.lora:
-        grads += [each.new_empty(each.shape) for each in parameters[-4:]]
+        grads.append(d_weights.new_empty(halves[0].shape[0], sum(half.shape[1] for half in halves)))
+    if needs.lora and of.lora is not None:
+        grads += [each.new_empty(each.shape) for each in of.lora.tensors]
     return grads
 
 

@@ -200,7 +200,7 @@ def fake_saved(
     gate_up = quantized(plan.max_rows, wide, wide) if fp8 else x.new_empty(plan.max_rows, wide)
     later = (rowwise_and_saved(w, recipe, config.backend, dgrad=True)[1] for w in weights)
     columns = (w.weight if isinstance(w.weight, MXTensor) else w.amax for w in later)
-    inner = () if lora is None else (x.new_empty(plan.max_rows, A.shape[1]) for A in lora.tensors[::2])
+    inner = () if lora is None else (x.new_empty(plan.max_rows, A.shape[1]) for A in (lora.gate_up_A, lora.down_A))
     return Saved(rows, gate_up, *columns, *inner)
 
 
