@@ -18,7 +18,6 @@ tokens/s       of all ranks together
 of fixed       ms a token that the experts add, over the same at the fixed length
 """
 
-import os
 import random
 import sys
 import time
@@ -33,15 +32,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.step import baseline_experts
+from benchmarks.step import RANK, RANKS, SIZES, baseline_experts, draw_weights
 from mxep.comms import Capacity
-from mxep.ep.dtensors import local_tensor
 from mxep.gemm import Recipe
 from mxep.integration.report import provenance, write_json
 from mxep.integration.transformers import Implementation, check, expert_parallel, register
 from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS
 
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SEQUENCES, LEAST, MOST, STEPS = 4, 1200, 1700, 30
 FIXED = (LEAST + MOST) // 2
 VOCABULARY = 32000
@@ -57,24 +54,13 @@ def make_model() -> Any:
         register(Implementation(f"padded {recipe}", Recipe.named(recipe), **limits))
     ALL_EXPERTS_FUNCTIONS.register(f"padded {NONE}", lambda experts, hidden_states, *_: hidden_states)
     ALL_EXPERTS_FUNCTIONS.register(f"padded {BASELINE}", baseline_experts)
-    config = Qwen3MoeConfig(
-        hidden_size=2048, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
-        vocab_size=VOCABULARY, tie_word_embeddings=False,
-    )  # fmt: skip
+    sizes = SIZES["qwen3"] | {"vocab_size": VOCABULARY, "num_hidden_layers": 8}
+    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True, tie_word_embeddings=False)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     if RANKS > 1:
         expert_parallel(model, init_device_mesh("cuda", (RANKS,)), "padded bf16")
-    model.to_empty(device="cuda")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to("cuda")
-    torch.manual_seed(RANK)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0)
-            else:
-                local_tensor(weight).normal_(std=1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5)
+    draw_weights(model, torch.device("cuda"))
     return model.train()
 
 

@@ -119,6 +119,19 @@ def all_to_all_experts(
     return out.to(hidden_states.dtype)
 
 
+def draw_weights(model: Any, device: torch.device) -> None:
+    """Move a model from meta to the device, with random weights, which differ from rank to rank."""
+    model.to_empty(device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    torch.manual_seed(RANK)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+            else:
+                local_tensor(weight).normal_(std=1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5)
+
+
 class ForcedRouter(Qwen3MoeTopKRouter):
     """Gives all experts equally many tokens, spreads a token's experts evenly, and weights them as the router would."""
 
@@ -180,16 +193,7 @@ class Subject:
         name = self._implementation(experts, mesh)
         if RANKS > 1:
             expert_parallel(model, mesh, name if experts.startswith("mxep") else "step mxep_bf16")
-        model.to_empty(device=device)
-        model.model.rotary_emb = type(model.model.rotary_emb)(self.config).to(device)
-        torch.manual_seed(RANK)
-        with torch.no_grad():
-            for each, weight in model.named_parameters():
-                if weight.dim() == 1:
-                    weight.fill_(1.0)
-                else:
-                    std = 1.0 if "embed_tokens" in each else weight.shape[-1] ** -0.5
-                    local_tensor(weight).normal_(std=std)
+        draw_weights(model, device)
         if RANKS > 1:
             for each, weight in model.named_parameters():
                 if ".experts." not in each:
