@@ -6,8 +6,9 @@ A layer with all its experts on one GPU and fixed, balanced routing, as a LoRA f
 
 - "grouped_mm" is `baseline.py`: torch's grouped GEMM with compiled gathers and SwiGLU, and bf16 weights.
 - "bf16" is `run_experts` with these weights.
-- "mxfp8" and "mxfp4" are `run_experts` with the weights frozen in that format, recipe mxfp8.
+- "mxfp8", "mxfp4" and "fp8_block" are `run_experts` with the weights frozen in that format, recipe mxfp8.
 - "+ lora" adds LoRA of rank 16 on both weights, and its gradients.
+- "GEMMs" is microseconds of gate_up_proj's forward and dgrad alone, of quantized rows and expanded weights.
 - "expand" is microseconds for one expansion of gate_up_proj, and its share of the speed of a copy of as many bytes.
 
 The host launches the calls in turn. Times are medians of five stretches.
@@ -33,6 +34,7 @@ from mxep.ep.lora import LoRAWeights
 from mxep.gemm import Recipe, freeze
 from mxep.gemm.backends import BACKENDS
 from mxep.integration.report import provenance, write_json
+from mxep.quant import quantize
 
 RANK = 16
 SHAPES = {  # D, F, experts, top-k, tokens
@@ -42,7 +44,7 @@ SHAPES = {  # D, F, experts, top-k, tokens
     "qwen3-235b/8, 512 rows": (4096, 1536, 16, 8, 1024),
     "gpt-oss-20b, 512 rows": (2880, 2880, 32, 4, 4096),
 }
-FROZEN = ("mxfp8", "mxfp4")
+FROZEN = ("mxfp8", "mxfp4", "fp8_block")
 
 
 def microseconds(calls: Mapping[str, Call]) -> dict[str, float]:
@@ -112,12 +114,24 @@ def measure(name: str) -> dict[str, Any]:
     times = microseconds(steps)
     found |= {f"{kind} ms": round(us / 1e3, 3) for kind, us in times.items()}
     found |= {f"{kind} x grouped_mm": round(times["grouped_mm"] / times[kind], 2) for kind in ("bf16", *FROZEN)}
+    hopper, rows = BACKENDS["hopper"], len(ids.flatten())
+    a, dy = (quantize(normal(rows, width), block_size=None) for width in (dim, 2 * hidden))
+    offs = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32).mul_(rows // experts)
+    gemms: dict[str, Call] = {}
+    for fmt in ("mxfp8", "fp8_block"):
+        w, w_t = hopper.expand_rowwise(pairs[fmt][0]), hopper.expand_colwise(pairs[fmt][0])
+        out: dict[str, Any] = {"out_dtype": torch.bfloat16}
+        gemms[f"{fmt} forward"] = functools.partial(hopper.forward, a, w, offs, bias=None, **out)
+        gemms[f"{fmt} dgrad"] = functools.partial(hopper.dgrad, dy, w_t, offs, **out)
+    with torch.no_grad():
+        found["GEMMs us"] = {name: round(us, 1) for name, us in microseconds(gemms).items()}
+    del gemms, a, dy, w_t
     for fmt in FROZEN:
-        w, hopper = pairs[fmt][0], BACKENDS["hopper"]
+        w = pairs[fmt][0]
         found[f"{fmt} bytes an element"] = round(w.nbytes / gate_up.numel(), 3)
-        moved = gate_up.numel() + w.qdata.numel() + (w.scale.numel() if w.row_scale is None else 0)
+        moved = gate_up.numel() + w.qdata.numel() + (w.scale.numel() if fmt == "mxfp4" else 0)
         source, target = torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda")
-        ways = {"rowwise": hopper.expand_rowwise} if fmt == "mxfp4" else {}  # MXFP8 is stored so
+        ways = {"rowwise": hopper.expand_rowwise} if fmt == "mxfp4" else {}  # others are stored so
         for way, expand in (ways | {"colwise": hopper.expand_colwise}).items():
             calls = {"expand": functools.partial(expand, w), "copy": functools.partial(target.copy_, source)}
             with torch.no_grad():

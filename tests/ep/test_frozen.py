@@ -38,16 +38,30 @@ class SameValuesBothWays(Reference):
         return w if recipe.scaling == "none" else quantize(w.detach(), fmt=recipe.fmt, mode=recipe.mode)
 
 
+class ExactWeights(Reference):
+    """Multiplies weights as they are."""
+
+    recordable = True
+
+    def quantize_weight_rowwise(self, w: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return w.detach(), None
+
+    def quantize_weight_colwise(self, w: Tensor, *_: Any) -> Tensor:
+        return w.detach()
+
+
 def make_layers(fmt: str, **options: Any) -> tuple[MoE, MoE]:
-    """(frozen, one with the same values in bf16)."""
+    """(frozen, one with the same values in bf16, or in fp32 for fp8_block)."""
     torch.manual_seed(0)
     moe = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, **{"recipe": "mxfp8", "dispatcher": "local", **options})
     frozen = copy.deepcopy(moe)
     assert freeze_experts(frozen, fmt) == 1
+    if fmt == "fp8_block":
+        moe.experts.float()
     for name in ("gate_up_proj", "down_proj"):
-        values = getattr(frozen.experts, name).dequantize()
+        values = getattr(frozen.experts, name).dequantize(torch.float32)
         local_tensor(getattr(moe.experts, name).data).copy_(values)
-    moe.backend = SameValuesBothWays()
+    moe.backend = ExactWeights() if fmt == "fp8_block" else SameValuesBothWays()
     return frozen, moe
 
 
@@ -66,7 +80,10 @@ def tokens(seed: int = 0, count: int = T) -> Tensor:
 
 @pytest.mark.parametrize(
     ("fmt", "recipe"),
-    [("mxfp8", "mxfp8"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp8_e5m2"), ("mxfp8", "mxfp8_wgrad_bf16"), ("mxfp4", "bf16")],
+    [
+        *(("mxfp8", "mxfp8"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp8_e5m2"), ("mxfp8", "mxfp8_wgrad_bf16")),
+        *(("mxfp4", "bf16"), ("fp8_block", "mxfp8"), ("fp8_block", "mxfp8_e5m2")),
+    ],
 )
 def test_it_is_a_layer_with_the_values_of_its_weights(fmt: str, recipe: str) -> None:
     frozen, moe = make_layers(fmt, recipe=recipe)
@@ -101,7 +118,7 @@ def test_options_of_the_layer_work_with_it(fmt: str, options: dict[str, Any]) ->
         torch.testing.assert_close(got, want, rtol=0 if not shared else 5e-2, atol=0 if not shared else 5e-2)
 
 
-@distributed(2, device="cpu", fmt=("mxfp8", "mxfp4"), dispatcher=("symmetric", "all_to_all"))
+@distributed(2, device="cpu", fmt=("mxfp8", "mxfp4", "fp8_block"), dispatcher=("symmetric", "all_to_all"))
 def test_ranks_hold_their_experts_alone(ctx, fmt: str, dispatcher: str) -> None:
     frozen, moe = make_layers(fmt, dispatcher=dispatcher, group=ctx.group)
     local = frozen.experts.gate_up_proj
@@ -114,7 +131,7 @@ def test_ranks_hold_their_experts_alone(ctx, fmt: str, dispatcher: str) -> None:
     assert state["experts.gate_up_proj_qdata"].shape[0] == EXPERTS, "a DTensor of all experts"
 
 
-@distributed(2, device="cuda", fmt=("mxfp8", "mxfp4"), dispatcher=("symmetric", "all_to_all"))
+@distributed(2, device="cuda", fmt=("mxfp8", "mxfp4", "fp8_block"), dispatcher=("symmetric", "all_to_all"))
 def test_gpus_hold_their_experts_alone(ctx, fmt: str, dispatcher: str) -> None:
     """Bit for bit as one GPU that has all experts, called, recorded and played."""
     more = {"max_tokens": T} if dispatcher == "symmetric" else {}
@@ -135,7 +152,7 @@ def test_gpus_hold_their_experts_alone(ctx, fmt: str, dispatcher: str) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("fmt", "held"), [("mxfp8", False), ("mxfp4", True)])
+@pytest.mark.parametrize(("fmt", "held"), [("mxfp8", False), ("mxfp4", True), ("fp8_block", False)])
 def test_it_is_replayed(monkeypatch: pytest.MonkeyPatch, fmt: str, held: bool) -> None:
     frozen, _ = make_layers(fmt)
     with replays_on_the_cpu(monkeypatch):
@@ -191,7 +208,17 @@ def test_a_state_is_loaded_only_by_experts_that_are_folded_alike(strict: bool, f
     assert torch.equal(third(tokens()), one(tokens()))
 
 
-@pytest.mark.parametrize(("fmt", "folded"), [("mxfp8", True), ("mxfp8", False), ("mxfp4", True)])
+@pytest.mark.parametrize("strict", [False, True])
+def test_block_fp8_is_no_state_of_mxfp8(strict: bool) -> None:
+    one, other = (MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, dispatcher="local") for _ in range(2))
+    freeze_experts(one, "fp8_block")
+    freeze_experts(other, folded=False)
+    for source, target, name in ((one, other, '"fp8_block"'), (other, one, "folded=False")):
+        with pytest.raises(ValueError, match=f"got {name}: freeze the model with {name}"):
+            target.load_state_dict(source.state_dict(), strict=strict)
+
+
+@pytest.mark.parametrize(("fmt", "folded"), [("mxfp8", True), ("mxfp8", False), ("mxfp4", True), ("fp8_block", True)])
 def test_compiled_it_is_one_graph_and_the_same_bits(fmt: str, folded: bool) -> None:
     torch._dynamo.reset()
     moe = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", dispatcher="local", bias=True)
@@ -250,7 +277,7 @@ class Sizes(TorchDispatchMode):
 
 
 @needs_gpu
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_block"])
 def test_on_hopper_it_has_the_values_of_its_weights_and_makes_no_bf16_copy(fmt: str) -> None:
     torch.manual_seed(0)
     moe = MoE(256, 512, 16, 2, recipe="mxfp8", dispatcher="local", device="cuda")
@@ -281,7 +308,7 @@ def test_on_hopper_it_has_the_values_of_its_weights_and_makes_no_bf16_copy(fmt: 
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 takes floating-point parameters only")
-@distributed(2, device="cpu", fmt=("mxfp8", "mxfp4"))
+@distributed(2, device="cpu", fmt=("mxfp8", "mxfp4", "fp8_block"))
 def test_fsdp_shards_the_bytes_and_gathers_them(ctx, fmt: str) -> None:
     """With LoRA, under a policy that casts parameters: bytes are none that it casts. Gradients are means."""
     mesh = init_device_mesh("cpu", (2,))
@@ -309,7 +336,7 @@ def test_fsdp_shards_the_bytes_and_gathers_them(ctx, fmt: str) -> None:
     assert (grad - mean).norm() < 1e-2 * mean.norm()
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_block"])
 def test_its_bytes_go_through_torchs_distributed_checkpoints(fmt: str, tmp_path: Path) -> None:
     source, target = make_layers(fmt)[0], make_layers(fmt)[0]
     for parameter in target.experts.parameters():

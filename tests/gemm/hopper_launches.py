@@ -15,6 +15,12 @@ def mm(dtype: torch.dtype = E4M3, bias: torch.dtype | None = None, out_dtype: to
     hopper.grouped_mm(a, scales[0], w, scales[1], ends(), given, out_dtype)
 
 
+def blocks() -> None:
+    a, w = torch.empty(M, K, dtype=E4M3), torch.empty(G, N, K, dtype=E4M3)
+    scales = torch.empty(M, 1, dtype=E8M0), torch.empty(G, N // 128, K // 128, dtype=torch.float32)
+    hopper.grouped_mm(a, scales[0], w, scales[1], ends(), None, torch.bfloat16)
+
+
 def linear(rows: int, bias: torch.dtype | None = None) -> None:
     a, w = torch.empty(rows, K, dtype=E4M3), torch.empty(1, N, K, dtype=E4M3)
     scales = torch.empty(rows, 1, dtype=E8M0), torch.empty(1, N, 1, dtype=E8M0)
@@ -38,6 +44,7 @@ LAUNCHES = {
     "forward": mm,
     "forward E5M2, fp32": lambda: mm(E5M2, out_dtype=torch.float32),
     "forward bias": lambda: mm(bias=torch.bfloat16),
+    "forward blocks": blocks,
     "linear": lambda: linear(8192),
     "linear of one row, bias": lambda: linear(1, torch.float32),
     "wgrad E5M2": lambda: wgrad(E5M2),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gemm.problem import snr
 from mxep.gemm import FrozenWeight, Recipe, freeze
 from mxep.gemm.backends import BACKENDS
 from mxep.quant import BLOCK, MXTensor, fold, fold_for_dgrad, quantize, quantize_blocks
@@ -84,6 +85,41 @@ def test_block_fp8_freezes_with_its_values() -> None:
     assert torch.equal(freeze(blocks).shipped().dequantize(), blocks.dequantize(torch.bfloat16))
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_block_fp8_with_scales_that_do_not_fold_keeps_its_bytes(scale_dtype: torch.dtype) -> None:
+    w = torch.randn(GROUPS, 160, 288, generator=torch.Generator().manual_seed(0)).bfloat16()  # ragged blocks
+    blocks = quantize_blocks(w, scale_dtype=scale_dtype)
+    frozen = freeze(blocks, "fp8_block")
+    assert (frozen.format, tuple(frozen.shape), len(frozen.parts)) == ("fp8_block", (GROUPS, 160, 288), 2)
+    assert frozen.nbytes == w.numel() + GROUPS * 2 * 3 * 4
+    shipped = frozen.shipped()
+    assert torch.equal(shipped.qdata.view(torch.uint8), blocks.qdata.view(torch.uint8))
+    assert torch.equal(shipped.scale, blocks.scale.float())
+    assert torch.equal(frozen[1:].dequantize(torch.float32), blocks.dequantize(torch.float32)[1:])
+    assert torch.equal(freeze(w, "fp8_block").dequantize(), quantize_blocks(w).dequantize())
+
+
+@pytest.mark.parametrize("name", ["reference", "hopper", "triton"])
+def test_products_with_block_fp8_are_those_of_its_values_both_ways(name: str) -> None:
+    """hopper by the reference of its kernels. triton has no scales for such blocks: it quantizes the values."""
+    n, k = 160, 288
+    frozen, backend = freeze(quantize_blocks(torch.randn(2, n, k)), "fp8_block"), BACKENDS[name]
+    values, offs = frozen.dequantize(torch.float32), torch.tensor([32, 96], dtype=torch.int32)
+    rowwise, colwise = backend.expand_rowwise(frozen), backend.expand_colwise(frozen)
+    if name == "triton":
+        assert (rowwise.axis, colwise.axis) == (-1, -2)
+        assert all(snr(values, w.dequantize(torch.float32)) > 28 for w in (rowwise, colwise))
+        return
+    assert torch.equal(colwise.dequantize(torch.float32), values)
+    assert colwise.qdata.mT.is_contiguous() is (name == "hopper")
+    a, dy = (quantize(torch.randn(96, width)) for width in (k, n))
+    out = backend.forward(a, rowwise, offs, bias=None, out_dtype=torch.float32)
+    da = backend.dgrad(dy, colwise, offs, out_dtype=torch.float32)
+    for g, rows in enumerate((slice(0, 32), slice(32, 96))):
+        for got, x, w in ((out, a, values[g].mT), (da, dy, values[g])):
+            assert snr(x.dequantize(torch.float32)[rows] @ w, got[rows]) > 90
+
+
 @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
 @pytest.mark.parametrize("name", ["reference", "dequant"])
 def test_forward_and_dgrad_are_those_of_the_values(fmt: str, name: str) -> None:
@@ -127,9 +163,11 @@ def test_no_cast_changes_a_byte() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: freeze(weight(), "fp8"), "expected fmt mxfp8 or mxfp4, got 'fp8'"),
+        (lambda: freeze(weight(), "fp8"), "expected fmt mxfp8 or mxfp4 or fp8_block, got 'fp8'"),
         (lambda: freeze(weight()[0]), r"expected w \(G, N, K\) with K a multiple of 32, got \(64, 96\)"),
         (lambda: freeze(quantize(weight()), "mxfp4"), "expected mxfp4, blocks of 32 along K, got MXTensor"),
+        (lambda: freeze(quantize(weight()), "fp8_block"), r"expected fp8_block, blocks of \(128, 128\), got MXTensor"),
+        (lambda: freeze(quantize_blocks(weight(), block_size=(64, 64)), "fp8_block"), "fp8_block, .* got BlockFP8"),
         (lambda: freeze(quantize(weight(), axis=-2)), "expected mxfp8, blocks of 32 along K, got MXTensor"),
     ],
 )

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from gemm.problem import Problem, Result, problem, quantized_weight, snr
-from mxep.gemm import Recipe, grouped_mm, quantize_weights_once
+from mxep.gemm import Recipe, freeze, grouped_mm, quantize_weights_once
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.hopper import fp8_grouped_mm, fp8_grouped_wgrad
 from mxep.gemm.kernels import HOPPER_BLOCK_K
-from mxep.quant import MXTensor, fold_for_wgrad, quantize
+from mxep.quant import MXTensor, fold_for_wgrad, quantize, quantize_blocks
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if ON_HOPPER else "cpu")
@@ -198,6 +198,32 @@ def test_kernels_give_the_products_of_their_codes(
     total = old.clone()
     hopper.grouped_wgrad(total, *args, add=True)
     assert torch.equal(total, old + dw)
+
+
+@needs_hopper
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("sizes", "n", "k"),
+    [((1, 0, 127, 129, 64, 3), 272, 416), ((300, 700), 1056, 32), ((0, 5000, 0), 768, 4128), ((64,) * 9, 128, 2048)],
+)
+def test_kernels_scale_blocks_of_128_x_128_both_ways(
+    sizes: tuple[int, ...], n: int, k: int, out_dtype: torch.dtype
+) -> None:
+    """Scales of blocks lie up to 2^12 apart, so that another block's shows."""
+    bound = 4e-4 if out_dtype == torch.float32 else 4e-3
+    p = here(problem(sizes, n=n, k=k, unused=64, seed=sum(sizes)))
+    blocks = quantize_blocks(p.w)
+    blocks.scale.mul_(torch.rand_like(blocks.scale).mul_(12).exp2_())
+    frozen, valid = freeze(blocks, "fp8_block"), slice(0, p.valid)
+    a, dy = (quantize(x, block_size=None) for x in (p.a, p.dy))
+    want = p.product(*(x.dequantize(torch.float32) for x in (a, blocks, dy)))
+    bias = torch.randn(p.w.shape[:2], device=DEVICE)
+    torch.full((p.a.shape[0] * n,), torch.nan, device=DEVICE, dtype=out_dtype)  # what empty memory may hold
+    out = BACKEND.forward(a, BACKEND.expand_rowwise(frozen), p.offs, bias=bias, out_dtype=out_dtype)
+    da = BACKEND.dgrad(dy, BACKEND.expand_colwise(frozen), p.offs, out_dtype=out_dtype)
+    group = torch.searchsorted(p.offs, torch.arange(p.valid, device=DEVICE), right=True)
+    assert error(out[valid], want.out + bias.double()[group]) < bound
+    assert error(da[valid], want.da) < bound
 
 
 def error(got: Tensor, want: Tensor) -> float:

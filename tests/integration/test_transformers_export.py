@@ -78,6 +78,21 @@ def test_experts_leave_as_they_came(tmp_path: Path, model: str, kind: str, fmt: 
     assert loaded._weight_conversions == [], "as before"
 
 
+def test_scales_that_do_not_fold_leave_as_they_came(tmp_path: Path) -> None:
+    write(tmp_path / "in", "qwen3_moe", "qwen3-fp8", hidden_size=256, moe_intermediate_size=128)
+    loaded = load_quantized(tmp_path / "in")
+    ratios = save_quantized(loaded, tmp_path / "out", "fp8_block")
+    assert set(ratios.values()) == {math.inf}
+    came, left = ({n: x for n, x in stored(tmp_path / each).items() if ".experts." in n} for each in ("in", "out"))
+    assert equal(came, left)
+    ratios = save_quantized(loaded, tmp_path / "mxfp8", "mxfp8")
+    assert 28 < min(ratios.values()) < 35
+    unaligned = trained("qwen3_moe")
+    freeze_experts(unaligned, "fp8_block")
+    ratios = save_quantized(unaligned, tmp_path / "unaligned", "fp8_block")
+    assert min(ratios.values()) > 28, "gate and up, which shared a block, have their own"
+
+
 def trained(kind: str, implementation: str = "mxep_mxfp8", **changes: Any) -> Any:
     return tiny(kind, implementation, torch.bfloat16, **changes)
 

@@ -76,6 +76,23 @@ def test_a_checkpoint_becomes_the_model_of_its_values(tmp_path: Path, model: str
     assert snr(logits(reference), logits(loaded)) > 20
 
 
+@pytest.mark.parametrize(("model", "kind"), [("deepseek_v3", "deepseek-v3"), ("qwen3_moe", "qwen3-fp8")])
+def test_scales_that_do_not_fold_are_kept_with_their_bytes(tmp_path: Path, model: str, kind: str) -> None:
+    """In whole blocks of 128 x 128, as such models have them."""
+    reference = write(tmp_path, model, kind, hidden_size=256, moe_intermediate_size=128)
+    loaded = load_quantized(tmp_path, experts_implementation="mxep_bf16", dtype=torch.float32)
+    for name, experts in loaded.named_modules():
+        if isinstance(experts, FrozenExperts):
+            for each in ("gate_up_proj", "down_proj"):
+                weight, want = getattr(experts, each), getattr(reference.get_submodule(name), each)
+                assert weight.format == "fp8_block"
+                assert torch.equal(weight.shipped().dequantize(torch.float32), want)
+    same_routing(reference, loaded)
+    assert snr(logits(reference), logits(loaded)) > 40
+    again = load_quantized(tmp_path, rescale=True)
+    assert again.model.layers[1].mlp.experts.down_proj.format == "mxfp8"
+
+
 def test_ue8m0_scales_stored_as_floats_need_no_rescaling(tmp_path: Path) -> None:
     """DeepSeek-V3.1 stores powers of two in fp32: values decide, not dtypes."""
     write(tmp_path, "qwen3_moe", "ue8m0")
@@ -149,7 +166,7 @@ def test_loading_takes_the_memory_of_the_model_and_a_layer(
             "experts.3.up_proj.weight: expected parts of a format",
         ),
         ("minimax-m3", {"model__layers__0__mlp__experts__3__up_proj__weight_scale_inv": None}, "expected a scale"),
-        ("qwen3-fp8", {}, r"experts.0.gate_proj.weight: expected scales that are powers of two .*rescale=True"),
+        ("qwen3-fp8", {}, r"experts.0.gate_proj.weight: expected scales .* whole blocks of \(128, 128\).*rescale=True"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, kind: str, changes: Any, message: str) -> None:

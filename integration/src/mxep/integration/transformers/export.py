@@ -46,6 +46,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from mxep.ep.frozen import PARTS, frozen_weight
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
+from mxep.gemm.frozen import FORMATS, FP8_BLOCK
 from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXTensor, quantize, quantize_blocks, to_mxfp8
 from mxep.quant.checkpoint import INDEX
 
@@ -59,9 +60,9 @@ LAYOUTS = {
     "mxfp4": ("mxfp4", "deepseek-v4", "compressed-tensors"),
     "fp8_block": ("fp8",),
 }
-BLOCK_FP8 = (128, 128)
 SHARD = 5 * 2**30
 """Approximate bytes of a file."""
+Weight = MXTensor | BlockFP8 | Tensor
 
 
 @torch.no_grad()
@@ -76,7 +77,7 @@ def save_quantized(
     In these cases the weights that forward uses are written, SNR inf. In all others experts are quantized anew.
 
     - Frozen experts in their own format: the bytes as they came. Frozen MXFP4 as MXFP8: the same values.
-    - Frozen experts as fp8_block, if they came in it with power-of-two scales.
+    - Frozen MXFP8 experts as fp8_block, if they came in it with power-of-two scales.
     - Trained experts as MXFP8, on the device where a recipe of MXFP8 ran them: forward's bytes. On Hopper, a row's one
       scale is written for each of its blocks. Their SNR is that of forward's quantized weights.
 
@@ -187,7 +188,7 @@ def _whole(x: Any) -> Any:
 
 
 def _pieces(
-    model: Any, name: str, module: Any, source: MXTensor | Tensor, fmt: str
+    model: Any, name: str, module: Any, source: Weight, fmt: str
 ) -> dict[str, tuple[MXTensor | BlockFP8, float]]:
     """Name in the checkpoint -> (quantized weight, its SNR against the model's): (N, K), or (E, N, K) if stacked."""
     values = _split(model, name, source)
@@ -199,8 +200,8 @@ def _pieces(
     return {piece: (x, math.inf if ratios[piece] >= LIMIT else ratios[piece]) for piece, x in made.items()}
 
 
-def _source(module: Any, name: str, model: Any) -> MXTensor | Tensor:
-    """(E, N, K), gathered from all ranks: the shipped MXTensor, or the trained weight in forward's bf16 or fp32."""
+def _source(module: Any, name: str, model: Any) -> Weight:
+    """(E, N, K), gathered from all ranks: the shipped bytes, or the trained weight in forward's bf16 or fp32."""
     if isinstance(module, FrozenExperts):
         return frozen_weight(module, name, _whole).shipped()
     own = getattr(module, name)
@@ -220,8 +221,10 @@ def _dtype_in_forward(weight: Tensor, model: Any) -> torch.dtype:
     return weight.dtype
 
 
-def _mx(source: MXTensor | Tensor, fmt: str, module: Any) -> MXTensor:
+def _mx(source: Weight, fmt: str, module: Any) -> MXTensor:
     """(E, N, K) in `fmt`, blocks of 32 along K."""
+    if isinstance(source, BlockFP8):
+        return quantize(source.dequantize(torch.float32), fmt=FORMATS[fmt])
     if isinstance(source, MXTensor):
         if fmt == "mxfp8" or source.qdata.dtype == E2M1.dtype:
             return to_mxfp8(source) if fmt == "mxfp8" else source
@@ -239,29 +242,40 @@ def _mx(source: MXTensor | Tensor, fmt: str, module: Any) -> MXTensor:
     return MXTensor.from_qdata_and_scales(forward.qdata, scale)
 
 
-def _blocks(x: MXTensor | Tensor) -> BlockFP8:
+def _blocks(x: Weight) -> BlockFP8:
     """(N, K) in blocks of 128 x 128. Elements stay the same if each block's scales are all equal."""
+    if isinstance(x, BlockFP8):
+        return x
     if isinstance(x, MXTensor):
         e4m3 = to_mxfp8(x)
-        (n, k), (rows, columns) = x.shape, BLOCK_FP8
+        (n, k), (rows, columns) = x.shape, FP8_BLOCK
         scale, columns = e4m3.scale.view(torch.uint8), columns // BLOCK
         first = scale[::rows, ::columns]
         if torch.equal(first.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, : k // BLOCK], scale):
-            return BlockFP8(e4m3.qdata, first.contiguous().view(torch.float8_e8m0fnu).float(), BLOCK_FP8)
-    return quantize_blocks(_float(x), block_size=BLOCK_FP8)
+            return BlockFP8(e4m3.qdata, first.contiguous().view(torch.float8_e8m0fnu).float(), FP8_BLOCK)
+    return quantize_blocks(_float(x), block_size=FP8_BLOCK)
 
 
 def _float(x: Any) -> Tensor:
     return x.dequantize(torch.float32) if isinstance(x, MXTensor | BlockFP8) else x.float()
 
 
-def _split(model: Any, name: str, x: MXTensor | Tensor) -> dict[str, Any]:
-    """Split a weight (E, N, K) into the checkpoint's tensors, by name."""
-    if not isinstance(x, MXTensor):
+def _split(model: Any, name: str, x: Weight) -> dict[str, Any]:
+    """Split a weight (E, N, K) into the checkpoint's tensors, by name. Block FP8 is dequantized if that cuts blocks."""
+    if isinstance(x, Tensor) and not isinstance(x, MXTensor):
         return dict(revert_weight_conversion(model, {name: x}))
-    qdata, scale = (revert_weight_conversion(model, {name: part.view(torch.uint8)}) for part in (x.qdata, x.scale))
-    pairs = {n: (q.view(x.qdata.dtype), scale[n].view(*q.shape[:-1], -1)) for n, q in qdata.items()}  # 5.17 squeezes
-    return {n: MXTensor.from_qdata_and_scales(*pair) for n, pair in pairs.items()}
+    qdata = revert_weight_conversion(model, {name: x.qdata.view(torch.uint8)})
+    blocks = isinstance(x, BlockFP8)
+    if blocks and any(q.shape[-2] != x.shape[-2] and q.shape[-2] % FP8_BLOCK[0] for q in qdata.values()):
+        return _split(model, name, x.dequantize(torch.float32))
+    scales = revert_weight_conversion(model, {name: x.scale.view(torch.uint8)})
+    made: dict[str, Any] = {}
+    for piece, q in qdata.items():  # transformers 5.17 squeezes scales
+        rows = -(-q.shape[-2] // FP8_BLOCK[0]) if blocks else q.shape[-2]
+        scale = scales[piece].view(*q.shape[:-2], rows, -1).view(x.scale.dtype)
+        q = q.view(x.qdata.dtype)
+        made[piece] = BlockFP8(q, scale, FP8_BLOCK) if blocks else MXTensor.from_qdata_and_scales(q, scale)
+    return made
 
 
 def _stored(name: str, x: MXTensor | BlockFP8, layout: str) -> dict[str, Tensor]:
@@ -344,7 +358,7 @@ def _quantization(layout: str, fmt: str, plain: list[str]) -> dict[str, Any]:
     if layout == "deepseek-v4":
         deepseek |= {"scale_fmt": "ue8m0", "expert_dtype": "fp4"}
     if layout in ("fp8", "deepseek-v4"):
-        return {"quant_method": "fp8", **deepseek, "weight_block_size": [*BLOCK_FP8], "modules_to_not_convert": plain}
+        return {"quant_method": "fp8", **deepseek, "weight_block_size": [*FP8_BLOCK], "modules_to_not_convert": plain}
     if layout == "modelopt":
         group = {"dynamic": False, "num_bits": 8, "type": "float", "group_size": BLOCK}
         groups = {"group_0": {"input_activations": group, "weights": group, "targets": ["Linear"]}}

@@ -254,7 +254,8 @@ def merge_and_freeze(
 
     Returns the model, and the error of each weight by name.
 
-    fmt: "mxfp8" or "mxfp4"; default each weight's own. folded: as for `mxep.gemm.freeze`; default as each weight was.
+    fmt: "mxfp8", "mxfp4" or "fp8_block"; default each weight's own. folded: as for `mxep.gemm.freeze`; default as each
+        weight was.
 
     Raises ValueError for another fmt and without active adapters on frozen experts. `freeze` may raise for a module
     after those before it were merged: call `merge_and_freeze` again with folded=False for the others.

@@ -13,11 +13,11 @@ A FrozenWeight is (E, N, K): gpt-oss' weights (E, K, N) are transposed, and `is_
 
 transformers' own quantizers bring their own modules of experts. So `load_quantized` builds the model from the config
 without its `quantization_config`. transformers' own conversions of the model rename tensors, as in `from_pretrained`.
-`mxep.quant.checkpoint` recognizes formats by names, dtypes and shapes.
 
     mxfp4                                   FrozenWeight in MXFP4      the bytes as shipped
     mxfp8                                   FrozenWeight in MXFP8      come back from `FrozenWeight.shipped`
     fp8_*, scales that are powers of two    FrozenWeight in MXFP8      the elements as shipped, a scale for 32
+    fp8_block, 128 x 128, other scales      FrozenWeight in fp8_block  the bytes as shipped
     fp8_*, other scales                     refused, or with rescale=True quantized again (`mxep.quant.rescale_blocks`)
 
 Peak memory: the frozen model and one expert more. E experts, N out, K in features.
@@ -53,7 +53,7 @@ from mxep.ep.dtensors import check_not_fsdp, group_of, local_experts, local_tens
 from mxep.ep.frozen import PARTS, check_state, frozen_weight, register_frozen
 from mxep.ep.lora import LoRAWeights
 from mxep.gemm import FrozenWeight, freeze
-from mxep.gemm.frozen import FORMATS, FrozenFormat
+from mxep.gemm.frozen import FORMATS, FP8_BLOCK, FrozenFormat
 from mxep.quant import BLOCK, BlockFP8, MXTensor, rescale_blocks, to_mxfp8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
 
@@ -240,12 +240,13 @@ def load_quantized(
     experts_implementation: a registered name of mxep. dtype: bf16 or fp32, for weights other than experts'.
     device: default the CPU.
     mesh: 1-D, of ranks that share the experts. Each reads only its own, and `expert_parallel` is called at the end.
-    rescale: quantize experts again if their FP8 scales are no powers of two; random weights then have 31.5 dB SNR.
+    rescale: quantize experts to MXFP8 if their FP8 scales are no powers of two; random weights then have 31.5 dB SNR.
     folded: as for `mxep.gemm.freeze`. how: further arguments of `from_pretrained`, such as attn_implementation.
 
     Raises ValueError, with the tensor's name: for formats and quantization methods that are not read; for experts that
-    are missing, not quantized or of other shapes; without `rescale`, for scales that are no powers of two; and for
-    other tensors that are missing or unexpected. `freeze` raises for norms that fold badly: pass folded=False.
+    are missing, not quantized or of other shapes; without `rescale`, for scales that are no powers of two in other
+    blocks than 128 x 128; and for other tensors that are missing or unexpected. `freeze` raises for norms that fold
+    badly: pass folded=False.
     """
     registered(experts_implementation, "experts_implementation")
     if dtype not in (torch.bfloat16, torch.float32):
@@ -330,26 +331,35 @@ class _ExpertsWeight:
                         "from_pretrained, then mxep.integration.transformers.freeze_experts"
                     )
                 if each.shape[-2:] != stored[0].shape[-2:] or each.format != stored[0].format:
-                    raise ValueError(
-                        f"{each.name}: expected {stored[0].format} {stored[0].shape} as of the first expert, got "
-                        f"{each.format} {each.shape}"
-                    )
+                    both = [f"{x.format} {x.shape}" for x in (stored[0], each)]
+                    raise ValueError(f"{each.name}: expected {both[0]} as of the first expert, got {both[1]}")
             rows += stored[0].shape[-2]
         kinds = {stored[0].format == "mxfp4" for stored in self.parts.values()}
         got = self.shape[0], rows, stored[0].shape[-1]
         if got != self.shape or len(kinds) > 1:
             raise ValueError(f"{self.name}: expected parts of one format that make {self.shape}, got {got}")
 
-    @property
-    def format(self) -> FrozenFormat:
-        (first, *_), *_ = self.parts.values()
-        return "mxfp4" if first.format == "mxfp4" else "mxfp8"
+    def format(self, rescale: bool) -> FrozenFormat:
+        """The format to freeze in. Reads all scales in FP8 blocks."""
+        stored = [each for part in self.parts.values() for each in part]
+        if stored[0].format == "mxfp4":
+            return "mxfp4"
+        if rescale or (other := next((each for each in stored if not each.has_exponents()), None)) is None:
+            return "mxfp8"
+        rows = 1 if len(self.parts) == 1 else FP8_BLOCK[0]  # several parts are joined along N, where blocks begin
+        if any(each.block_size != FP8_BLOCK or each.shape[-2] % rows for each in stored):
+            raise ValueError(
+                f"{other.name}: expected scales that are powers of two, or whole blocks of {FP8_BLOCK}, got "
+                f"{other.shape} in blocks of {other.block_size}: rescale=True (docs/guides/quantized-models.md)"
+            )
+        return "fp8_block"
 
     def read(self, device: torch.device, experts: range, *, rescale: bool, folded: bool) -> FrozenWeight:
         """Read and freeze these experts, one after another."""
         whole: dict[str, Any] = {}
+        fmt = self.format(rescale)
         for i, e in enumerate(experts):
-            one = freeze(self._expert(e, device, rescale), self.format, folded=folded)
+            one = freeze(self._expert(e, device, fmt), fmt, folded=folded)
             for part in fields(one):
                 if (x := getattr(one, part.name)) is None:
                     whole[part.name] = None
@@ -357,17 +367,18 @@ class _ExpertsWeight:
                     whole.setdefault(part.name, x.new_empty((len(experts), *x.shape[1:])))[i] = x[0]
         return FrozenWeight(**whole)
 
-    def _expert(self, e: int, device: torch.device, rescale: bool) -> MXTensor:
+    def _expert(self, e: int, device: torch.device, fmt: FrozenFormat) -> MXTensor | BlockFP8:
         """Read an expert: (1, N, K)."""
-        read = {pattern: self._part(stored, e, device, rescale) for pattern, stored in self.parts.items()}
-        dtype = FORMATS[self.format].dtype
+        read = {pattern: self._part(stored, e, device, fmt) for pattern, stored in self.parts.items()}
         qdata, scale = (
-            self._converted({pattern: getattr(mx, name).view(torch.uint8) for pattern, mx in read.items()})
+            self._converted({pattern: getattr(x, name).view(torch.uint8) for pattern, x in read.items()})
             for name in ("qdata", "scale")
         )
-        return MXTensor.from_qdata_and_scales(qdata.view(dtype), scale)
+        if fmt == "fp8_block":
+            return BlockFP8(qdata.view(FORMATS[fmt].dtype), scale.view(torch.float32), FP8_BLOCK)
+        return MXTensor.from_qdata_and_scales(qdata.view(FORMATS[fmt].dtype), scale)
 
-    def _part(self, stored: list[StoredWeight], e: int, device: torch.device, rescale: bool) -> MXTensor:
+    def _part(self, stored: list[StoredWeight], e: int, device: torch.device, fmt: str) -> MXTensor | BlockFP8:
         """Read a part of an expert: (N', K), or (1, N', K) from a stack."""
         weight = stored[e] if len(stored) > 1 or len(stored[0].shape) == 2 else stored[0]
         x: Any = weight.read(slice(e, e + 1) if len(weight.shape) == 3 else None)
@@ -375,14 +386,9 @@ class _ExpertsWeight:
             qdata, scale = (part.view(torch.uint8).to(device) for part in (x.qdata, x.scale))
             return MXTensor.from_qdata_and_scales(qdata.view(x.qdata.dtype), scale)
         x = BlockFP8(x.qdata.to(device), x.scale.to(device), x.block_size)
-        if x.scale_exponents() is None:
-            if not rescale:
-                raise ValueError(
-                    f"{weight.name}: expected scales that are powers of two to freeze, got others in {x.scale.dtype}: "
-                    "rescale=True quantizes these experts again (docs/guides/quantized-models.md)"
-                )
-            x, _ = rescale_blocks(x)
-        return to_mxfp8(x)
+        if fmt == "fp8_block":
+            return BlockFP8(x.qdata, x.scale_values(), x.block_size)
+        return to_mxfp8(rescale_blocks(x)[0])
 
     def _converted(self, parts: dict[str, Tensor]) -> Tensor:
         """Join the bytes of an expert's parts as the model does: (1, N, .)."""
@@ -390,15 +396,11 @@ class _ExpertsWeight:
             (part,) = parts.values()
             return part if part.dim() == 3 else part[None]
         made: Any = {pattern: [part] for pattern, part in parts.items()}
-        patterns = {
-            "source_patterns": self.converter.source_patterns,
-            "target_patterns": self.converter.target_patterns,
-        }
+        patterns = {name: getattr(self.converter, name) for name in ("source_patterns", "target_patterns")}
         for operation in self.converter.operations:
             made = operation.convert(made, **patterns)
         (result,) = made.values()
-        whole: Tensor = result[0] if isinstance(result, list) else result
-        return whole
+        return result[0] if isinstance(result, list) else result  # type: ignore[no-any-return]
 
 
 class _Names:
@@ -466,8 +468,7 @@ def _config(checkpoint: QuantizedCheckpoint) -> Any:
 def _class_of(config: Any) -> type[PreTrainedModel]:
     for name in config.architectures or ():
         if hasattr(transformers, name):
-            kind: type[PreTrainedModel] = getattr(transformers, name)
-            return kind
+            return getattr(transformers, name)  # type: ignore[no-any-return]
     return AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[no-any-return]
 
 

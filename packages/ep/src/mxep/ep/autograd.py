@@ -323,7 +323,9 @@ class _OpParameters(NamedTuple):
     def of(cls, tensors: Sequence[Tensor], counts: Sequence[int], lora_scale: float = 0.0) -> "_OpParameters":
         one_by_one = iter(tensors)
         gate_up, down, bias, four = ([*itertools.islice(one_by_one, count)] for count in counts)
-        gate_up_proj, down_proj = (FrozenWeight(*w) if len(w) > 2 else join_parts(w) for w in (gate_up, down))
+        gate_up_proj, down_proj = (
+            FrozenWeight(*w) if w[0].dtype == torch.uint8 else join_parts(w) for w in (gate_up, down)
+        )
         lora = LoRAWeights(four[0], four[1], four[2], four[3], lora_scale) if four else None
         return cls(gate_up_proj, down_proj, bias[0] if bias else None, lora)
 

@@ -8,7 +8,7 @@ The forward pass and the gradient of x are those of `Experts` with the quantized
 e local experts of E, D model dim, F hidden dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,12 +29,12 @@ and nothing else: with one name for both, it would read folded qdata as if they 
 
 
 class FrozenExperts(nn.Module):
-    """All experts of a layer, or with a mesh this rank's share, in MXFP8 or MXFP4.
+    """All experts of a layer, or with a mesh this rank's share, in MXFP8, MXFP4 or block FP8.
 
-    Parameters without gradients, uint8 as in `mxep.gemm.frozen.FrozenWeight`: ``gate_up_proj_qdata``, ``_scale`` and
-    ``_column_scale``; the same of ``down_proj``. If qdata are folded, ``_block_scale`` takes the place of ``_scale``,
-    and there are ``_row_scale``, ``_lost_index`` and ``_lost_qdata``, too. With a mesh they are
-    DTensors sharded on the first dimension. ``gate_up_bias`` and ``down_bias`` are frozen, too, or None.
+    Parameters without gradients, uint8 as in `mxep.gemm.frozen.FrozenWeight`: ``gate_up_proj_qdata``, ``_scale`` and,
+    of MX formats, ``_column_scale``; the same of ``down_proj``. If qdata are folded, ``_block_scale`` takes the place
+    of ``_scale``, and there are ``_row_scale``, ``_lost_index`` and ``_lost_qdata``, too. With a mesh they are DTensors
+    sharded on the first dimension. ``gate_up_bias`` and ``down_bias`` are frozen, too, or None.
     Casts leave them as they are: `.to(torch.bfloat16)` casts floating-point tensors only. Bytes can have no gradients:
     `model.requires_grad_(True)` raises; select floating-point parameters instead.
     """
@@ -107,17 +107,24 @@ def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: De
 
 
 def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Raise ValueError if a module of frozen experts is about to load qdata that are folded where its own are not, or
-    the other way round. With strict=False torch would load the qdata and skip their scales. It refuses qdata of other
-    shapes itself, as those of another format are."""
+    """Raise ValueError if a module of frozen experts is about to load qdata of the same shape that mean other values:
+    folded, or block FP8. With strict=False torch would load the qdata and skip their scales. It refuses qdata of other
+    shapes itself."""
     for name in ("gate_up_proj", "down_proj"):
-        folded, own = f"{prefix}{name}_row_scale" in state, getattr(module, f"{name}_row_scale", None) is not None
         qdata = state.get(f"{prefix}{name}_qdata")
-        if qdata is not None and qdata.shape == getattr(module, f"{name}_qdata").shape and folded != own:
+        own, got = _kind(module.state_dict(), name), _kind(state, prefix + name)
+        if qdata is not None and qdata.shape == getattr(module, f"{name}_qdata").shape and own != got:
             raise ValueError(
-                f"{prefix}{name}: expected a state of experts frozen with folded={own}, got folded={folded}: freeze "
-                f"the model with folded={folded} before it loads"
+                f"{prefix}{name}: expected a state of experts frozen with {own}, got {got}: freeze the model with "
+                f"{got} before it loads"
             )
+
+
+def _kind(state: Mapping[str, Any], name: str) -> str:
+    """How a weight of a state was frozen."""
+    if f"{name}_column_scale" not in state:
+        return '"fp8_block"'
+    return f"folded={f'{name}_row_scale' in state}"
 
 
 def frozen_weight(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor] = local_tensor) -> FrozenWeight:

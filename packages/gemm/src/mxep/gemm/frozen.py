@@ -1,11 +1,15 @@
 """FrozenWeight: a weight that stays quantized and is never trained, as checkpoints ship it or frozen from bf16.
 
-    freeze(w, "mxfp8")   E4M3, 1.04 bytes an element      blocks of 32 along K, scales in e8m0
-    freeze(w, "mxfp4")   E2M1, 0.53 bytes an element
+    freeze(w, "mxfp8")       E4M3, 1.04 bytes an element      blocks of 32 along K, scales in e8m0
+    freeze(w, "mxfp4")       E2M1, 0.53 bytes an element
+    freeze(w, "fp8_block")   E4M3, 1.00 bytes an element      blocks of 128 x 128, scales in fp32
 
     forward   its qdata, one scale per row                   dgrad   the same qdata, one scale per column
               mxfp8: stored so, multiplied where they lie            (`mxep.quant.fold_for_dgrad`), a byte an element
               mxfp4: expanded, a byte an element
+
+A scale in fp32 does not fold. The GEMM of Hopper multiplies its sums over 128 elements by it, both ways, exactly:
+forward as qdata lie, dgrad with qdata transposed.
 
 No bf16 copy of it is made on Hopper. The weight is expanded for one GEMM at a time, and the expansion is dropped after
 it. Folding MXFP8 to one scale per row rounds its smallest elements (`mxep.quant.fold`): below 1 in 10^4 of Gaussian
@@ -23,11 +27,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXFormat, MXTensor, column_scales, fold, quantize, to_mxfp8
+from mxep.quant import (
+    BLOCK,
+    E2M1,
+    E4M3,
+    BlockFP8,
+    MXFormat,
+    MXTensor,
+    column_scales,
+    fold,
+    quantize,
+    quantize_blocks,
+    to_mxfp8,
+)
 from mxep.runtime.bundle import Bundle
 
-FrozenFormat = Literal["mxfp8", "mxfp4"]
-FORMATS: dict[str, MXFormat] = {"mxfp8": E4M3, "mxfp4": E2M1}
+FrozenFormat = Literal["mxfp8", "mxfp4", "fp8_block"]
+FORMATS: dict[str, MXFormat] = {"mxfp8": E4M3, "mxfp4": E2M1, "fp8_block": E4M3}
+FP8_BLOCK = (128, 128)
+"""Rows x columns of a block of "fp8_block", as the GEMM multiplies them."""
 LOST = 1024
 """Elements of a group per element that may be kept beside."""
 _SCALE = torch.float8_e8m0fnu
@@ -39,7 +57,8 @@ class FrozenWeight(Bundle):
 
     Attributes:
         qdata: uint8, (G, N, K) of E4M3 or (G, N, K/2) of E2M1, two per byte.
-        scale: uint8 (G, N, K/32), e8m0 as shipped. column_scale: uint8 (G, K/32), scales for dgrad.
+        scale: uint8 (G, N, K/32), e8m0 as shipped. fp8_block: fp32 in 4 bytes each, (G, ceil(N/128), 4 ceil(K/128)).
+        column_scale: uint8 (G, K/32), scales for dgrad. fp8_block: None.
         row_scale: uint8 (G, N, 1) if qdata are folded to one scale per row, else None: they are as shipped.
         lost_index, lost_qdata: int32 and uint8 (G, N K / 1024), if folded: places within a group, -1 at the end, of
             elements that do not come back by unfolding, and their bytes as shipped.
@@ -47,14 +66,14 @@ class FrozenWeight(Bundle):
 
     qdata: Tensor
     scale: Tensor
-    column_scale: Tensor
+    column_scale: Tensor | None = None
     row_scale: Tensor | None = None
     lost_index: Tensor | None = None
     lost_qdata: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.qdata.shape[:-1], BLOCK * self.scale.shape[-1]))
+        return self.qdata.shape if self.column_scale is None else _with_last(self.qdata, BLOCK * self.scale.shape[-1])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,35 +86,39 @@ class FrozenWeight(Bundle):
 
     @property
     def format(self) -> FrozenFormat:
+        if self.column_scale is None:
+            return "fp8_block"
         return "mxfp8" if self.qdata.shape[-1] == self.shape[-1] else "mxfp4"
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors that it consists of, in order: 3, or 6 if they are folded."""
+        """The tensors that it consists of, in order: 2 of fp8_block, 3 of MX, or 6 if they are folded."""
         return [x for x in (getattr(self, name) for name in self.field_names) if x is not None]
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def along_k(self) -> MXTensor:
-        """The values that GEMMs multiply: qdata with one scale per row if they are stored so, else per 32 elements."""
+    def along_k(self) -> MXTensor | BlockFP8:
+        """The values that GEMMs multiply: qdata with one scale per row if they are stored so, else per block."""
+        if self.column_scale is None:
+            return BlockFP8(self.qdata.view(E4M3.dtype), self.scale.view(torch.float32), FP8_BLOCK)
         scale, block = (self.scale, BLOCK) if self.row_scale is None else (self.row_scale, self.shape[-1])
         qdata = self.qdata.view(FORMATS[self.format].dtype)
         return MXTensor(qdata, scale.view(_SCALE), None, -1, block, self.dtype, trusted=True)
 
-    def shipped(self) -> MXTensor:
-        """The bytes as they came: blocks of 32 along K."""
+    def shipped(self) -> MXTensor | BlockFP8:
+        """The bytes as they came: blocks of 32 along K, or of 128 x 128."""
         if self.row_scale is None or self.lost_index is None or self.lost_qdata is None:
             return self.along_k()
-        qdata = _unfolded(self.along_k().qdata, self.row_scale, self.scale)
+        qdata = _unfolded(self.qdata.view(E4M3.dtype), self.row_scale, self.scale)
         places, bytes_ = self.lost_index, qdata.flatten(1)
         groups, slots = torch.where(places >= 0)
         bytes_[groups, places[groups, slots].long()] = self.lost_qdata[groups, slots]
         return MXTensor(qdata.view(E4M3.dtype), self.scale.view(_SCALE), None, -1, BLOCK, self.dtype, trusted=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values (G, N, K) in `dtype`, default bf16, which holds them exactly."""
+        """The values (G, N, K) in `dtype`, default bf16, which holds those of MX formats exactly."""
         return self.along_k().dequantize(dtype or self.dtype)
 
     def __getitem__(self, groups: slice) -> "FrozenWeight":
@@ -109,6 +132,10 @@ def expanded(w: Any, expand: Callable[[FrozenWeight], Tensor]) -> Any:
     return expand(w) if isinstance(w, FrozenWeight) else w
 
 
+def _with_last(x: Tensor, size: int) -> torch.Size:
+    return torch.Size((*x.shape[:-1], size))
+
+
 def _unfolded(qdata: Tensor, row_scale: Tensor, scale: Tensor) -> Tensor:
     """uint8: the folded qdata in blocks of 32 with their scales again."""
     shift = (row_scale.int() - scale.int()).clamp(min=0).unsqueeze(-1)
@@ -119,15 +146,16 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
     """Freeze w (G, N, K). The result shares an MXTensor's scales, and its qdata unless they are folded.
 
     w: bf16 or fp32, quantized here along K to `fmt`. If it is quantized already, `fmt` must be its format. It is then
-        an MXTensor of E4M3 or E2M1 with blocks of 32 along K, or BlockFP8 with power-of-two scales ("mxfp8").
-    folded: store MXFP8 with one scale per row, as Hopper multiplies it. MXFP4 never is.
+        an MXTensor of E4M3 or E2M1 with blocks of 32 along K, BlockFP8 with power-of-two scales ("mxfp8"), or BlockFP8
+        in blocks of 128 x 128 ("fp8_block").
+    folded: store MXFP8 with one scale per row, as Hopper multiplies it. Other formats never are.
 
     Waits for the device. Raises ValueError for other formats and shapes. With folded=True it also raises ValueError if
     more than one in 1024 elements of a group do not fold exactly. Norms within a row that differ by 2^10 do that.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
-    if isinstance(w, BlockFP8):
+    if isinstance(w, BlockFP8) and fmt != "fp8_block":
         w = to_mxfp8(w)
     if len(w.shape) != 3 or w.shape[-1] % BLOCK:
         raise ValueError(f"freeze: expected w (G, N, K) with K a multiple of {BLOCK}, got {tuple(w.shape)}")
@@ -135,7 +163,10 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
         return _freeze(w, fmt, folded)
 
 
-def _freeze(w: Tensor, fmt: FrozenFormat, folded: bool) -> FrozenWeight:
+def _freeze(w: Tensor | BlockFP8, fmt: FrozenFormat, folded: bool) -> FrozenWeight:
+    if fmt == "fp8_block":
+        return _freeze_blocks(w)
+    assert isinstance(w, Tensor)
     w = w.clone() if w.is_inference() else w
     mx = w if isinstance(w, MXTensor) else quantize(w.detach(), fmt=FORMATS[fmt])
     if mx.qdata.dtype != FORMATS[fmt].dtype or mx.axis != -1 or mx.block_size != BLOCK or mx.row_index is not None:
@@ -148,6 +179,14 @@ def _freeze(w: Tensor, fmt: FrozenFormat, folded: bool) -> FrozenWeight:
     row_scale = rowwise.scale.view(torch.uint8)
     lost = _lost(rowwise.qdata, row_scale, scale, qdata)
     return FrozenWeight(rowwise.qdata.view(torch.uint8), scale, columns, row_scale, *lost)
+
+
+def _freeze_blocks(w: Tensor | BlockFP8) -> FrozenWeight:
+    if isinstance(w, MXTensor) or (isinstance(w, BlockFP8) and w.block_size != FP8_BLOCK):
+        raise ValueError(f"freeze: expected fp8_block, blocks of {FP8_BLOCK}, got {w}")
+    blocks = quantize_blocks(w, block_size=FP8_BLOCK) if isinstance(w, Tensor) else w
+    scale = blocks.scale_values().contiguous()
+    return FrozenWeight(blocks.qdata.contiguous().view(torch.uint8), scale.view(torch.uint8))
 
 
 def _lost(folded: Tensor, row_scale: Tensor, scale: Tensor, shipped: Tensor) -> tuple[Tensor, Tensor]:

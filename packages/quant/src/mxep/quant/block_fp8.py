@@ -68,22 +68,36 @@ class BlockFP8:
         if dtype not in VALUE_DTYPES:
             raise ValueError(f"dequantize: expected dtype {VALUE_DTYPES}, got {dtype}")
         n, k = self.shape[-2:]
-        scale = spread_scale(_scale_values(self.scale), self.block_size, n, k)
+        scale = spread_scale(self.scale_values(), self.block_size, n, k)
         return (values_of(self.qdata) * scale).to(dtype).contiguous()
+
+    @property
+    def mT(self) -> "BlockFP8":
+        """The transposed matrices (..., K, N): views."""
+        return BlockFP8(self.qdata.mT, self.scale.mT, self.block_size[::-1])
+
+    def scale_values(self) -> Tensor:
+        """The scales in fp32."""
+        return power_of_two(self.scale.view(torch.uint8)) if self.scale.dtype == SCALE_DTYPE else self.scale.float()
 
     def scale_exponents(self) -> Tensor | None:
         """The scales as e8m0 if all are powers of two in its range, or NaN. Otherwise None.
 
         Checkpoints store power-of-two scales as fp32 and bf16, too, so the values decide, not the dtype.
         """
-        if self.scale.dtype == SCALE_DTYPE:
-            return self.scale
-        mantissa, exponent = torch.frexp(self.scale.float())
-        nan = self.scale.isnan()
-        fits = nan | ((mantissa == 0.5) & (exponent >= -126))
-        if not bool(fits.all()):
-            return None
-        return torch.where(nan, NAN_SCALE, exponent + _ONE - 1).to(torch.uint8).view(SCALE_DTYPE)
+        return exponents_of(self.scale)
+
+
+def exponents_of(scale: Tensor) -> Tensor | None:
+    """`BlockFP8.scale_exponents` of any scales."""
+    if scale.dtype == SCALE_DTYPE:
+        return scale
+    mantissa, exponent = torch.frexp(scale.float())
+    nan = scale.isnan()
+    fits = nan | ((mantissa == 0.5) & (exponent >= -126))
+    if not bool(fits.all()):
+        return None
+    return torch.where(nan, NAN_SCALE, exponent + _ONE - 1).to(torch.uint8).view(SCALE_DTYPE)
 
 
 def quantize_blocks(
@@ -114,10 +128,11 @@ def quantize_blocks(
         smallest = torch.finfo(scale_dtype).smallest_normal  # half of it would lose bits
         scale = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=smallest)).to(scale_dtype)
         scale = torch.where(amax.isfinite() & scale.isfinite(), scale, torch.nan)
-    divisor = spread_scale(_scale_values(scale), block_size, n, k)
-    qdata = (values / divisor).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
-    qdata.view(torch.uint8).masked_fill_(divisor.isnan(), NAN_ELEMENT)
-    return BlockFP8(qdata, scale, block_size)
+    made = BlockFP8(torch.empty_like(values, dtype=E4M3.dtype), scale, block_size)
+    divisor = spread_scale(made.scale_values(), block_size, n, k)
+    made.qdata.copy_((values / divisor).clamp(-E4M3.max, E4M3.max))
+    made.qdata.view(torch.uint8).masked_fill_(divisor.isnan(), NAN_ELEMENT)
+    return made
 
 
 def rescale_blocks(x: BlockFP8) -> tuple[BlockFP8, Tensor]:
@@ -144,10 +159,6 @@ def spread_scale(scale: Tensor, block_size: BlockShape, rows: int, columns: int)
     high, wide = (min(size, whole) for size, whole in zip(block_size, (rows, columns)))
     scale = scale.repeat_interleave(high, -2)[..., :rows, :]
     return scale.repeat_interleave(wide, -1)[..., :columns]
-
-
-def _scale_values(scale: Tensor) -> Tensor:
-    return power_of_two(scale.view(torch.uint8)) if scale.dtype == SCALE_DTYPE else scale.float()
 
 
 def _amax(x: Tensor, block_size: BlockShape) -> Tensor:

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.quant.block_fp8 import BlockFP8, BlockShape
+from mxep.quant.block_fp8 import BlockFP8, BlockShape, exponents_of
 from mxep.quant.formats import BLOCK, E2M1
 from mxep.quant.tensor import MXTensor
 
@@ -113,6 +113,12 @@ class StoredWeight:
         assert self.block_size is not None
         grid = (-(-size // block) for size, block in zip(self.shape[-2:], self.block_size))
         return BlockFP8(data, scale.reshape(*data.shape[:-2], *grid), self.block_size)
+
+    def has_exponents(self) -> bool:
+        """Whether its scales are powers of two, so that `mxep.quant.to_mxfp8` is exact. Reads those of fp8_*."""
+        if not self.format.startswith("fp8"):
+            return self.format != "plain"
+        return exponents_of(self.checkpoint.tensor(self.tensors[1])) is not None
 
 
 class QuantizedCheckpoint:

@@ -68,11 +68,13 @@ R rows (tokens), D row length, S stored rows (slots) of an indexed tensor, G gro
 
 import math
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from mxep.quant import e2m1
+from mxep.quant.block_fp8 import BlockFP8
 from mxep.quant.checks import BLOCKS_2D, check_block, check_byte_elements
 from mxep.quant.e2m1 import widen
 from mxep.quant.formats import BLOCK, E2M1, E4M3, NAN_SCALE, SCALE_DTYPE, power_of_two
@@ -236,15 +238,23 @@ def fold_e2m1(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return fold_op.reference(*widen(qdata, scale), None, None)  # type: ignore[no-any-return]
 
 
-def fold_for_dgrad(mx: MXTensor, column_scale: Tensor | None = None) -> MXTensor:
+@overload
+def fold_for_dgrad(mx: MXTensor, column_scale: Tensor | None = None) -> MXTensor: ...
+@overload
+def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) -> MXTensor | BlockFP8: ...
+def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) -> MXTensor | BlockFP8:
     """`mx` (..., N, K) with one scale over all N rows of each column, as dgrad contracts it.
 
     mx: blocks of 32 along K (axis -1), or one scale per row with `column_scale`; E4M3, E5M2 or E2M1 (the result has
-        E4M3); no row index.
+        E4M3); no row index. Or BlockFP8, of which only the bytes move: the result is equal, contiguous along N.
     column_scale: (..., K/32) of `column_scales`, if it is known; of a folded weight, those from before it was folded.
     Returns (..., N, K) with axis -2 and block_size N; bytes contiguous along N, scale (..., 1, K), equal within each
     32 columns. No autograd. Raises ValueError for other blocks.
     """
+    if isinstance(mx, BlockFP8):
+        one = mx.qdata.new_full((*mx.shape[:-2], max(mx.shape[-2:]), 1), 127, dtype=torch.uint8).view(SCALE_DTYPE)
+        columns = one[..., : mx.shape[-1] // BLOCK, 0]
+        return BlockFP8(fold_columns(mx.qdata, one[..., : mx.shape[-2], :], columns).mT, mx.scale, mx.block_size)
     if column_scale is None:
         column_scale = column_scales(mx)
     n = mx.shape[-2]

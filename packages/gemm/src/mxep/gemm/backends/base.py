@@ -11,6 +11,7 @@ from mxep.gemm.recipe import Recipe
 from mxep.quant import (
     Axis,
     MXFormat,
+    MXTensor,
     quantize,
     quantize_columns_with_amax,
     quantize_joined,
@@ -36,6 +37,8 @@ class Backend(Protocol):
     Only reference waits for the device. Derive from this class to inherit its methods.
 
     name: name that users pick it by.
+    takes_block_fp8: True if forward and dgrad multiply BlockFP8 as it is, in blocks of 128 x 128. For others, frozen
+        weights in that format are quantized to MXFP8 at each call.
     wants_rowwise: True if its GEMMs fold MX rows to one scale per row. Producers of rows may then fold them at once,
         and plain operands get one scale per row, dgrad's weights one per column.
     bf16_is_torchs: True if a linear's plain bf16 GEMM is torch's, without asking the backend.
@@ -48,6 +51,7 @@ class Backend(Protocol):
     wants_rowwise: bool = False
     bf16_is_torchs: bool = True
     recordable: bool = False
+    takes_block_fp8: bool = False
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         """None if it runs on `device`, else the reason why not, as the end of a sentence."""
@@ -97,13 +101,19 @@ class Backend(Protocol):
             return quantize_columns_with_amax(w, amax, fmt=fmt, mode=mode)
         return quantize(w, fmt=fmt, mode=mode, axis=-2, block_size=None)
 
-    def expand_rowwise(self, w: FrozenWeight) -> Tensor:
+    def expand_rowwise(self, w: FrozenWeight) -> Any:
         """A frozen weight as `forward` multiplies it."""
-        return to_mxfp8(w.along_k())
+        return self._expanded(w, -1)
 
-    def expand_colwise(self, w: FrozenWeight) -> Tensor:
+    def expand_colwise(self, w: FrozenWeight) -> Any:
         """A frozen weight as `dgrad` multiplies it: the same values as forward, if the backend's fold is exact."""
-        return to_mxfp8(w.along_k())
+        return self._expanded(w, -2)
+
+    def _expanded(self, w: FrozenWeight, axis: int) -> Any:
+        x = w.along_k()
+        if isinstance(x, MXTensor):
+            return to_mxfp8(x)
+        return x if self.takes_block_fp8 else quantize(x.dequantize(), axis=axis)
 
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype

@@ -5,6 +5,8 @@
     dgrad    dy in the same way                x w, one scale a column                               -> da
     wgrad    dy, a (as they came) --fold for wgrad: transposed, tokens contiguous--> wgmma, x 2^e -> dw, or += dw
 
+A frozen weight of block FP8 is multiplied as it lies, x its scales every 128 elements; for dgrad it is transposed.
+
 Folding moves exponents into qdata (`mxep.quant.fold`). It is exact except for elements 2^-14 or more below the largest
 of their row. Unquantized operands, and weights in blocks or tiles, are quantized to one scale per row directly. Only
 those small elements differ: they are rounded once instead of twice. `mxep.gemm.fold_report` tells if that matters.
@@ -24,7 +26,7 @@ from mxep.gemm.backends.reference import Dequant, grouped_mm_reference
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, WgradOperands, fold, fold_for_dgrad, fold_for_wgrad
+from mxep.quant import BlockFP8, MXTensor, WgradOperands, fold, fold_for_dgrad, fold_for_wgrad
 from mxep.runtime.op import op
 
 
@@ -33,6 +35,7 @@ class Hopper(Backend):
 
     name = "hopper"
     recordable = True
+    takes_block_fp8 = True
     wants_rowwise = True
 
     def unsupported_reason(self, device: torch.device) -> str | None:
@@ -49,7 +52,7 @@ class Hopper(Backend):
     ) -> Tensor:
         if not isinstance(a, MXTensor):
             return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
-        a, w = _folded(a, offs), _folded(w)
+        a, w = _folded(a, offs), w if isinstance(w, BlockFP8) else _folded(w)
         out: Tensor = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
         return out
 
@@ -58,12 +61,14 @@ class Hopper(Backend):
             return Dequant().dgrad(dy, w, offs, out_dtype=out_dtype)
         return self.forward(dy, _transposed(w), offs, bias=None, out_dtype=out_dtype)
 
-    def expand_rowwise(self, w: FrozenWeight) -> Tensor:
-        mx = w.along_k()
-        return mx if w.row_scale is not None else fold(mx)
+    def expand_rowwise(self, w: FrozenWeight) -> Any:
+        x = w.along_k()
+        return fold(x) if isinstance(x, MXTensor) and w.row_scale is None else x
 
-    def expand_colwise(self, w: FrozenWeight) -> Tensor:
-        return fold_for_dgrad(w.along_k(), w.column_scale.view(torch.float8_e8m0fnu))
+    def expand_colwise(self, w: FrozenWeight) -> Any:
+        return fold_for_dgrad(
+            w.along_k(), None if w.column_scale is None else w.column_scale.view(torch.float8_e8m0fnu)
+        )
 
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
         if isinstance(dy, MXTensor) and isinstance(a, MXTensor):
@@ -121,8 +126,8 @@ def fp8_grouped_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), w_scale (G, N, 1), offs (G,) or None, bias (G, N) or None
-    -> (M, N) out_dtype."""
+    """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), w_scale (G, N, 1) e8m0 or of blocks of 128 x 128
+    (G, ceil(N/128), ceil(K/128)) fp32, offs (G,) or None, bias (G, N) or None -> (M, N) out_dtype."""
     out: Tensor = grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
     return out
 

@@ -7,7 +7,8 @@ reference goes group by group, in fp32, from dequantized operands:
 fp32 holds every qdata number times its scale exactly. The only errors are those of the fp32 sum and of the last
 rounding. With fp64 operands (recipe "bf16" only) everything is fp64. dgrad is the forward with w transposed.
 It reads offs on the host. This is free on a CPU and a sync on a GPU, so use it there only to check other backends.
-Its ops take the parts of an MXTensor: qdata, scale and row index, or a plain tensor and None, None.
+Its ops take the parts of an MXTensor: qdata, scale and row index, or a plain tensor and None, None. A weight of block
+FP8 is qdata and scales in fp32.
 
 dequant makes every operand bf16, and torch's grouped mm does the rest, on any device:
 
@@ -26,7 +27,8 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends.base import AlongTokens, Backend
-from mxep.quant import MXTensor, group_of_rows
+from mxep.gemm.frozen import FP8_BLOCK
+from mxep.quant import BlockFP8, MXTensor, group_of_rows
 from mxep.runtime.op import mode_listens, op
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
@@ -37,6 +39,7 @@ class Reference(Backend):
 
     name = "reference"
     recordable = True
+    takes_block_fp8 = True
     bf16_is_torchs = False
 
     def unsupported_reason(self, device: torch.device) -> str | None:
@@ -53,8 +56,10 @@ class Reference(Backend):
         return dw
 
 
-def parts_of(x: Tensor) -> Parts:
-    """(qdata, scale, row_index) of an MXTensor; (x, None, None) of a plain tensor."""
+def parts_of(x: Tensor | BlockFP8) -> Parts:
+    """(qdata, scale, row_index) of an MXTensor, (qdata, scale, None) of BlockFP8, (x, None, None) of a plain tensor."""
+    if isinstance(x, BlockFP8):
+        return x.qdata, x.scale, None
     return (x.qdata, x.scale, x.row_index) if isinstance(x, MXTensor) else (x, None, None)
 
 
@@ -117,6 +122,8 @@ def values_of_rows(parts: Parts, rows: int) -> Tensor:
     x, scale, index = parts
     if scale is None:
         return x[:rows] if x.dtype == torch.float64 else x[:rows].float()
+    if scale.dtype == torch.float32:
+        return BlockFP8(x, scale, FP8_BLOCK).dequantize(torch.float32)
     block_rows = 1 if index is not None or rows == 0 else x.shape[0] // scale.shape[0]
     block_cols = x.shape[1] // scale.shape[1]
     if index is not None:
@@ -164,6 +171,7 @@ class Dequant(Backend):
 
     name = "dequant"
     recordable = True
+    takes_block_fp8 = True
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type not in ("cpu", "cuda"):
@@ -212,11 +220,11 @@ def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
     return out if out.dtype == dtype else out.to(dtype)
 
 
-def _bf16(x: Tensor) -> Tensor:
+def _bf16(x: Tensor | BlockFP8) -> Tensor:
+    if isinstance(x, MXTensor | BlockFP8):
+        return x.dequantize(torch.bfloat16)
     if x.dtype == torch.float64:
         raise ValueError("got torch.float64, want bf16 or fp32 for torch's grouped mm: use backend 'reference'")
-    if isinstance(x, MXTensor):
-        return x.dequantize(torch.bfloat16)
     x = x.to(torch.bfloat16)
     transposed = x.ndim == 3 and x.mT.is_contiguous()  # weights stored (G, K, N), which torch accepts
     return x if transposed else x.contiguous()

@@ -36,9 +36,11 @@ def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))
     if M:
-        a_scale, w_scale = a_scale.view(torch.uint8).reshape(-1), w_scale.view(torch.uint8).reshape(-1)
+        blocks = w_scale.dtype == torch.float32
+        a_scale, w_scale = a_scale.view(torch.uint8).reshape(-1), w_scale.reshape(-1)
+        w_scale = w_scale if blocks else w_scale.view(torch.uint8)
         bias = None if bias is None else bias.contiguous()
-        _launch(out, a, w.reshape(G * N, K), a_scale, w_scale, bias, offs, M, N, K, ragged="rows")
+        _launch(out, a, w.reshape(G * N, K), a_scale, w_scale, bias, offs, M, N, K, ragged="rows", blocks=blocks)
     return out
 
 
@@ -121,7 +123,22 @@ def _tile_counter(device: torch.device) -> Tensor:
 
 
 def _launch(
-    out, a, b, a_scale, b_scale, bias, offs, M: int, N: int, K: int, *, ragged: str, add=False, halves=False, factor=1.0
+    out,
+    a,
+    b,
+    a_scale,
+    b_scale,
+    bias,
+    offs,
+    M: int,
+    N: int,
+    K: int,
+    *,
+    ragged: str,
+    add=False,
+    halves=False,
+    blocks=False,
+    factor=1.0,
 ) -> None:
     a_desc = Descriptor(a, a.shape, a.stride(), (BLOCK_M, BLOCK_K), _QDATA)
     b_desc = Descriptor(b, b.shape, b.stride(), (BLOCK_N, BLOCK_K), _QDATA)
@@ -132,6 +149,6 @@ def _launch(
     launch(
         grouped_mm_kernel, (num_sms_of(a.device),),
         a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, groups, M, N, K, factor,
-        RAGGED=ragged, STAGES=STAGES, INTERVAL=INTERVAL, GROUP_M=GROUP_M, ADD=add, HALVES=halves,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
+        RAGGED=ragged, STAGES=STAGES, INTERVAL=1 if blocks else INTERVAL, GROUP_M=GROUP_M, ADD=add, HALVES=halves,
+        BLOCKS=blocks, CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -15,8 +15,12 @@ columns into 64 registers over INTERVAL stages and adds them to that half's sum 
 over the same stages. One warpgroup adds while the other multiplies. Stages short of an interval come first, one by one.
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
+    BLOCKS                  the same with a number s[g, n / 128, k / 128] in fp32 for each block of b, in place of sb
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
     HALVES                  the halves of m are matrices of their own: all groups' first, then all groups' second
+
+With BLOCKS a stage is a block along K and half of a tile's columns are a block along N (INTERVAL 1): each sum that
+leaves the tensor core is multiplied by one number.
 
 Along a ragged contraction groups begin at multiples of BLOCK_K, with zeros after their last column (the alignment of
 fold_for_wgrad). Stages past the end of K or of a group read past the tensor's end, which gives zeros without traffic.
@@ -145,12 +149,24 @@ def _finish(part, empty, step, INTERVAL: gl.constexpr):
 
 
 @gluon.jit
-def _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, SUM: gl.constexpr):
-    """Add INTERVAL stages to both halves' sums."""
+def _add(
+    sum0, sum1, block0, block1, a_tiles, b_tiles, full, empty, step,
+    INTERVAL: gl.constexpr, BLOCKS: gl.constexpr, WHO: gl.constexpr, SUM: gl.constexpr,
+):  # fmt: skip
+    """Add INTERVAL stages to both halves' sums. With BLOCKS, block0 and block1 point to the scales of their blocks."""
+    if BLOCKS:  # loaded before the products begin
+        scale0 = gl.load(block0)
+        scale1 = gl.load(block1)
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
-    sum0 += wgmma_wait(0, deps=[part])
+    part = wgmma_wait(0, deps=[part])
+    if BLOCKS:
+        part *= scale0
+    sum0 += part
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
-    sum1 += _finish(part, empty, step, INTERVAL)
+    part = _finish(part, empty, step, INTERVAL)
+    if BLOCKS:
+        part *= scale1
+    sum1 += part
     return sum0, sum1
 
 
@@ -175,7 +191,7 @@ def _before_and_after(scale):
 def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row, end, column, N, ADD: gl.constexpr):
     """Scale, add, round and store 64 rows of half a tile. bf16 goes by TMA, except at the end of a group or to add."""
     L: gl.constexpr = half.type.layout
-    if column_scale is None:
+    if column_scale is None:  # row_scale: numbers, or columns of 64
         half = half * row_scale[0] * row_scale[1]
     else:
         half = half * row_scale[0][:, None]
@@ -229,7 +245,7 @@ def _tile(
     a_tiles, b_tiles, full, empty, staging,
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
     g, start, end, tile, m_tiles, n_tiles, step, stages, G, M, N, factor, RAGGED: gl.constexpr, INTERVAL: gl.constexpr,
-    GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, WHO: gl.constexpr,
+    GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
     BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
@@ -238,12 +254,25 @@ def _tile(
     SUM: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
     sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
     sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
+    block0 = b_scale_ptr
+    block1 = b_scale_ptr
+    if BLOCKS:
+        height = gl.cdiv(N, WIDTH)  # blocks along N
+        block = _position(tile, m_tiles, n_tiles, GROUP_M)[1] * 2
+        block0 += (g * height + block) * stages
+        block1 += (g * height + gl.minimum(block + 1, height - 1)) * stages
     for _ in range(stages % INTERVAL):
-        sum0, sum1 = _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, 1, WHO, SUM)
+        sum0, sum1 = _add(sum0, sum1, block0, block1, a_tiles, b_tiles, full, empty, step, 1, BLOCKS, WHO, SUM)
         step += 1
     for _ in range(stages // INTERVAL - 1):
-        sum0, sum1 = _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL, WHO, SUM)
+        sum0, sum1 = _add(sum0, sum1, block0, block1, a_tiles, b_tiles, full, empty, step, INTERVAL, BLOCKS, WHO, SUM)
         step += INTERVAL
+        if BLOCKS:
+            block0 += 1
+            block1 += 1
+    if BLOCKS:
+        last0 = gl.load(block0)
+        last1 = gl.load(block1)
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
     # Computed here, because the loop has no registers for it.
     i, j = _position(tile, m_tiles, n_tiles, GROUP_M)
@@ -255,8 +284,11 @@ def _tile(
         row_end = end
         m = row + gl.arange(0, 64, gl.SliceLayout(1, SUM))
         row_scale = _before_and_after(gl.load(a_scale_ptr + m, mask=m < end, other=0))
-        scale0 = _columns(b_scale_ptr, g, column, N, WIDTH)
-        scale1 = _columns(b_scale_ptr, g, column + WIDTH, N, WIDTH)
+        if BLOCKS:
+            row_scale = row_scale[0][:, None], row_scale[1][:, None]
+        else:
+            scale0 = _columns(b_scale_ptr, g, column, N, WIDTH)
+            scale1 = _columns(b_scale_ptr, g, column + WIDTH, N, WIDTH)
         if bias_ptr is not None:
             bias0 = _columns(bias_ptr, g, column, N, WIDTH)
             bias1 = _columns(bias_ptr, g, column + WIDTH, N, WIDTH)
@@ -267,10 +299,16 @@ def _tile(
         row_end = (g + second * G + 1) * height
         e = gl.load(a_scale_ptr + g)
         row_scale = _power(127 + (e >> 1)) * factor, _power(127 + (e - (e >> 1)))
-    sum0 += wgmma_wait(0, deps=[part])
+    part = wgmma_wait(0, deps=[part])
+    if BLOCKS:
+        part *= last0
+    sum0 += part
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
     _store(sum0, out_ptr, out_desc, staging, row_scale, scale0, bias0, row, row_end, column, N, ADD)
-    sum1 += _finish(part, empty, step, INTERVAL)
+    part = _finish(part, empty, step, INTERVAL)
+    if BLOCKS:
+        part *= last1
+    sum1 += part
     _store(sum1, out_ptr, out_desc, staging, row_scale, scale1, bias1, row, row_end, column + WIDTH, N, ADD)
     return step + INTERVAL
 
@@ -279,7 +317,8 @@ def _tile(
 def _multiply(
     a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging,
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor, RAGGED: gl.constexpr,
-    INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, WHO: gl.constexpr,
+    INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr,
+    WHO: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: computes 64 rows of every tile that has any of them in the group."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
@@ -307,7 +346,7 @@ def _multiply(
                     a_tiles, b_tiles, full, empty, staging.index(WHO),
                     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
                     g, start, end, tile - first, m_tiles, n_tiles, step, stages, G, M, N, factor,
-                    RAGGED, INTERVAL, GROUP_M, ADD, HALVES, WHO,
+                    RAGGED, INTERVAL, GROUP_M, ADD, HALVES, BLOCKS, WHO,
                 )  # fmt: skip
             else:
                 for _ in range(stages):
@@ -328,7 +367,8 @@ def _multiply(
 def grouped_mm_kernel(
     a_desc, b_desc, out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, tile_counter_ptr, G, M, N, K,
     factor, RAGGED: gl.constexpr, STAGES: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr,
-    ADD: gl.constexpr, HALVES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ADD: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
@@ -350,10 +390,10 @@ def grouped_mm_kernel(
         [
             (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
-                         RAGGED, INTERVAL, GROUP_M, ADD, HALVES, 0)),
+                         RAGGED, INTERVAL, GROUP_M, ADD, HALVES, BLOCKS, 0)),
             (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
-                         RAGGED, INTERVAL, GROUP_M, ADD, HALVES, 1)),
+                         RAGGED, INTERVAL, GROUP_M, ADD, HALVES, BLOCKS, 1)),
             (_load, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, a_desc, b_desc,
                      tile_counter_ptr, offs_ptr, G, M, N, K, RAGGED, INTERVAL, GROUP_M, ADD)),
         ],
