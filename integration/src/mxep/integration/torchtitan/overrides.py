@@ -173,4 +173,5 @@ class LoadMetrics(options.LoadMetrics):
 
 @override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")
 def metrics(config: Any) -> Any:
+    """Log loads of the experts that mxep runs with torchtitan's metrics."""
     return derive(config, LoadMetrics.Config)
