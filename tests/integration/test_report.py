@@ -20,9 +20,9 @@ from mxep.integration.train import Outcome, Run
 
 SPEED = "Speed (TFLOP/s: Megatron's count, 2 layers, vocabulary 256, sequence 32)"
 SECTIONS = {
-    "Loss in nats a byte",
+    "Loss in nats per byte",
     "Curves",
-    "Rows routed, over all steps, layers and ranks",
+    "Token copies, over all steps, layers and ranks",
     "Expert load, busiest / mean, last 20 steps",
     SPEED,
     "Where it ran",
@@ -86,26 +86,27 @@ def check_page(raw: str, rows: list[dict[str, Any]]) -> None:
     page = Page(raw)
     assert page.sections.keys() == SECTIONS
 
-    routing = page.table("Rows routed, over all steps, layers and ranks")
+    routing = page.table("Token copies, over all steps, layers and ranks")
     speed = page.table(SPEED)
     loads = page.table("Expert load, busiest / mean, last 20 steps")
     assert routing.keys() == speed.keys() == {"bf16", "mxfp8"}
     for name in ("bf16", "mxfp8"):
         of = [row for row in rows if row["run"] == name]
         totals = {key: sum(row[f"rows_{key}"] for row in of) for key in ("valid", "padding", "routed", "sent")}
-        assert {key: routing[name][key] for key in totals} == {key: f"{total:,}" for key, total in totals.items()}
-        assert routing[name]["dropped"] == routing[name]["invalid"] == "0"
-        assert routing[name]["padding / valid"] == f"{totals['padding'] / totals['valid']:.2%}"
+        columns = {"routed": "routed", "sent": "sent", "valid": "GEMM rows"}
+        assert all(routing[name][column] == f"{totals[key]:,}" for key, column in columns.items())
+        assert routing[name]["dropped"] == routing[name]["bad ids"] == "0"
+        assert routing[name]["padding"] == f"{totals['padding'] / totals['valid']:.2%}"
         for layer in range(2):
             assert loads[str(layer)][name] == f"{sum(row['expert_loads'][layer] for row in of[-20:]) / 20:.3f}"
         assert all(row["expert_load"] == max(row["expert_loads"]) >= 1 for row in of)
         assert speed[name]["seconds"] == f"{sum(row['seconds'] for row in of):,.1f}"
-        losses = page.table("Loss in nats a byte")[name]
+        losses = page.table("Loss in nats per byte")[name]
         assert losses["training, last 20 steps"] == f"{sum(row['loss'] for row in of[-20:]) / 20:.4f}"
 
     assert page.links == ["data:,"]
     titles = re.findall(r"<svg [^>]*><title>([^<]*)</title>", raw)
-    assert titles == ["loss, nats a byte", "difference from bf16, nats a byte, smoothed"]
+    assert titles == ["loss in nats per byte, by step", "mxfp8 - bf16 in nats per byte, smoothed"]
     assert not re.search(r"https?://|url\(|@import|<script", raw)
     assert "seed: 7\n" in page.sections["Config"][0][0]
     where = dict(page.sections["Where it ran"])
@@ -116,7 +117,7 @@ def check_page(raw: str, rows: list[dict[str, Any]]) -> None:
 def test_a_run_leaves_numbers_config_checkpoints_and_a_page_and_the_loss_falls(mxep, text: Path, tmp_path: Path):
     finished = mxep(*TINY, f"data.path={text}", "train.steps=30", "seed=7")
     assert finished.code == 0, finished.err
-    for wanted in ("bf16", "mxfp8", "difference", "held-out text", "sent", "routed", "padding / valid"):
+    for wanted in ("bf16", "mxfp8", "difference", "held-out text", "sent", "routed", "GEMM rows"):
         assert wanted in finished.out
     run = tmp_path / "run"
     assert "seed: 7" in (run / "config.yaml").read_text()
@@ -192,7 +193,7 @@ def test_curves_are_the_losses_raw_and_smoothed_and_their_difference():
     zero, above = curves_of(difference)
     assert all(value_at(difference, y) == pytest.approx(0.25, abs=0.002) for _, y in above)
     assert all(value_at(difference, y) == pytest.approx(0, abs=0.002) for _, y in zero)
-    assert ">mxfp8 - bf16<" in difference
+    assert ">mxfp8 - bf16 in nats per byte, smoothed<" in difference
 
 
 def test_a_long_curve_has_few_points_and_what_is_not_finite_none():
@@ -259,7 +260,7 @@ def test_a_browser_shows_the_curves_and_nothing_is_wider_than_a_window_or_a_phon
         assert found["charts"] == 2
         assert found["wide"] <= found["inner"]
         assert found["fetched"] == []
-        assert set(found["headings"]) == SECTIONS
+        assert set(found["headings"]) == SECTIONS - {SPEED} | {"Speed (TFLOP/s: Megatron's count)"}
 
     browse(page, 1100, f"--screenshot={tmp_path / 'shot.png'}")
     pixels = matplotlib.image.imread(tmp_path / "shot.png")[..., :3] * 255

@@ -151,7 +151,7 @@ class Text:
 
     name: its source. train, valid: (N,), (M,), uint8 bytes or int32 tokens. bytes_per_token: on average.
     digest: sha256 of all bytes, by which a resumed run notices that the text changed.
-    entropy: of single tokens, in nats a byte: the loss of a model that knows only their frequencies.
+    entropy: of single tokens, in nats per byte: the loss of a model that knows only their frequencies.
     tokenizer: tokenizer.json as text, or None for bytes.
     """
 

@@ -229,7 +229,7 @@ def snr(reference: Tensor, got: Tensor) -> float:
     if reference.shape != got.shape:
         raise ValueError(f"got shape {tuple(got.shape)}, wanted {tuple(reference.shape)}")
     signal = noise = 0.0
-    for one, other in zip(reference.flatten().split(CHUNK), got.flatten().split(CHUNK)):
+    for one, other in zip(reference.detach().flatten().split(CHUNK), got.detach().flatten().split(CHUNK)):
         exact = one.double()
         signal += float(exact.square().sum())
         noise += float((exact - other.double()).square().sum())

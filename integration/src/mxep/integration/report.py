@@ -61,6 +61,11 @@ class Section:
         """The same without rows."""
         return dataclasses.replace(self, rows=[])
 
+    @property
+    def filled(self) -> list[str]:
+        """The figures that any row has."""
+        return [name for name in self.figures if any(row.get(name) is not None for row in self.rows)]
+
     def texts(self, row: Row, names: Iterable[str]) -> list[str]:
         """The row's figures of these columns, formatted. A missing one is ""."""
         return ["" if row.get(name) is None else format(row[name], self.figures[name]) for name in names]
@@ -71,11 +76,11 @@ class Section:
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for name in self.labels:
             table.add_column(name, no_wrap=True)
-        found = {name for row in self.rows for name, value in row.items() if value is not None}
-        shown = [name for name in self.figures if name in found]
-        for name in shown:
+        for name in self.filled:
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True, max_width=0)
+        remarks = any(row.get("note") or row.get("error") for row in self.rows)
+        if remarks:
+            table.add_column("", no_wrap=True, max_width=0)
         previous: list[str] | None = None
         for row in self.rows:
             *first, last = [_label(row.get(name)) for name in self.labels]
@@ -83,12 +88,15 @@ class Section:
                 table.add_section()
             color, said = ("", row["note"]) if row.get("note") else ("[red]", row.get("error", ""))
             labels = [""] * len(first) if previous == first else first
-            table.add_row(*labels, last, *self.texts(row, shown), color + rich.markup.escape(said))
+            cells = [*labels, last, *self.texts(row, self.filled), color + rich.markup.escape(said)]
+            table.add_row(*cells[: len(table.columns)])
             previous = first
         needed = Measurement.get(console, console.options.update(width=1000), table).maximum
-        room = max(REMARK[0], min(REMARK[1], TERMINAL - needed))
-        table.columns[-1].max_width = room
-        console.width = max(console.width, needed + room)
+        if remarks:
+            room = max(REMARK[0], min(REMARK[1], TERMINAL - needed))
+            table.columns[-1].max_width = room
+            needed += room
+        console.width = max(console.width, needed)
         console.print(table)
 
 
@@ -165,7 +173,7 @@ def provenance(command: str, commit: str | None) -> dict[str, Any]:
     if cuda:
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         "versions": versions,
         "date": datetime.date.today().isoformat(),
@@ -192,20 +200,24 @@ def _output(*command: str) -> str | None:
 
 LAST = 20  # steps that the training loss at the end is averaged over
 TABLES = {
-    "Loss in nats a byte": {
+    "Loss in nats per byte": {
         "valid_loss": ("held-out text", ".4f"),
         "train_loss": (f"training, last {LAST} steps", ".4f"),
         "unigram_entropy": ("unigram entropy", ".4f"),
     },
-    "Rows routed, over all steps, layers and ranks": {
-        **{f"rows_{key}": (key, ",") for key in COUNTS},
-        "padding_share": ("padding / valid", ".2%"),
+    "Token copies, over all steps, layers and ranks": {
+        "rows_routed": ("routed", ","),
+        "rows_sent": ("sent", ","),
+        "rows_valid": ("GEMM rows", ","),
+        "padding_share": ("padding", ".2%"),
+        "rows_dropped": ("dropped", ","),
+        "rows_invalid": ("bad ids", ","),
         "expert_load": ("expert load", ".3f"),
     },
     "Speed": {
         "steps": ("steps", ","),
         "skipped": ("skipped", ","),
-        "ms_a_step": ("ms a step", ",.1f"),
+        "ms_a_step": ("ms per step", ",.1f"),
         "tokens_per_s": ("tokens/s", ",.0f"),
         "tflops": ("TFLOP/s", ",.3g"),
         "mfu": ("MFU", ".1%"),
@@ -216,10 +228,11 @@ TABLES = {
 """Title -> key of the summary -> column, format. On CPUs some columns have no figure."""
 # Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a deviation of 0.025.
 NOTE = "Rounding alone moves the loss of so short a run by a few hundredths, either way."
+EMULATED = "CPUs emulate MXFP8: these speeds say nothing of GPUs."
 
 
 def summarize(outcome: Outcome) -> dict[str, Any]:
-    """The outcome in numbers: losses in nats a byte, rows over all steps, layers and ranks."""
+    """The outcome in numbers: losses in nats per byte, rows over all steps, layers and ranks."""
     runs = [_summarize(run) for run in outcome.runs]
     summary: dict[str, Any] = {"text": outcome.text, "unigram_entropy": outcome.entropy, "runs": runs}
     if len(runs) == 2 and not outcome.stopped:
@@ -270,10 +283,13 @@ def show(summary: dict[str, Any], console: Console) -> None:
     """Print the tables at the end."""
     for table in tables(summary):
         table.show(console)
-    if len(summary["runs"]) > 1:
-        console.print(NOTE, highlight=False)
-    if all(run.get("peak_gib") is None for run in summary["runs"]):
-        console.print("CPUs emulate MXFP8: these speeds say nothing of GPUs.", highlight=False)
+    for remark in _remarks(summary["runs"]):
+        console.print(remark, highlight=False)
+
+
+def _remarks(runs: Sequence[Row]) -> list[str]:
+    """Sentences about the runs of a summary."""
+    return [NOTE] * (len(runs) > 1) + [EMULATED] * all(run.get("peak_gib") is None for run in runs)
 
 
 def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | None = None) -> None:
@@ -283,7 +299,7 @@ def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | No
     """
     common = set.intersection(*(set(overrides) for _, overrides in jobs))
     figures = {"held-out": ".4f", "training": ".4f", "tokens/s": ",.0f"}
-    table = Section("Sweep: loss in nats a byte", ("job", "run"), figures)
+    table = Section("Sweep: loss in nats per byte", ("job", "run"), figures)
     for folder, overrides in jobs:
         job = f"{folder.name}: {' '.join(each for each in overrides if each not in common)}"
         file = folder / "summary.json"
@@ -333,19 +349,26 @@ STYLE = """
   :root { --ink: #eee; --dim: #99a; --line: #333; --soft: #1c1c1c; --page: #111 } }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
        color: var(--ink); background: var(--page) }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-svg { width: 100%; height: auto } svg text { font-size: 12px; fill: var(--dim) } div { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+h1 { font-size: 1.6rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2.5rem }
+.dim, dt, small { color: var(--dim) } .dim { margin-top: .2rem }
+dl, .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, var(--least)), 1fr)) }
+dl { --least: 10rem } .charts { --least: 22rem }
+dl div { background: var(--soft); border-radius: .5rem; padding: .6rem 1rem } dt { font-size: .85rem }
+dd { margin: 0; font-size: 1.5rem; font-variant-numeric: tabular-nums } small { font-size: .85rem }
+svg { width: 100%; max-width: 40rem; height: auto } svg text { font-size: 12px; fill: var(--dim) }
+.wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .2rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
-th[scope=row], th.label { text-align: left } tbody th { font-weight: normal }
+th:first-child { padding-left: 0 } th[scope=row], th.label { text-align: left } tbody th { font-weight: normal }
 thead th { white-space: normal; vertical-align: bottom }
 .facts td { text-align: left; white-space: normal; overflow-wrap: anywhere }
 pre { background: var(--soft); padding: 1rem; overflow-x: auto }
+summary { margin-top: 2.5rem } summary h2 { display: inline }
+@media (max-width: 40rem) { th, td { padding: .2rem .4rem; font-size: .9rem } }
 """
 STYLES = (("#0072B2", "", 2.5), ("#D55E00", "9 4", 1.5), ("#888888", "2 4", 1.2))
 """Color, dashes and width of each run, and of what they are compared with: Okabe and Ito's colors, which color-blind
 readers tell apart. Curves often lie upon each other: each is narrower than those below."""
-WIDTH, LEFT, HEIGHT = 800, 56, 240
+WIDTH, LEFT, HEIGHT = 470, 48, 250
 POINTS = 800  # most of a curve
 
 
@@ -361,48 +384,55 @@ class Curve(NamedTuple):
 def page(outcome: Outcome, summary: dict[str, Any], config: Config) -> str:
     """report.html. summary: of `summarize`, with "provenance"."""
     runs, last = outcome.runs, outcome.runs[-1]
-    title = f"mxep task=train: {' beside '.join(run.name for run in runs)}, on {Path(outcome.text).name}"
-    remarks = [f"Stopped: {last.name}, step {last.steps} of {config.train.steps}."] * outcome.stopped
-    remarks += [NOTE] * (len(runs) > 1)
-    facts = dict(summary["provenance"])
+    title = " and ".join(run.name for run in runs) + ", trained alike" * (len(runs) > 1)
+    stopped = [f"Stopped: {last.name}, step {last.steps} of {config.train.steps}."] * outcome.stopped
+    remarks = "".join(f"<li>{escape(remark)}</li>" for remark in [*stopped, *_remarks(summary["runs"])])
+    facts = {"text": outcome.text, **summary["provenance"]}
     facts["versions"] = ", ".join(f"{name} {one}" for name, one in {"mxep": __version__, **facts["versions"]}.items())
-    shown = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(one))}</td></tr>'
-        for name, one in facts.items()
-        if one is not None
-    )
+    rows = ((escape(name), escape(str(one))) for name, one in facts.items() if one is not None)
+    shown = "".join(f'<tr><th scope="row">{name}</th><td>{one}</td></tr>' for name, one in rows)
+    ran = f"{last.steps:,} steps", f"{config.parallel.ranks} ranks", facts["device"], facts["date"]
+    about = escape(" · ".join(ran))
     lines = (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
         '<meta name="viewport" content="width=device-width">\n<link rel="icon" href="data:,">',
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
-        f"<ul>{''.join(f'<li>{escape(remark)}</li>' for remark in remarks)}</ul>",
-        _table(tables(summary)[0]),
-        "<h2>Curves</h2>",
-        *charts(runs, outcome.entropy),
-        *map(_table, details(runs, summary)),
-        f'<h2>Where it ran</h2>\n<div><table class="facts">{shown}</table></div>',
-        f"<h2>Config</h2>\n<pre>{escape(OmegaConf.to_yaml(OmegaConf.create(to_json(config))))}</pre>",
+        f'<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n<p class="dim">{about}</p>',
+        f"<dl>{''.join(_tiles(summary['runs']))}</dl>",
+        f"<ul>{remarks}</ul>" if remarks else "",
+        f'<h2>Curves</h2>\n<div class="charts">{"".join(charts(runs, outcome.entropy))}</div>',
+        *map(_table, [tables(summary)[0], *details(runs, summary)]),
+        f'<h2>Where it ran</h2>\n<div class="wide"><table class="facts">{shown}</table></div>',
+        "<details><summary><h2>Config</h2></summary>",
+        f"<pre>{escape(OmegaConf.to_yaml(OmegaConf.create(to_json(config))))}</pre>\n</details>",
         "</body>\n</html>\n",
     )
     return "\n".join(lines)
 
 
+def _tiles(runs: Sequence[Row]) -> Iterator[str]:
+    """What a reader looks for first."""
+    tiles = ("valid_loss", "held-out loss", "nats per byte", ".3f"), ("tokens_per_s", "speed", "tokens/s", ",.0f")
+    for (key, what, unit, form), run in itertools.product(tiles, runs):
+        if run.get(key) is not None:
+            yield f"<div><dt>{escape(run['name'])}, {what}</dt><dd>{run[key]:{form}} <small>{unit}</small></dd></div>"
+
+
 def charts(runs: Sequence[Run], entropy: float) -> Iterator[str]:
-    """SVGs: losses in nats a byte, raw and smoothed, then other runs minus the first. Skipped steps have no loss."""
+    """SVGs: losses in nats per byte, raw and smoothed, then other runs minus the first. Skipped steps have no loss."""
     curves = [[(row["step"], row["loss"]) for row in run.taken] for run in runs]
     last = max((step for curve in curves for step, _ in curve), default=1)
     drawn = []
     for run, curve, style in zip(runs, curves, STYLES):
         drawn += [Curve(None, style, curve, faint=True), Curve(run.name, style, smooth(curve))]
     level = Curve(f"unigram entropy, {entropy:.2f}", STYLES[-1], [(1, entropy), (last, entropy)])
-    yield chart("loss, nats a byte", [*drawn, level])
+    yield chart("loss in nats per byte, by step", [*drawn, level])
     of_base, zero = dict(curves[0]), Curve(None, STYLES[-1], [(1, 0.0), (last, 0.0)])
     for run, curve, style in zip(runs[1:], curves[1:], STYLES[1:]):
         both = [(step, loss - of_base[step]) for step, loss in curve if step in of_base]
         if both:
             name = f"{run.name} - {runs[0].name}"
-            title = f"difference from {runs[0].name}, nats a byte, smoothed"
-            yield chart(title, [zero, Curve(name, style, smooth(both))])
+            title = f"{name} in nats per byte, smoothed"
+            yield chart(title, [zero, Curve(None, style, smooth(both))])
 
 
 def chart(title: str, curves: Sequence[Curve]) -> str:
@@ -459,11 +489,11 @@ def _sums(values: list[float], weight: float) -> list[tuple[float, float]]:
 
 def _table(section: Section) -> str:
     head = "".join(f'<th class="label">{escape(name)}</th>' for name in section.labels)
-    head += "".join(f"<th>{escape(name)}</th>" for name in section.figures)
+    head += "".join(f"<th>{escape(name)}</th>" for name in section.filled)
     body = []
     for row in section.rows:
         cells = [f'<th scope="row">{escape(str(row.get(name, "")))}</th>' for name in section.labels]
-        cells += [f"<td>{escape(text)}</td>" for text in section.texts(row, section.figures)]
+        cells += [f"<td>{escape(text)}</td>" for text in section.texts(row, section.filled)]
         body.append(f"<tr>{''.join(cells)}</tr>")
     table = "\n".join(("<table>", f"<thead><tr>{head}</tr></thead>", "<tbody>", *body, "</tbody>", "</table>"))
-    return f"<h2>{escape(section.title)}</h2>\n<div>{table}</div>"
+    return f'<h2>{escape(section.title)}</h2>\n<div class="wide">{table}</div>'

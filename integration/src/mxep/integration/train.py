@@ -56,7 +56,7 @@ class Run:
 
     name: the recipe's. steps: their number so far. metrics: a dict for each step, as in metrics.jsonl.
     stopped: whether a signal came, before the last step or during the loss on held-out text.
-    valid_loss: nats a byte on held-out text, None if stopped. tflops_count: what its TFLOP/s count.
+    valid_loss: nats per byte on held-out text, None if stopped. tflops_count: what its TFLOP/s count.
     """
 
     name: str
@@ -216,7 +216,7 @@ class Trainer:
         speed = self.speed.of(time.perf_counter() - begun, memory)
         if self.text.tokenizer is not None:
             row["token_loss"] = row["loss"]
-        row["loss"] /= self.text.bytes_per_token  # nats a byte: comparable with runs on other tokens
+        row["loss"] /= self.text.bytes_per_token  # nats per byte: comparable with runs on other tokens
         row |= {key: None for key in ("loss", "token_loss", "grad_norm") if not math.isfinite(row.get(key, 0))}
         skipped = None if bad is None else str(bad)
         self.metrics.append({"run": self.name, "step": self.step, **row, "lr": lr, "skipped": skipped, **speed})
