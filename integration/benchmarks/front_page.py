@@ -1,7 +1,7 @@
 """The README's picture, from results that are kept: one layer of six models, and one whole model.
 
-    layer-h200.json   section "layer" of the runs on 4 GPUs: ms of forward + backward, lower is better
-    model-h200.json   section "model": tokens/s of a model's forward + backward, higher is better
+    eager-*-h200.json   section "eager" of all six models: ms of forward + backward, lower is better
+    model-h200.json     section "model": tokens/s of a model's forward + backward, higher is better
 
 python integration/benchmarks/front_page.py docs/results          writes docs/results/front-page.svg
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -22,24 +23,23 @@ Row = dict[str, Any]
 FILE = "front-page.svg"
 NAMES = {
     "deepseek_v3": "DeepSeek-V3, 128 experts",
-    "deepseek_proxy": "DeepSeek proxy",
+    "deepseek_proxy": "DeepSeek-V3, 32 experts",
     "qwen3_30b": "Qwen3-30B-A3B",
     "qwen3_235b": "Qwen3-235B-A22B",
     "llama4_scout": "Llama-4 Scout",
     "mixtral_8x7b": "Mixtral 8x7B",
     "qwen3_30b_16_layers": "Qwen3-30B-A3B, 16 layers",
 }
+LAYERS = "eager-models", "eager-llama4-mixtral"
 BASELINE = "baseline bf16"
 ALIASES = {
-    "standard bf16": BASELINE,
-    "standard fp8": "baseline fp8",
     "bf16/symmetric": "mxep bf16",
     "mxfp8/symmetric": "mxep mxfp8",
 }
-"""Name of a case in older results or in bench=layer -> its series here."""
+"""Name of a case in bench=layer -> its series here."""
 SERIES = {
     BASELINE: ("base", "bf16 baseline"),
-    "baseline fp8": ("fp8", "torchao FP8 (measured on DeepSeek-V3 only)"),
+    "baseline fp8": ("fp8", "torchao FP8, where measured"),
     "mxep bf16": ("bf16", "mxep bf16"),
     "mxep mxfp8": ("mxfp8", "mxep MXFP8"),
 }
@@ -52,37 +52,30 @@ svg { --page: #ffffff; --ink: #1f2328; --dim: #59636e; --line: #d1d9e0;
 @media (prefers-color-scheme: dark) {
   svg { --page: #0d1117; --ink: #f0f6fc; --dim: #9198a1; --line: #3d444d;
         --base: #8c8c8c; --fp8: #e69f00; --bf16: #9bd3f5; --mxfp8: #2b95d6 } }
-text { font-family: system-ui, -apple-system, "Segoe UI", Arial, sans-serif; font-size: 12px; fill: var(--ink) }
-.page { fill: var(--page); stroke: var(--line) } .title { font-size: 15px; font-weight: 600 }
-.dim { fill: var(--dim); font-size: 11px } .name { font-weight: 600 } .best { font-weight: 700 }
+text { font-family: system-ui, -apple-system, "Segoe UI", Arial, sans-serif; font-size: 13px; fill: var(--ink) }
+.page { fill: var(--page); stroke: var(--line) } .title { font-size: 16px; font-weight: 600 }
+.dim { fill: var(--dim); font-size: 12px } .name { font-weight: 600 } .best { font-weight: 700 }
 .base { fill: var(--base) } .fp8 { fill: var(--fp8) } .bf16 { fill: var(--bf16) } .mxfp8 { fill: var(--mxfp8) }
 """
-WIDTH, MARGIN, LEFT = 900, 20, 290  # LEFT: where bars begin. Room for DejaVu Sans, the widest of the fonts
-BAR, STEP, GAP = 11, 14, 15  # a bar's height, from bar to bar, between models
+WIDTH, MARGIN, LEFT = 640, 16, 222  # LEFT: where bars begin. Narrow: a phone shows all of it at once
+BAR, STEP, GAP = 13, 17, 16  # a bar's height, from bar to bar, between models
 ROOM = 115  # right of the longest bar, for its figure
 
 
-def layer_rows(results: Row) -> dict[str, list[Row]]:
-    """Model -> its rows of the layer, one a series, evenly routed, of the runs with the most GPUs."""
-    rows = [row for run in results["runs"] for row in run["sections"].get("layer", ())]
-    most = max(row["ranks"] for row in rows)
+def layer_rows(results: Sequence[Row]) -> dict[str, list[Row]]:
+    """Model -> its rows of the layer, one a series."""
     models: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in (row for result in results for row in result["sections"]["eager"]):
         what = ALIASES.get(row["what"], row["what"])
-        if row["ranks"] == most and not row["skew"] and what in SERIES:
+        if what in SERIES:
             models.setdefault(row["model"], []).append(row | {"what": what})
     return models
 
 
-def layer_shape(row: Row) -> str:
-    """`8192 tokens, 7168 x 2048, top-8 of 128`"""
-    tokens, dim, hidden, experts, top_k = row["shape"]
-    return f"{tokens} tokens/GPU, {dim} x {hidden}, top-{top_k} of {experts}"
-
-
-def model_shape(row: Row) -> str:
-    tokens, _, dim, hidden, experts, top_k = row["shape"]
-    return layer_shape({"shape": [tokens, dim, hidden, experts, top_k]})
+def shape(row: Row) -> tuple[str, str]:
+    """`8192 tokens per GPU`, `7168 x 2048, top-8 of 128`"""
+    tokens, *_, dim, hidden, experts, top_k = row["shape"]
+    return f"{tokens} tokens per GPU", f"{dim} x {hidden}, top-{top_k} of {experts}"
 
 
 class Page:
@@ -111,22 +104,21 @@ class Page:
         x = float(MARGIN)
         for kind, text in SERIES.values():
             self.box(x, self.y, 11, 11, kind)
-            self.text(x + 16, text, y=self.y + 10)
-            x += 40 + 6.8 * len(text)
+            self.text(x + 16, text, y=self.y + 11)
+            x += 32 + 7.6 * len(text)
         self.y += 26
 
-    def bars(self, name: str, shape: str, bars: list[tuple[str, float, str]], longest: float) -> None:
+    def bars(self, name: str, shape: tuple[str, str], bars: list[tuple[str, float, str]], longest: float) -> None:
         """bars: series, length, label; in the order of SERIES."""
         top = self.y
-        height = (len(bars) - 1) * STEP + BAR
-        self.text(MARGIN, name, "name", y=top + height / 2 - 2)
-        self.text(MARGIN, shape, "dim", y=top + height / 2 + 12)
+        for i, (text, kind) in enumerate(((name, "name"), *((line, "dim") for line in shape))):
+            self.text(MARGIN, text, kind, y=top + 11 + i * STEP)
         for i, (series, length, label) in enumerate(bars):
             width = length / longest * (WIDTH - MARGIN - ROOM - LEFT)
             self.box(LEFT, top + i * STEP, width, BAR, SERIES[series][0])
             best = "best" if series == "mxep mxfp8" else ""
-            self.text(LEFT + width + 6, label, best, y=top + i * STEP + 10)
-        self.y += height + GAP
+            self.text(LEFT + width + 6, label, best, y=top + i * STEP + 11)
+        self.y += len(bars) * STEP + GAP
 
     def svg(self, description: str) -> str:
         size = f'width="{WIDTH}" height="{self.y:g}" viewBox="0 0 {WIDTH} {self.y:g}"'
@@ -143,40 +135,37 @@ def times(row: Row) -> str:
     return "" if row["what"] == BASELINE else f" ({row['x bf16']:.2f}x)"
 
 
-def front_page(layer: Row, model: Row) -> str:
-    """The SVG of both results, as JSON has them."""
+def front_page(layers: Sequence[Row], model: Row) -> str:
+    """The SVG of results as JSON has them: of layers, and of one model."""
     page = Page()
-    models = layer_rows(layer)
-    run = next(run for run in layer["runs"] if run["sections"].get("layer"))
-    gpus = next(iter(models.values()))[0]["ranks"]
+    models = layer_rows(layers)
+    (gpus,) = {row["ranks"] for rows in models.values() for row in rows}
     (capacity,) = {row["capacity"] for rows in models.values() for row in rows if "capacity" in row}
     page.title(
         "One MoE layer, forward + backward: ms, shorter is better",
-        f"{gpus} {run['device']}s, {run['date']}, sustained; mxep a CUDA graph, room for {capacity:g} x balanced load.",
-        "baseline, torchao: grouped products behind NCCL's all-to-all, launched eagerly, as the host reads sizes.",
+        f"{gpus} {layers[0]['device']}s, all called eagerly; mxep with a capacity of {capacity:g}.",
+        "Baseline: torch's grouped GEMMs between NCCL's all-to-all. torchao: its GEMMs there.",
     )
     page.legend()
     longest = max(row["ms"] for rows in models.values() for row in rows)
-    for name, rows in models.items():
-        bars = [(row["what"], row["ms"], f"{row['ms']:.1f}{times(row)}") for row in in_order(rows)]
-        page.bars(NAMES.get(name, name), layer_shape(rows[0]), bars, longest)
+    for name in [name for name in NAMES if name in models]:
+        bars = [(row["what"], row["ms"], f"{row['ms']:.1f}{times(row)}") for row in in_order(models[name])]
+        page.bars(NAMES[name], shape(models[name][0]), bars, longest)
     rows = in_order(model["sections"]["model"])
     page.y += 4
     page.title(
         "A whole model, forward + backward: tokens/s, longer is better",
-        f"{rows[0]['ranks']} {model['device']}s, {model['date']}, transformers' model, no optimizer, called eagerly. "
-        "torchao: not measured.",
+        f"{rows[0]['ranks']} {model['device']}s, transformers' model, called eagerly, without an optimizer.",
     )
     longest = max(row["tokens/s"] for row in rows)
     bars = [(row["what"], row["tokens/s"], f"{row['tokens/s'] / 1e3:.1f}k{times(row)}") for row in rows]
-    name = str(rows[0]["model"])
-    page.bars(NAMES.get(name, name), model_shape(rows[0]), bars, longest)
+    page.bars(NAMES[rows[0]["model"]], shape(rows[0]), bars, longest)
     return page.svg("Times of MoE layers and speed of a whole model: bf16 baseline, torchao FP8, mxep bf16, mxep MXFP8")
 
 
 def main(folder: Path) -> None:
-    layer, model = (json.loads((folder / f"{name}-h200.json").read_text()) for name in ("layer", "model"))
-    (folder / FILE).write_text(front_page(layer, model))
+    *layers, model = (json.loads((folder / f"{name}-h200.json").read_text()) for name in (*LAYERS, "model"))
+    (folder / FILE).write_text(front_page(layers, model))
 
 
 if __name__ == "__main__":

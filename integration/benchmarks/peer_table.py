@@ -115,7 +115,7 @@ def picture(results: Sequence[Row], tokens: int) -> str:
     kinds = {"mxep bf16": "bf16", "mxep fp8": "fp8", "mxep mxfp8": "mxfp8", "mxep mxfp8, kept": "mxfp8"}
     page, found = Page(), by_cell(results)
     page.title(
-        "One MoE layer on one GPU, forward + backward: ms, shorter is better",
+        "One MoE layer on one GPU, forward + backward: ms",
         f"{results[0]['device']}, {results[0]['date']}, {tokens} tokens a rank. dB: SNR against fp64.",
     )
     for shape in dict.fromkeys(shape for shape, _ in found):
@@ -130,7 +130,7 @@ def picture(results: Sequence[Row], tokens: int) -> str:
             width = row["ms"] / longest * (WIDTH - MARGIN - ROOM - LEFT)
             page.text(MARGIN, row["peer"], "best" if row["peer"] in kinds else "dim", y=page.y + 10)
             page.box(LEFT, page.y, width, BAR, kinds.get(row["peer"], "base"))
-            page.text(LEFT + width + 6, f"{row['ms']:.3g}  {worst(row):.0f} dB", "dim", y=page.y + 10)
+            page.text(LEFT + width + 6, f"{row['ms']:.3g} ms, {worst(row):.0f} dB", "dim", y=page.y + 11)
             page.y += STEP
     page.y += MARGIN
     return page.svg("Times of one MoE layer on one GPU, mxep and its peers")
