@@ -56,7 +56,7 @@ def uv(folder: Path, *arguments: object, cwd: Path | None = None) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def install(folder: Path, what: list[Path]) -> None:
+def install(folder: Path, what: list[Path | str]) -> None:
     """The environment ``folder / "env"`` gets these packages and what they need, and loses what else it has."""
     if not (folder / "env").exists():
         uv(folder, "venv", "-q", "--python", sys.executable, "env")
@@ -133,7 +133,7 @@ def test_wheels_made_of_sdists_carry_licence_and_configs_and_train(folder: Path,
     assert carried == {
         str(path.relative_to(ROOT / "configs")): path.read_bytes() for path in ROOT.glob("configs/**/*.yaml")
     }
-    install(folder, list(wheels.values()))
+    install(folder, [*wheels.values(), f"{wheels['integration']}[command]"])
     small = ("model=tiny", "parallel=single", "data.max_bytes=100000", "data.batch=2", "train.valid_batches=1")
     printed = run(folder, "mxep", *small, "train.steps=2", "train.compare=false", "hydra.run.dir=trained")
     assert "held-out text" in printed

@@ -16,7 +16,7 @@ from rich.console import Console
 from composed import composed
 from integration.conftest import TINY
 from mxep import ep, gemm
-from mxep.integration import app, schema, verify
+from mxep.integration import __main__, app, schema, verify
 from mxep.integration import data as data_module
 from mxep.integration.config import ConfigError, prepare
 from mxep.integration.report import show_sweep
@@ -220,3 +220,11 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so_and_a_crash_says_how
         assert said in crashed.err
     assert "Traceback" not in crashed.err
     assert f"go on from {step} with: mxep resume={tmp_path / 'first'} {' '.join(lost)}" in crashed.err
+
+
+def test_without_its_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(__main__, "end_on_signals", lambda: None)
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    monkeypatch.delitem(sys.modules, "mxep.integration.app", raising=False)
+    with pytest.raises(SystemExit, match=r"hydra is missing: pip install 'mxep-integration\[command\]'"):
+        __main__.main()

@@ -1,13 +1,19 @@
 """The `mxep` command, as a console script and as `python -m mxep.integration`."""
 
+import sys
+
 from .launch import end_on_signals
 
 
 def main() -> None:
     """Run `app.main`. A Ctrl-C has an answer before anything slow is imported."""
     end_on_signals()
-    from .app import main as run
-
+    try:
+        from .app import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in ("hydra", "omegaconf", "rich"):
+            raise
+        sys.exit(f"mxep: {error.name} is missing: pip install 'mxep-integration[command]'")
     run()
 
 
