@@ -233,7 +233,7 @@ def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
         _say(f"stopped ({where}); {how}")
     else:
         report.show(summary, Console())
-        print(f"run folder: {_short(folder)}")
+        print(f"report: {_short(folder / 'report.html')}\nrun folder: {_short(folder)}")
     return code
 
 
@@ -288,6 +288,7 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
     how: Any = {"device": device or config.parallel.device, "steps": config.task.name in ("train", "compare")}
     if under_torchrun():
         return run_in_place(fn, args, **how)
+    _say(f"starting {config.ranks} rank{'s' * (config.ranks > 1)}")  # seconds go by before the first has a line
     return run_ranks(fn, args, world_size=config.ranks, timeout=config.parallel.timeout, **how)[0]
 
 
