@@ -5,7 +5,7 @@
              shifted                                           to fold: `mxep.quant.fold.shift_qdata`
              half_of_e2m1                                      to decode MXFP4
     groups   valid_rows, group_bounds                          ranges of the groups' rows
-    host     as_bytes, rows_of, num_sms, on_hopper             for launchers
+    host     rows_of, num_sms, on_hopper             for launchers
 
 Scales are int32 here, 0 to 255. Element formats are named by Triton's dtypes, tl.float8e4nv and tl.float8e5. Casts to
 them saturate and round to nearest even, and make 0x7f of any NaN.
@@ -28,11 +28,6 @@ _INF = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _TWO_TO_MINUS_127 = tl.constexpr(0x400000)
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Scales as uint8, because Triton has no e8m0."""
-    return x.view(torch.uint8)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,8 @@ _FORMATS = {
 _FORMATS |= {kind: code.upper() for kind, code in _FORMATS.items() if kind[0] == "u"}
 """Codes of `struct` for numbers, by their type in a kernel's signature."""
 _SIZES = {code: struct.calcsize(code) for code in _FORMATS.values()}
+_WITHOUT_TYPE = {torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
+"""Dtypes that Triton does not know."""
 
 
 _empty = torch.empty
@@ -196,9 +198,11 @@ class _Called:
 
 
 def for_triton(x: Any) -> Any:
-    """A kernel's argument as Triton takes it."""
+    """A kernel's argument as Triton takes it. Bytes stand in for dtypes that it does not have."""
     if type(x) is Length:
         return int(x)
+    if isinstance(x, Tensor):
+        return x.view(torch.uint8) if x.dtype in _WITHOUT_TYPE else x
     return x.for_triton() if hasattr(x, "for_triton") else x
 
 

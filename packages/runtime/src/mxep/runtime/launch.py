@@ -46,7 +46,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     args: all parameters but the constexprs, in order: tensors, ints, floats, None, and tensor descriptors. These have
         `base`, `block_shape`, the other fields that Triton's launcher reads, and a method `for_triton` that makes
-        Triton's own.
+        Triton's own. Kernels get tensors of e8m0 and E2M1 as uint8.
 
     constants: constexprs, which follow them in the kernel's signature, and options such as num_warps.
     """

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from mxep.quant.device import as_bytes, group_bounds, num_sms
+from mxep.quant.device import group_bounds, num_sms
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 BLOCK = tl.constexpr(32)
@@ -191,7 +191,7 @@ def grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype):
     tiles = (cdiv(m, how["BLOCK_M"]) + groups) * cdiv(n, how["BLOCK_N"])
     launch(
         grouped_mm_kernel, (_programs(tiles, a.device),),
-        a, as_bytes(a_scale), a_index, w, as_bytes(w_scale), offs,
+        a, a_scale, a_index, w, w_scale, offs,
         bias, out, m, n, c, groups,
         *a.stride(), *a_scale.stride(), *w.stride(), *w_scale.stride(), out.stride(0),
         W_BLOCK=n // w_scale.shape[1], GROUPS=next_power_of_2(groups), **how,
@@ -206,7 +206,7 @@ def grouped_wgrad(out, y, y_scale, x, x_scale, offs, factor=1.0, add=False):
     groups, n, k = out.shape[-3], y.shape[1], x.shape[1]
     how = launch_options()
     tiles = groups * cdiv(n, how["BLOCK_M"]) * cdiv(k, how["BLOCK_N"])
-    y, y_scale, x, x_scale = y.mT, as_bytes(y_scale).mT, x.mT, as_bytes(x_scale).mT
+    y, y_scale, x, x_scale = y.mT, y_scale.mT, x.mT, x_scale.mT
     launch(
         grouped_wgrad_kernel, (_programs(tiles, x.device),),
         y, y_scale, x, x_scale, offs.contiguous(), out, y.shape[1], n, k, groups,

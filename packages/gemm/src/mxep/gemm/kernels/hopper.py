@@ -36,11 +36,10 @@ def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))
     if M:
-        blocks = w_scale.dtype == torch.float32
-        a_scale, w_scale = a_scale.view(torch.uint8).reshape(-1), w_scale.reshape(-1)
-        w_scale = w_scale if blocks else w_scale.view(torch.uint8)
+        w = w if w.is_contiguous() else w.reshape(G * N, K)
+        scales, blocks = (a_scale.contiguous(), w_scale.contiguous()), w_scale.dtype == torch.float32
         bias = None if bias is None else bias.contiguous()
-        _launch(out, a, w.reshape(G * N, K), a_scale, w_scale, bias, offs, M, N, K, ragged="rows", blocks=blocks)
+        _launch(out, a, w, *scales, bias, offs, M, N, K, ragged="rows", blocks=blocks)
     return out
 
 
@@ -141,7 +140,7 @@ def _launch(
     factor=1.0,
 ) -> None:
     a_desc = Descriptor(a, a.shape, a.stride(), (BLOCK_M, BLOCK_K), _QDATA)
-    b_desc = Descriptor(b, b.shape, b.stride(), (BLOCK_N, BLOCK_K), _QDATA)
+    b_desc = Descriptor(b, (b.numel() // K, K), b.stride()[-2:], (BLOCK_N, BLOCK_K), _QDATA)
     out_desc = None
     if out.dtype == torch.bfloat16:
         out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (HALF_ROWS, BLOCK_N // 2), _BF16)

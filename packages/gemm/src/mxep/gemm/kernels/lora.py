@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import as_bytes, group_bounds, power_of_two, valid_rows
+from mxep.quant.device import group_bounds, power_of_two, valid_rows
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 SHRINK_TILE, EXPAND_TILE, WGRAD_TILE = (32, 128), (64, 128), (64, 128)
@@ -197,7 +197,7 @@ def lora_wgrad(out, inner, x, x_scale, x_index, offs, scale):
 def _dense(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     assert x.stride(1) == 1, "columns are next to each other"
     assert scale is None or scale.shape[1] == 1 or scale.stride(1) == 1, "scales of a row are next to each other"
-    return x, None if scale is None else as_bytes(scale)
+    return x, None if scale is None else scale
 
 
 def _strides(x: Tensor, scale: Tensor | None) -> tuple[int, int]:

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import NAN_SCALE, abs_bits, as_bytes, num_sms, reciprocal, rows_of, scale_of_amax
+from mxep.quant.device import NAN_SCALE, abs_bits, num_sms, reciprocal, rows_of, scale_of_amax
 from mxep.quant.formats import E2M1, E4M3, SCALE_DTYPE
 from mxep.quant.shapes import empty_rows
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
@@ -100,7 +100,7 @@ def quantize_e2m1(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor
         chunk = min(next_power_of_2(block_size), LONGEST)
         blocks = max(1, QUANTIZE_ELEMENTS // chunk)
         launch(quantize_e2m1_kernel, (cdiv(scale.numel(), blocks),),
-            x, as_bytes(qdata), as_bytes(scale), scale.numel(), MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=blocks,
+            x, qdata, scale, scale.numel(), MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=blocks,
             CHUNK=chunk, num_warps=max(4, chunk // 1024),
         )  # fmt: skip
     return qdata, scale
@@ -224,7 +224,7 @@ def fold_e2m1(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     width = 2 * qdata.shape[-1]
     folded, folded_scale = empty_rows(qdata, E4M3.dtype, 0, (*qdata.shape[:-1], width))
     if folded.numel():
-        qdata, scale = rows_of(as_bytes(qdata)), rows_of(as_bytes(scale))
+        qdata, scale = rows_of(qdata.view(torch.uint8)), rows_of(scale)
         if qdata.data_ptr() % ALIGNMENT or qdata.stride(0) % ALIGNMENT:
             qdata = qdata.clone(memory_format=torch.contiguous_format)
         pairs = width // 16
@@ -232,7 +232,7 @@ def fold_e2m1(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         rows = max(1, TILE_PAIRS // padded)
         tiles, warps = cdiv(folded_scale.numel(), rows), min(32, max(1, rows * padded // WARP_PAIRS))
         launch(fold_e2m1_kernel, (min(tiles, PROGRAMS_PER_SM * num_sms(qdata.device)),),
-            qdata.view(torch.int32), scale, folded.view(torch.int32), as_bytes(folded_scale),
+            qdata.view(torch.int32), scale, folded.view(torch.int32), folded_scale,
             qdata.stride(0) // ALIGNMENT, scale.stride(0), folded_scale.numel(),
             PAIRS=pairs, ROWS=rows, CHUNK=min(CHUNK * warps, padded), num_warps=warps,
         )  # fmt: skip

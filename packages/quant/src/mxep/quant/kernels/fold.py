@@ -45,7 +45,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import NAN_SCALE, as_bytes, group_bounds, half_of_e2m1, num_sms, rows_of, shifted, valid_rows
+from mxep.quant.device import NAN_SCALE, group_bounds, half_of_e2m1, num_sms, rows_of, shifted, valid_rows
 from mxep.quant.kernels.quantize import program_tile, store_transposed
 from mxep.quant.shapes import empty_rows, num_rows, padded_rows, picked_shape
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
@@ -110,14 +110,14 @@ def fold(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | 
     if folded.numel():
         sub = math.gcd(qdata.shape[-1] // scale.shape[-1], 32)
         per_scale = qdata.shape[-1] // scale.shape[-1] // sub
-        qdata, scale = rows_of(qdata), rows_of(as_bytes(scale))
+        qdata, scale = rows_of(qdata), rows_of(scale)
         blocks = qdata.shape[1] // sub
         padded = next_power_of_2(blocks) * sub
         rows = max(1, TILE_ELEMENTS // padded)
         share = 1 if qdata.dtype == torch.float8_e4m3fn else 2  # E5M2 takes more registers
         tiles = cdiv(folded_scale.numel(), rows)
         launch(fold_kernel, (min(tiles, PROGRAMS_PER_SM * num_sms(qdata.device)),),
-            qdata, scale, row_index, offs, folded, as_bytes(folded_scale), qdata.stride(0), scale.stride(0),
+            qdata, scale, row_index, offs, folded, folded_scale, qdata.stride(0), scale.stride(0),
             folded_scale.numel(), 0 if offs is None else offs.shape[0],
             BLOCKS=blocks, SUB=sub, PER_SCALE=per_scale,
             WORDS=all(n % 4 == 0 for n in (qdata.data_ptr(), qdata.stride(0), sub)), ROWS=rows,
@@ -201,11 +201,11 @@ def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
     n, k = qdata.shape[-2], qdata.shape[-1] * (2 if packed else 1)
     folded = torch.empty((*qdata.shape[:-2], k, n), dtype=dtype, device=qdata.device)
     if folded.numel():
-        qdata, scale = qdata.contiguous(), as_bytes(scale).contiguous()
+        qdata, scale = qdata.contiguous(), scale.contiguous()
         block_m, block_n = PACKED_TILE if packed else COLUMNS_TILE
         grid = (folded.numel() // (n * k) * cdiv(n, block_m) * cdiv(k, block_n),)
         launch(fold_columns_kernel, grid,
-            as_bytes(qdata) if packed else qdata, scale, as_bytes(column_scale).contiguous(), folded, n, k,
+            qdata, scale, column_scale.contiguous(), folded, n, k,
             BLOCK=k // scale.shape[-1], PACKED=packed, PACK=1 if n % 8 else 8, BLOCK_M=block_m, BLOCK_N=block_n,
             num_warps=COLUMNS_WARPS,
         )  # fmt: skip
@@ -352,7 +352,7 @@ def fold_for_wgrad(x, x_scale, x_index, y, y_scale, y_index, offs, alignment):
     exponent, out_offs = torch.empty_like(offs), torch.empty_like(offs)
     unset = torch.full((2 * width + cdiv(num_groups, 2),), -1, dtype=torch.int64, device=device)
     x_record, y_record, most = unset[:width], unset[width : 2 * width], unset[2 * width :].view(torch.int32)
-    x, y, x_scale, y_scale = rows_of(x), rows_of(y), rows_of(as_bytes(x_scale)), rows_of(as_bytes(y_scale))
+    x, y, x_scale, y_scale = rows_of(x), rows_of(y), rows_of(x_scale), rows_of(y_scale)
     programs = WGRAD_PROGRAMS_PER_SM * num_sms(device)
 
     padded_groups = next_power_of_2(num_groups)

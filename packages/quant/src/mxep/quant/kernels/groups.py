@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import as_bytes, group_bounds, power_of_two, valid_rows
+from mxep.quant.device import group_bounds, power_of_two, valid_rows
 from mxep.quant.shapes import (
     GROUP_SUMS_LANES,
     SWIZZLE_ROWS,
@@ -147,7 +147,7 @@ def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple
         _pick(qdata.view(torch.uint8), scale, row_index, None, out.view(torch.uint8), out_scale)
     else:
         _pick(qdata.view(torch.uint8), None, row_index, None, out.view(torch.uint8), None)
-        _pick(as_bytes(scale), None, row_index, None, as_bytes(out_scale), None)
+        _pick(scale, None, row_index, None, out_scale, None)
     return out, out_scale
 
 
@@ -210,7 +210,7 @@ def _pick(x, scale, row_index, offs, out, out_scale, *, swizzle: bool = False) -
     if not rows * k * batch:
         return
     if scale is not None:
-        scale = as_bytes(scale)
+        scale = scale
         scale = scale.flatten(0, -3) if scale.ndim > 2 else scale[None]
     block_m, block_n = (SWIZZLE_ROWS, 128) if swizzle else WIDE
     row_tiles = cdiv(rows, block_m)
@@ -219,7 +219,7 @@ def _pick(x, scale, row_index, offs, out, out_scale, *, swizzle: bool = False) -
         row_tiles = out_scale.shape[-2] // SWIZZLE_ROWS
     num_groups = 0 if offs is None else offs.shape[0]
     launch(pick_kernel, (row_tiles * cdiv(k, block_n), batch),
-        x, scale, row_index, offs, out, None if out_scale is None else as_bytes(out_scale),
+        x, scale, row_index, offs, out, None if out_scale is None else out_scale,
         0 if x is None else x.stride(0), *((0, 0, 0) if scale is None else scale.stride()), rows, k, num_groups,
         0 if out_scale is None or batch == 1 else out_scale.shape[-2] * out_scale.shape[-1],
         BLOCK_SIZE=32, SWIZZLE=swizzle, GROUPS=next_power_of_2(max(num_groups, 1)), BLOCK_M=block_m,
@@ -271,7 +271,7 @@ def group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) -
     out = empty_group_sums(x, offs)
     x, scale = (part if part is None or part.stride(1) == 1 else part.contiguous() for part in (x, scale))
     launch(group_sums_kernel, (groups, cdiv(width, BLOCK_N)),
-        x, None if scale is None else as_bytes(scale), offs, out, rows, groups, width, x.stride(0),
+        x, None if scale is None else scale, offs, out, rows, groups, width, x.stride(0),
         0 if scale is None else scale.stride(0), block_size,
         LANES=GROUP_SUMS_LANES, BLOCK_N=BLOCK_N, UNIT=math.gcd(block_size, BLOCK_N), num_warps=4,
     )  # fmt: skip

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax
+from mxep.quant.device import abs_bits, num_sms, reciprocal, scale_of_amax
 from mxep.quant.shapes import empty_2d, empty_columns, empty_rows, joined, joined_shape
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 from mxep.runtime.lengths import Length
@@ -211,7 +211,7 @@ def _quantize(x: Tensor, room: int | None, dtype: torch.dtype, mode: str, block_
         tile = max(1, (TILE_ELEMENTS if chunk == block_size <= TILE_ELEMENTS else LONG_ELEMENTS) // chunk)
         blocks = scale.numel() if room is None else Length(len(x), functools.partial(operator.mul, scale.shape[1]))
         launch(quantize_blocks_kernel, (cdiv(scale.numel(), tile),),
-            x.contiguous(), qdata, as_bytes(scale), blocks, MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=tile,
+            x.contiguous(), qdata, scale, blocks, MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=tile,
             CHUNK=chunk, num_warps=max(4, chunk // 2048),
         )  # fmt: skip
     return qdata, scale
@@ -225,7 +225,7 @@ def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tu
     qdata, scale = empty_2d(x, dtype, block_size)
     if x.numel():
         launch(quantize_2d_kernel, (x.numel() // k // block_size, cdiv(k, BLOCK_N_2D)),
-            x.contiguous(), qdata, as_bytes(scale), k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_N=BLOCK_N_2D,
+            x.contiguous(), qdata, scale, k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_N=BLOCK_N_2D,
             num_warps=8,
         )  # fmt: skip
     return qdata, scale
@@ -309,7 +309,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
     if x.numel() and 16 <= block_size <= min(TILE) and block_size & (block_size - 1) == 0:  # blocks fill a tile
         block_m, block_n = TILE
         launch(quantize_tile_kernel, (x.numel() // (n * k) * cdiv(n, block_m) * cdiv(k, block_n),),
-            x, qdata, as_bytes(scale), n, k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
+            x, qdata, scale, n, k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
             num_warps=NUM_WARPS,
         )  # fmt: skip
     elif x.numel():
@@ -339,7 +339,7 @@ def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor,
     packed = block_size % 8 == width % 8 == qdata.storage_offset() % 8 == 0
     grid = (bits.shape[0] * cdiv(block_size, block_m) * cdiv(k, block_n),)
     launch(quantize_long_columns_kernel, grid,
-        x, bits, qdata, as_bytes(scale), block_size, n, k, None if width == n else width, MODE=mode,
+        x, bits, qdata, scale, block_size, n, k, None if width == n else width, MODE=mode,
         PACK=8 if packed else 1, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
     )  # fmt: skip
 
@@ -391,7 +391,7 @@ def quantize_joined_rows(
     qdata, scale = empty_rows(x, dtype, 0, joined_shape(-1, *parts))
     if x.shape[0]:
         launch(quantize_joined_rows_kernel, (x.shape[0],),
-            parts[0], parts[1], parts[-1], qdata, as_bytes(scale), KX=widths[0], KY=widths[1], KZ=widths[2], MODE=mode,
+            parts[0], parts[1], parts[-1], qdata, scale, KX=widths[0], KY=widths[1], KZ=widths[2], MODE=mode,
             num_warps=max(4, next_power_of_2(padded // 2048)),
         )  # fmt: skip
     return qdata, scale
@@ -460,7 +460,7 @@ def quantize_per_row(
     wide = next_power_of_2(k) > 2048
     rows = 8 // x.element_size() if k <= LONGEST // 2 else 1
     batch, all_rows = amax.numel() // k, None if y is None else n
-    for part, (to, scale_to) in _places((qdata, as_bytes(scale)), -2, x, y, z):
+    for part, (to, scale_to) in _places((qdata, scale), -2, x, y, z):
         n = part.shape[-2]
         steps = _steps(batch, n, rows, num_sms(x.device) * (1 if wide else 3))
         launch(quantize_rows_with_amax_kernel, (batch * cdiv(n, rows * steps),),

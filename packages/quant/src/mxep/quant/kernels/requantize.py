@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import as_bytes, half_of_e2m1, on_hopper, power_of_two, valid_rows
+from mxep.quant.device import half_of_e2m1, on_hopper, power_of_two, valid_rows
 from mxep.quant.kernels.quantize import program_tile, quantize_tile_columns
 from mxep.quant.shapes import empty_columns, num_rows, picked_shape
 from mxep.runtime.launch import cdiv, launch
@@ -78,12 +78,12 @@ def requantize(qdata, scale, block_rows, block_columns, row_index, offs, dtype, 
         return out, out_scale
     if qdata.stride(-1) != 1:
         qdata = qdata.contiguous()
-    qdata, scale = (x.flatten(0, -3) if x.ndim > 2 else x[None] for x in (qdata, as_bytes(scale)))
+    qdata, scale = (x.flatten(0, -3) if x.ndim > 2 else x[None] for x in (qdata, scale))
     k, r = out.shape[-2:]
     block_m, block_n = TILE
     grid = (qdata.shape[0] * cdiv(r, block_m) * cdiv(k, block_n),)
     launch(requantize_kernel, grid,
-        qdata, scale, row_index, offs, out, as_bytes(out_scale),
+        qdata, scale, row_index, offs, out, out_scale,
         r, k, 0 if offs is None else offs.shape[0],
         qdata.stride(0), qdata.stride(1), *scale.stride(), block_rows, block_columns,
         MODE=mode, UNIT=math.gcd(32, block_columns), BLOCK_M=block_m, BLOCK_N=block_n,
@@ -136,7 +136,7 @@ def dequantize_kernel(
 def dequantize_e2m1(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """mxep::dequantize_e2m1."""
     block = qdata.shape[-1] // scale.shape[-1]
-    values: Tensor = dequantize(as_bytes(qdata), scale, 1, block, row_index, dtype, per_byte=2)
+    values: Tensor = dequantize(qdata.view(torch.uint8), scale, 1, block, row_index, dtype, per_byte=2)
     return values
 
 
@@ -145,7 +145,7 @@ def dequantize(qdata, scale, block_rows, block_columns, row_index, dtype, *, per
     rows, k = num_rows(qdata, row_index), qdata.shape[-1]
     out = torch.empty((*qdata.shape[:-2], rows, per_byte * k), dtype=dtype, device=qdata.device)
     if out.numel():
-        qdata, scale = qdata.reshape(-1, *qdata.shape[-2:]), as_bytes(scale).reshape(-1, *scale.shape[-2:])
+        qdata, scale = qdata.reshape(-1, *qdata.shape[-2:]), scale.reshape(-1, *scale.shape[-2:])
         block_m, block_n = DEQUANTIZE_TILE
         grid = (cdiv(rows, block_m) * cdiv(k, block_n), qdata.shape[0])
         launch(dequantize_kernel, grid,
