@@ -235,7 +235,7 @@ def test_without_a_library_it_says_what_to_install(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["recipe=mxfp8,fp8", "-m"], ["recipe=[a]"], ["recipe=mine", "--config-dir=d"], ["model=null"], ["task=verify"]],
+    [["recipe=mxfp8,fp8", "-m"], ["recipe=[a]"], ["recipe=mine", "--config-dir=d"], ["task=verify"]],
 )
 def test_what_hydra_reads_is_left_to_it(arguments: list[str]):
     assert command_line_complaint(arguments, TASKS) is None
@@ -247,6 +247,8 @@ def test_what_hydra_reads_is_left_to_it(arguments: list[str]):
         (["recipe=int3"], "no such choice: recipe=int3; wanted auto, bf16, fp8"),
         (["recipe=mxpf8"], "no such choice: recipe=mxpf8; did you mean mxfp8?"),
         (["recipe=mxfp8_32x32"], "no such choice: recipe=mxfp8_32x32; did you mean recipe.name=mxfp8_32x32?"),
+        (["model=null"], "no such choice: model=null; wanted deepseek_v3_proxy"),
+        (["-m", "model=tiny,null"], "override must be a string or a list. Got NoneType"),
         (["recipe.name=mxpf8"], "recipe: got 'mxpf8', want bf16, fp8, mxfp8; after fp8 and mxfp8 also _e5m2"),
         (["recipe.name=mxfp8_wgrad_bf16_e5m2"], "; did you mean mxfp8_e5m2_wgrad_bf16?"),
         (["recipe.linear=mxpf8_e5m2"], "recipe: got 'mxpf8_e5m2', want bf16, fp8, mxfp8"),

@@ -109,7 +109,7 @@ def _hydra_raises() -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # asks Hydra to raise
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a group that is null
         said = str(error).partition("Config search path:")[0].strip()
         cause = str(error.__cause__ or "").partition("\n")[0]
         raise ConfigError("\n".join(filter(None, [said, cause if cause not in said else ""]))) from error

@@ -228,7 +228,7 @@ def _complaints(config: Config) -> Iterator[str]:
         yield from _check_verify(config)
     if task == "estimate":
         known = *RECIPES, *(f"{recipe}_{KEPT_IN_FP8}" for recipe in RECIPES[1:])
-        yield from unknown("estimate.recipes", config.estimate.recipes, known)
+        yield from unknown("estimate.recipes", config.estimate.recipes or ["[]"], known)
     if task == "bench":
         yield from load_benchmark("runner").complaints(config.bench)
     for key in ("bench.out", "compare.out"):

@@ -356,7 +356,7 @@ def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> st
 def _unknown_choice(group: str, choice: str) -> str | None:
     """Return the message for an unknown choice of a group, such as recipe=mxpf8. Lists are Hydra's to read."""
     known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
-    if not known or choice in (*known, "null") or not re.fullmatch(r"\w+", choice):
+    if not known or choice in known or not re.fullmatch(r"\w+", choice):
         return None
     if group == "recipe" and choice.partition("_")[0] in RECIPES:
         return f"no such choice: recipe={choice}; did you mean recipe.name={choice}?"
