@@ -74,6 +74,14 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
             Recipe.named(name)
 
 
+@pytest.mark.parametrize("recipe", [None, 8, ["mxfp8"]], ids=str)
+def test_what_is_no_recipe_is_not_auto(recipe: Any) -> None:
+    w = torch.zeros(32, 32)
+    for make in (lambda: Linear(32, 32, recipe=recipe), lambda: linear(w, w, recipe=recipe)):
+        with pytest.raises(ValueError, match=r"recipe: got .*, want bf16, fp8, mxfp8"):
+            make()
+
+
 def test_the_name_with_the_same_changes_in_order_is_named() -> None:
     with pytest.raises(ValueError, match=r"as in 'mxfp8_e5m2'; did you mean mxfp8_e5m2_wgrad_bf16_floor\?$"):
         Recipe.named("mxfp8_wgrad_bf16_floor_e5m2")

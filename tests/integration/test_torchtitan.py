@@ -190,7 +190,9 @@ def test_linears_beside_torchtitans_own_quantization_are_refused() -> None:
         ({"ranks_per_node": 2}, "dispatcher 'symmetric' has no ranks_per_node"),
         ({"backend": "best"}, "backend: got 'best', want one of auto"),
         ({"overflow": "lose", "capacity": 1.5}, "overflow"),
+        ({"overflow": "lose"}, "overflow='lose' needs a capacity"),
         ({"recipe": "mxfp9"}, "mxfp9"),
+        ({"recipe": None}, "recipe: got None, want bf16, fp8, mxfp8"),
         ({"quantize_once": "no"}, "quantize_once: got 'no', want true or false"),
     ],
 )

@@ -69,7 +69,7 @@ class Options:
         if not isinstance(self.quantize_once, bool):
             raise ValueError(f"quantize_once: got {self.quantize_once!r}, want true or false")
         if self.capacity is None and self.overflow != "raise":
-            raise ValueError("overflow='drop' needs a capacity, such as 1.5")
+            raise ValueError(f"overflow={self.overflow!r} needs a capacity, such as 1.5")
         self.dispatch()
 
     def dispatch(self) -> Dispatch:

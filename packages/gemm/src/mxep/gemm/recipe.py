@@ -115,8 +115,8 @@ class Recipe:
         wgrad_bf16, gate_up_fp8 (saved), and one of floor, ceil, even (scale mode). Raises ValueError, listing these,
         for any other name.
         """
-        if name not in _NAMED:
-            words = sorted(name.split("_"))
+        if not isinstance(name, str) or name not in _NAMED:
+            words = sorted(str(name).split("_"))
             meant = "".join(f"; did you mean {each}?" for each in _NAMED if sorted(each.split("_")) == words)
             changes = ", ".join(f"_{change}" for change in _CHANGES)
             raise ValueError(
@@ -242,7 +242,7 @@ def recipe_of_experts(rows: float, dim: int, hidden_dim: int) -> tuple[Recipe, s
 
 def recipe_of(recipe: Recipe | str) -> Recipe | str:
     """The Recipe of a name. "auto" stays, because it needs a shape. Raises ValueError for unknown names."""
-    return Recipe.named(recipe) if isinstance(recipe, str) and recipe != AUTO else recipe
+    return recipe if isinstance(recipe, Recipe) or recipe == AUTO else Recipe.named(recipe)
 
 
 def recipe_for(recipe: Recipe | str, x: Tensor, out_features: int) -> Recipe:
