@@ -319,6 +319,7 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     for call, message in (
         (out((seven,)), r"payload: got torch.float32 \(7, 3\), wanted torch.uint8"),
         (out((wide[:, :0], wide[:, :8])), r"payload: .* \(6, 0\), .* at least one byte"),
+        (out(()), "payload: got no tensor, wanted at least one"),
         (out((wide,)), "payload: got 81 bytes a row, wanted 1 to 80"),
         (out((good.payload[0], wide[:5])), r"payload: .* \(5, 81\), wanted .* \(6, bytes"),
         (out((seven.byte(),), seven.int()), "batch: got 7 tokens, wanted at most max_tokens = 6"),

@@ -288,6 +288,7 @@ INTS = torch.tensor([[[0, 8], [1, -3]]], dtype=torch.int32)
         ({"alignment": 0}, "alignment: got 0, wanted at least 1"),
         ({"num_local_experts": 0}, "num_local_experts: got 0, wanted at least 1"),
         ({"num_experts": 3}, "experts 0 to 3: got 3 in all"),
+        ({"capacity": "exact"}, "capacity: expected a Capacity, or a factor such as 1.25, got 'exact'"),
         ({"max_tokens": 1}, "max_tokens: got 1 for 1 tables of 2 tokens"),
         ({"max_tokens": 8, "blocks": 2}, "max_tokens: got 8 for 1 tables of 2 tokens, 2 blocks"),
     ],

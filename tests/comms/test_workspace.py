@@ -51,8 +51,10 @@ def test_ranks_that_disagree_on_sizes_are_both_named(ctx: Context):
         transport.allocate(ctx.rank)
     with pytest.raises(ValueError, match="num_experts: got 5, wanted a multiple of 2 ranks"):
         Workspace(transport, **{**sizes, "num_experts": 5})
-    with pytest.raises(ValueError, match="dim: got 0, wanted at least 1"):
+    with pytest.raises(ValueError, match="dim: got 0, wanted a whole number, at least 1"):
         Workspace(transport, **{**sizes, "dim": 0})
+    with pytest.raises(ValueError, match=r"max_tokens: got 1\.5, wanted a whole number, at least 0"):
+        Workspace(transport, **{**sizes, "max_tokens": 1.5})
 
 
 class Kernels(Transport):

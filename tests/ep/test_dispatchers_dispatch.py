@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from mxep.comms import Capacity
-from mxep.ep import Dispatch, ExpertParallel, LocalDispatcher, MoE, make_dispatcher
+from mxep.ep import Dispatch, ExpertParallel, LocalDispatcher, MoE, combine, dispatch, make_dispatcher
+from mxep.gemm import Recipe
 from ranks import Context, distributed
 
 
@@ -79,8 +80,26 @@ def test_every_entrance_refuses_the_same_values_in_the_same_words(entrance: str,
 def test_a_capacity_may_be_a_number(capacity: float) -> None:
     assert Dispatch(capacity=capacity) == Dispatch(capacity=Capacity.factor(capacity))
     layer = MoE(64, 32, 8, 2, dispatcher="local", capacity=capacity)
-    assert layer.dispatcher.capacity == Capacity.factor(capacity)
+    assert layer.dispatcher.capacity == LocalDispatcher(8, capacity=capacity).capacity == Capacity.factor(capacity)
     layer(torch.randn(4, 64, dtype=torch.bfloat16)).sum().backward()
+
+
+@pytest.mark.parametrize("num_experts", [0, -8, 8.0])
+def test_a_dispatcher_serves_a_whole_number_of_experts(num_experts: int) -> None:
+    with pytest.raises(ValueError, match=f"num_experts must be a multiple .* at least 1, got {num_experts}"):
+        LocalDispatcher(num_experts)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_combine_takes_the_rows_of_its_routing(rows: int) -> None:
+    how: dict[str, Any] = {"dispatcher": LocalDispatcher(8), "recipe": Recipe.bf16()}
+    ids = torch.arange(4, dtype=torch.int32)[:, None]
+    y, _, routing = dispatch(torch.randn(4, 64, dtype=torch.bfloat16), ids, torch.ones(4, 1), **how)
+    assert torch.equal(combine(y, routing, **how), y)
+    with pytest.raises(
+        ValueError, match=rf"combine: expected y \(4, D\), the rows of this routing, got \({rows}, 64\)"
+    ):
+        combine(y[:rows], routing, **how)
 
 
 def test_an_object_or_its_fields_make_the_same_layer() -> None:

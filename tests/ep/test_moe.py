@@ -296,6 +296,8 @@ def run_no_pairs(moe: MoE) -> None:
         (lambda: MoE(60, 32, 8, 2), "in 32s, got 60, 32"),
         (lambda: MoE(64, 0, 8, 2), "hidden_dim: got 0, want a whole number, at least 1"),
         (lambda: MoE(64.0, 32, 8, 2), "dim: got 64.0, want a whole number"),
+        (lambda: MoE(64, 32, 8, 2.0), "top_k: got 2.0, want a whole number"),
+        (lambda: MoE(64, 32, 8, 2, router="sigmoid"), "router: expected a module, .*, got 'sigmoid'"),
         (lambda: MoE(64, 32, 8, 2, num_shared_experts=-1), "num_shared_experts: got -1, .* at least 0"),
         (lambda: MoE(64, 32, 8, 2, activation="silu"), "activation: got 'silu', want a mxep.quant.SwiGLU"),
         (lambda: MoE(64, 32, 8, 2, gradient_reduction="max"), "'mean' or 'sum', got 'max'"),

@@ -193,13 +193,15 @@ def test_a_recomputed_forward_adds_nothing_to_the_load(use_reentrant: bool, comp
     ("options", "message"),
     [
         ({"score": "tanh"}, "softmax"),
+        ({"dim": 0}, "dim: got 0, want a whole number, at least 1"),
+        ({"top_k": 2.0}, "top_k: got 2.0, want a whole number"),
         ({"num_groups": 3}, "num_groups must divide num_experts=8"),
         ({"num_groups": 8, "top_groups": 1}, r"top_k must lie in 1\.\.1"),
     ],
 )
 def test_impossible_routers_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Router(16, 8, 2, **options)
+        Router(**{"dim": 16, "num_experts": 8, "top_k": 2} | options)
 
 
 def test_update_without_balance_and_wrong_width_are_errors() -> None:

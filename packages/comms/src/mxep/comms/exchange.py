@@ -158,6 +158,8 @@ def _check_tokens(
     workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None, room: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return contiguous ids (T, K) and weights. Tell peers of errors that only this rank can see."""
+    if not payload:
+        raise ValueError("payload: got no tensor, wanted at least one")
     rows, width = payload[0].shape[0], 0
     tokens = expert_ids.shape[0] if rows == room else rows
     for part in payload:

@@ -84,6 +84,17 @@ class Capacity:
         object.__setattr__(self, "load", float(self.load))
 
     @staticmethod
+    def of(given: "Capacity | float | None") -> "Capacity":
+        """The capacity of a number, its factor, or of None, the worst case. Raises ValueError for anything else."""
+        if given is None:
+            return Capacity.worst_case()
+        if isinstance(given, Capacity):
+            return given
+        if not isinstance(given, numbers.Real) or isinstance(given, bool) or math.isnan(given):
+            raise ValueError(f"capacity: expected a Capacity, or a factor such as 1.25, got {given!r}")
+        return Capacity.factor(float(given))
+
+    @staticmethod
     def worst_case() -> "Capacity":
         return Capacity("worst_case")
 
@@ -175,7 +186,7 @@ def make_plan(
     first_expert: int,
     num_local_experts: int,
     alignment: int,
-    capacity: Capacity | None = None,
+    capacity: Capacity | float | None = None,
     num_experts: int | None = None,
     running: Tensor | None = None,
     blocks: int = 1,
@@ -215,7 +226,7 @@ def make_plan(
     if expert_ids.is_cpu and type(expert_ids) is Tensor:  # a fake tensor has no ids to check
         check_ids(expert_ids[_live(expert_ids, num_tokens)], bound)
 
-    capacity = Capacity.worst_case() if capacity is None else capacity
+    capacity = Capacity.of(capacity)
     exact = capacity.kind == "exact"
     if exact:
         local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)

@@ -90,8 +90,8 @@ class Workspace:
         check_agreement("Workspace", agreed, transport.group)
         for name, size in sizes.items():
             least = 0 if name == "max_tokens" else 1
-            if size < least:
-                raise ValueError(f"Workspace: {name}: got {size}, wanted at least {least}")
+            if not hasattr(size, "__index__") or size < least:
+                raise ValueError(f"Workspace: {name}: got {size}, wanted a whole number, at least {least}")
         if num_sms is not None and num_sms < 1:
             raise ValueError(f"Workspace: num_sms: got {num_sms}, wanted at least 1")
         if num_experts % transport.world_size:

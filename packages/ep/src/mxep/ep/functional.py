@@ -85,7 +85,13 @@ def dispatch(
 
 @_between_graphs
 def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
-    """Combine the experts' rows: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums."""
+    """Combine the experts' rows: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums.
+
+    Raises ValueError for another number of rows than the routing's.
+    """
+    max_rows = routing.plan.max_rows
+    if y.dim() != 2 or len(y) != max_rows:
+        raise ValueError(f"combine: expected y ({max_rows}, D), the rows of this routing, got {tuple(y.shape)}")
     out: Tensor = _Combine.apply(y, routing, dispatcher, recipe, False)[0]  # type: ignore[no-untyped-call]
     return out
 

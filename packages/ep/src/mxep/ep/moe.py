@@ -28,7 +28,7 @@ from .dispatchers.symmetric import most_tokens
 from .dtensors import ep_mesh, group_of
 from .experts import Experts
 from .formats import PLAIN
-from .router import Router, checked_mask, recomputing
+from .router import Router, check_sizes, checked_mask, recomputing
 from .shared_expert import SharedExpert
 
 BF16 = Recipe.bf16()
@@ -153,10 +153,10 @@ class MoE(nn.Module):
         **fields: Unpack[DispatchFields],
     ) -> None:
         super().__init__()
-        sizes = {"dim": (dim, 1), "hidden_dim": (hidden_dim, 1), "num_experts": (num_experts, 1)}
-        for name, (size, least) in (sizes | {"num_shared_experts": (num_shared_experts, 0)}).items():
-            if not hasattr(size, "__index__") or size < least:
-                raise ValueError(f"{name}: got {size!r}, want a whole number, at least {least}")
+        check_sizes(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
+        check_sizes(0, num_shared_experts=num_shared_experts)
+        if router is not None and not callable(router):
+            raise ValueError(f"router: expected a module, such as mxep.ep.Router(...), got {router!r}")
         if not isinstance(activation, SwiGLU):
             raise ValueError(f"activation: got {activation!r}, want a mxep.quant.SwiGLU")
         recipe = recipe_of(recipe)

@@ -44,6 +44,13 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def check_sizes(least: int = 1, **sizes: Any) -> None:
+    """Raise ValueError for a size that is no whole number, or is smaller."""
+    for name, size in sizes.items():
+        if not hasattr(size, "__index__") or size < least:
+            raise ValueError(f"{name}: got {size!r}, want a whole number, at least {least}")
+
+
 class Router(nn.Module):
     """Scores tokens against experts and picks the top k.
 
@@ -96,6 +103,7 @@ class Router(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        check_sizes(dim=dim, num_experts=num_experts, top_k=top_k, num_groups=num_groups)
         top_groups = num_groups if top_groups is None else top_groups
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")

@@ -88,10 +88,8 @@ class Dispatch:
         if not isinstance(self.dispatcher, TokenDispatcher) and self.dispatcher not in DISPATCHERS:
             names = ", ".join(DISPATCHERS)
             raise ValueError(f"dispatcher: expected one of {names}, or a TokenDispatcher, got {self.dispatcher!r}")
-        if not isinstance(self.capacity, Capacity | None):
-            if not _is_number(self.capacity):
-                raise ValueError(f"capacity: expected a Capacity, or a factor such as 1.25, got {self.capacity!r}")
-            object.__setattr__(self, "capacity", Capacity.factor(float(self.capacity)))
+        if self.capacity is not None:
+            object.__setattr__(self, "capacity", Capacity.of(self.capacity))
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not (_is_number(value, numbers.Integral) and value >= least):

@@ -187,7 +187,7 @@ class TokenDispatcher(ABC):
         num_experts: int,
         *,
         group: dist.ProcessGroup | None = None,
-        capacity: Capacity | None = None,
+        capacity: Capacity | float | None = None,
         sizes: dict[str, object] | None = None,
     ) -> None:
         group = checked_group(group)
@@ -195,13 +195,12 @@ class TokenDispatcher(ABC):
         self.rank = 0 if self.group is None else self.group.rank()
         self.world_size = 1 if self.group is None else self.group.size()
         self._exchanges = exchanges_of(self.group) if self.world_size > 1 and self.group is not None else None
-        if num_experts % self.world_size:
-            raise ValueError(
-                f"num_experts must be a multiple of the {self.world_size} ranks of the group, got {num_experts}"
-            )
+        if not hasattr(num_experts, "__index__") or num_experts < 1 or num_experts % self.world_size:
+            ranks = f"the {self.world_size} ranks of the group"
+            raise ValueError(f"num_experts must be a multiple of {ranks}, at least 1, got {num_experts!r}")
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.world_size
-        self.capacity = Capacity.worst_case() if capacity is None else capacity
+        self.capacity = Capacity.of(capacity)
         self.passes: dict[Callable[..., Any], Replayed] = {}
         self._counts: dict[torch.device, Tensor] = {}
         """Counts of plans since the last check: the most rows needed, sums of the others."""

@@ -106,7 +106,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         dim: int,
         dtype: torch.dtype = torch.bfloat16,
         group: dist.ProcessGroup | None = None,
-        capacity: Capacity | None = None,
+        capacity: Capacity | float | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,
         ranks_per_node: int | None = None,

@@ -42,7 +42,7 @@ class LocalDispatcher(TokenDispatcher):
         num_experts: int,
         *,
         group: dist.ProcessGroup | None = None,
-        capacity: Capacity | None = None,
+        capacity: Capacity | float | None = None,
         max_tokens: int | None = None,
         stands_in_for: str | None = None,
     ) -> None:

@@ -56,7 +56,7 @@ class SymmetricDispatcher(TokenDispatcher):
         dim: int,
         dtype: torch.dtype = torch.bfloat16,
         group: dist.ProcessGroup | None = None,
-        capacity: Capacity | None = None,
+        capacity: Capacity | float | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> None:
