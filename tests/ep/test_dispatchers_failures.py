@@ -138,6 +138,22 @@ def test_peers_of_a_rank_that_raised_say_why_at_their_time_out(ctx: Context, cas
     dist.barrier()
 
 
+@distributed(2, device="cpu", name=("symmetric", "hierarchical", "all_to_all"))
+def test_a_failure_that_ranks_got_over_is_not_named_later(ctx: Context, name: str) -> None:
+    moe, x = spread(ctx, name), torch.ones(16, 64, dtype=torch.bfloat16)
+    moe(x)
+    with mock.patch("mxep.ep.layer.pack", side_effect=MemoryError("of this batch")), pytest.raises(MemoryError):
+        moe(x)
+    dist.barrier(ctx.group)
+    moe.check()  # nothing was sent since: peers may still wait
+    assert "rank 1 raised MemoryError" in moe.dispatcher.told()
+    dist.barrier(ctx.group)
+    moe(x)
+    moe.check()
+    dist.barrier(ctx.group)
+    assert moe.dispatcher.told() == ""
+
+
 RAISING = {
     "composed": {  # in the order in which a pass goes through them
         "forward": ("ep.functional.pack.function", "gemm.product.run_forward", "ep.functional.swiglu_forward"),

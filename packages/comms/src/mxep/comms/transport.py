@@ -293,10 +293,13 @@ def how_to_make_room(tokens: int) -> str:
     return f"{cure}, or call reserve({tokens}) of a layer made without it"
 
 
-def tell_failure(group: dist.ProcessGroup | None, error: BaseException) -> None:
-    """Leave a note of the error that this rank raised. It replaces an earlier note."""
-    text = f"{type(error).__name__}: {error}"[:1000]
-    _ask(lambda: _store(group).set(f"mxep/raised/{dist.get_rank(group)}", f"{time.time()} {text}"))
+def tell_failure(group: dist.ProcessGroup | None, error: BaseException | None) -> None:
+    """Leave a note of the error that this rank raised. It replaces an earlier note. None: remove that."""
+    key, text = f"mxep/raised/{dist.get_rank(group)}", f"{type(error).__name__}: {error}"[:1000]
+    if error is None:
+        _ask(lambda: _store(group).delete_key(key))
+    else:
+        _ask(lambda: _store(group).set(key, f"{time.time()} {text}"))
 
 
 def told_failures(group: dist.ProcessGroup | None, ranks: Iterable[int]) -> str:
