@@ -1,26 +1,32 @@
-"""The README's picture, from results that are kept: one layer of six models, and one whole model.
+"""The README's picture, from results that are kept: one layer of six models, and one whole model. And one of losses.
 
     eager-*-h200.json   section "eager" of all six models: ms of forward + backward, lower is better
     model-h200.json     section "model": tokens/s of a model's forward + backward, higher is better
+    parity-h200.json    losses in training, three seeds of bf16 and MXFP8
 
-python integration/benchmarks/front_page.py docs/results          writes docs/results/front-page.svg
+python integration/benchmarks/front_page.py docs/results          writes front-page.svg and losses.svg there
 
-The SVG is written as text, not drawn by matplotlib as the benches' pictures are. So the same results give the same
+An SVG is written as text, not drawn by matplotlib as the benches' pictures are. So the same results give the same
 bytes, which a test compares, and a browser picks colours for the reader's scheme, dark or light.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mxep.integration import report
+
 Row = dict[str, Any]
 
-FILE = "front-page.svg"
+FILE, LOSSES = "front-page.svg", "losses.svg"
 NAMES = {
     "deepseek_v3": "DeepSeek-V3, 128 experts",
     "deepseek_proxy": "DeepSeek-V3, 32 experts",
@@ -163,9 +169,39 @@ def front_page(layers: Sequence[Row], model: Row) -> str:
     return page.svg("Times of MoE layers and speed of a whole model: bf16 baseline, torchao FP8, mxep bf16, mxep MXFP8")
 
 
+def losses(result: Row) -> str:
+    """The SVG of losses in training: means of three seeds, and MXFP8 - bf16 for each seed."""
+    every = result["train"]["steps"] // len(result["runs"][0]["curve"])
+    runs = {(run["recipe"], run["seed"]): run["curve"] for run in result["runs"]}
+    seeds = sorted(seed for recipe, seed in runs if recipe == "mxfp8")
+    styles, steps = report.STYLES, [every * (i + 1) for i in range(len(runs["mxfp8", 0]))]
+    means = [
+        report.Curve(name, style, [*zip(steps, map(statistics.fmean, zip(*(runs[name, seed] for seed in seeds))))])
+        for name, style in zip(("bf16", "mxfp8"), styles)
+    ]
+    apart = [report.Curve(None, styles[-1], [(steps[0], 0.0), (steps[-1], 0.0)])]
+    for seed, color in zip(seeds, ("#0072B2", "#D55E00", "#009E73")):
+        difference = [a - b for a, b in zip(runs["mxfp8", seed], runs["bf16", seed])]
+        apart.append(report.Curve(f"seed {seed}", (color, "", 1.5), [*zip(steps, difference)]))
+    width, height = report.WIDTH, report.HEIGHT
+    charts = (
+        report.chart("loss in nats per byte, by step; mean of three seeds", means),
+        report.chart("MXFP8 - bf16 in nats per byte, by step", apart),
+    )
+    placed = [
+        chart.replace("<svg", f'<svg y="{i * height}" width="{width}" height="{height}"', 1)
+        for i, chart in enumerate(charts)
+    ]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {2 * height}" width="{width}" role="img">'
+    return "\n".join([head, f"<style>{STYLE}</style>", *placed, "</svg>"]) + "\n"
+
+
 def main(folder: Path) -> None:
-    *layers, model = (json.loads((folder / f"{name}-h200.json").read_text()) for name in (*LAYERS, "model"))
+    *layers, model, parity = (
+        json.loads((folder / f"{name}-h200.json").read_text()) for name in (*LAYERS, "model", "parity")
+    )
     (folder / FILE).write_text(front_page(layers, model))
+    (folder / LOSSES).write_text(losses(parity))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,14 @@ def layers() -> list[dict[str, Any]]:
     return [results(name) for name in front_page.LAYERS]
 
 
+def test_the_picture_of_losses_is_drawn_from_the_results():
+    drawn = front_page.losses(results("parity"))
+    assert drawn == (RESULTS / front_page.LOSSES).read_text(), (
+        "python integration/benchmarks/front_page.py docs/results"
+    )
+    assert drawn.count("<polyline") == 6, "two means, a line at zero and three seeds"
+
+
 def test_the_picture_is_that_of_the_results() -> None:
     drawn = front_page.front_page(layers(), results("model"))
     assert drawn == (RESULTS / front_page.FILE).read_text(), "python integration/benchmarks/front_page.py docs/results"

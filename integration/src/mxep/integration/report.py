@@ -452,7 +452,8 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
         lines.append(f'<path d="M{LEFT} {at(x0, y)[1]:.1f}H{WIDTH - 8}" stroke="var(--line)"/>')
         lines.append(f'<text x="{LEFT - 6}" y="{at(x0, y)[1] + 4:.1f}" text-anchor="end">{y:.4g}</text>')
     below = ((x, at(x, y0)[0]) for x in _ticks(x0, x1))
-    lines += [f'<text x="{left:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{x:g}</text>' for x, left in below]
+    for x, left in below:
+        lines.append(f'<text x="{min(left, WIDTH - 18):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{x:g}</text>')
     place = LEFT
     for label, (color, dashes, width), all_points, faint in curves:
         every = max(1, math.ceil(len(all_points) / POINTS))
