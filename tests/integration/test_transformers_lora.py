@@ -274,7 +274,7 @@ def test_experts_that_do_not_fold_are_merged_as_they_are_stored() -> None:
             parameter.data *= 1e-6
     whole = copy.deepcopy(adapted)
     wanted = step_logits(adapted)
-    with pytest.raises(ValueError, match="expected fmt mxfp8 or mxfp4, got 'fp8'"):
+    with pytest.raises(ValueError, match="expected fmt mxfp8 or mxfp4 or fp8_block, got 'fp8'"):
         merge_and_freeze(adapted, "fp8")
     with pytest.raises(ValueError, match=r"do not fold exactly, got \d+: pass folded=False") as caught:
         merge_and_freeze(adapted, folded=True)
