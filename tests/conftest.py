@@ -27,11 +27,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin for a b
 
 
 LONGEST = (
-    "test_train_options.py",
+    "test_transformers_optimize.py",
+    "test_packages.py",
+    "test_bench_step.py",
+    "test_launches.py",
     "test_torchtitan.py",
+    "test_transformers_lora_train.py",
     "test_autograd_compiled.py",
-    "test_product.py",
-    "test_swiglu_kernels.py",
+    "test_train_options.py",
 )
 """Files that would keep one process busy at the end, while the others have nothing left to do."""
 
@@ -69,6 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: the processes share out files, and end together where the last ones are short."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.path.name not in LONGEST)  # the others stay in their order
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if (nextitem is None or nextitem.path != item.path) and (ranks := sys.modules.get("ranks")):
+        ranks.close_ranks()
 
 
 def pytest_collection_finish() -> None:

@@ -6,20 +6,31 @@
     @distributed(2, recipe=["bf16", "mxfp8"])
     def test_something(ctx, recipe): ...    # with one after the other, in the same processes
 
-By itself the test starts its ranks as fresh processes (CPU, or CUDA where there are enough devices). Under torchrun the
-same body runs in place on a subgroup of the first n ranks, and is skipped where n is larger than the world. With
-`device="cuda"` it is skipped, too, where there are fewer GPUs than ranks; "cpu" leaves them alone.
+By itself the test starts its ranks as processes (CPU, or CUDA where there are enough devices). On a CPU they stay for
+the next tests of the file with as many ranks: each has a new default group, the environment of its test and nothing
+compiled. After a failure the next test starts others. `fresh=True` is for bodies that change more than that.
+
+Under torchrun the same body runs in place on a subgroup of the first n ranks, and is skipped where n is larger than the
+world. With `device="cuda"` it is skipped, too, where there are fewer GPUs than ranks; "cpu" leaves them alone.
 """
 
+import faulthandler
 import functools
 import gc
 import inspect
 import itertools
 import os
+import pickle
+import sys
+import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +38,15 @@ import torch
 import torch.distributed as dist
 
 import triton_interpreter
-from mxep.integration.launch import FunctionName, Rank, init_process_group, resolve_device, run_ranks, start_fork_server
+from mxep.integration.launch import (
+    FunctionName,
+    Rank,
+    StopFlag,
+    init_process_group,
+    resolve_device,
+    run_ranks,
+    start_fork_server,
+)
 
 triton_interpreter.on_import()  # a rank has no conftest
 if not torch.cuda.is_available():
@@ -82,11 +101,17 @@ class Context:
 
 
 def distributed(
-    *world_sizes: int, slow: Sequence[int] = (), timeout: float = 180.0, device: str = "auto", **values: Sequence[Any]
+    *world_sizes: int,
+    slow: Sequence[int] = (),
+    timeout: float = 180.0,
+    device: str = "auto",
+    fresh: bool = False,
+    **values: Sequence[Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated body once for each world size, on that many ranks, within `timeout` seconds each.
 
-    slow: sizes that only CI runs. values: of arguments of the body, which runs with every combination of them.
+    slow: sizes that only CI runs. fresh: in processes of its own. values: of arguments of the body, which runs with
+    every combination of them.
     """
     combinations = [dict(zip(values, chosen)) for chosen in itertools.product(*values.values())]
 
@@ -100,8 +125,7 @@ def distributed(
             if device == "cuda" and torch.cuda.device_count() < world_size:
                 pytest.skip(f"fewer than {world_size} GPUs")
             args = (FunctionName.of(body), each)
-            start_fork_server(*PRELOAD_OF_ALL)
-            skipped = run_ranks(_run_body, args, world_size=world_size, timeout=timeout, device=device)
+            skipped = run_again(_run_body, args, world_size=world_size, timeout=timeout, device=device, fresh=fresh)
             if skipped[0] is not None:
                 pytest.skip(skipped[0])
 
@@ -113,6 +137,138 @@ def distributed(
         return pytest.mark.parametrize("world_size", sizes)(test)
 
     return decorate
+
+
+def run_again(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    world_size: int,
+    timeout: float = 180.0,
+    device: str = "auto",
+    fresh: bool = False,
+) -> list[Any]:
+    """As `run_ranks`; on a CPU in processes that stay for the next call from this file with as many ranks."""
+    start_fork_server(*PRELOAD_OF_ALL)
+    if fresh or resolve_device(device, world_size) != "cpu":
+        return run_ranks(fn, args, world_size=world_size, timeout=timeout, device=device)
+    if world_size not in _staying:
+        _staying[world_size] = _Staying(world_size)
+    try:
+        return _staying[world_size].call((FunctionName.of(fn), pickle.dumps(tuple(args)), dict(os.environ), timeout))
+    except BaseException:  # an interrupt, too: who knows where they are
+        _staying.pop(world_size).close()
+        raise
+
+
+class _Staying:
+    """A job of `run_ranks` whose ranks wait for calls."""
+
+    def __init__(self, world_size: int) -> None:
+        self._failure: BaseException | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="mxep-calls-")
+        self._ended, ended = Pipe(duplex=False)
+        listener = Listener(f"{self._folder.name}/calls", "AF_UNIX", backlog=world_size)
+
+        def job() -> None:
+            try:
+                run_ranks(_serve, (self._folder.name,), world_size=world_size, device="cpu", steps=False)
+            except BaseException as error:
+                self._failure = error
+            finally:
+                ended.close()
+
+        self._job = threading.Thread(target=job, daemon=True)
+        self._job.start()
+        self._calls: dict[int, Connection] = {}
+        with listener:
+            while len(self._calls) < world_size:
+                if self._ended in wait([listener._listener._socket, self._ended]):  # type: ignore[attr-defined]
+                    self._raise()
+                call = listener.accept()
+                self._calls[call.recv()] = call
+
+    def call(self, request: tuple[Any, ...]) -> list[Any]:
+        answers: dict[int, Any] = {}
+        ranks = {call: rank for rank, call in self._calls.items()}
+        try:
+            payload = pickle.dumps(request)  # by value, as run_ranks does, also tensors
+            for call in ranks:
+                call.send_bytes(payload)
+            while ranks:
+                for ready in wait([*ranks, self._ended]):
+                    answers[ranks.pop(ready)] = pickle.loads(ready.recv_bytes())  # type: ignore[call-overload, union-attr]
+        except (KeyError, EOFError, OSError):  # it ended, or a rank did
+            self._raise()
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _raise(self) -> None:
+        self._job.join()
+        assert self._failure is not None
+        for late in sorted(Path(self._folder.name).glob("late-*")):
+            self._failure.add_note(late.read_text())
+        raise self._failure
+
+    def close(self) -> None:
+        for call in self._calls.values():
+            call.close()
+        self._job.join()
+        self._folder.cleanup()
+
+
+_staying: dict[int, _Staying] = {}
+"""By number of ranks."""
+
+
+def close_ranks() -> None:
+    """After a file: its last test that starts ranks cannot know."""
+    while _staying:
+        _staying.popitem()[1].close()
+
+
+def _serve(rank: Rank, folder: str) -> None:
+    """Answer calls until the caller hangs up."""
+    gc.set_threshold(50_000, 20, 50)  # as conftest.py sets it
+    own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    barrier, here = os.environ["TORCH_DIST_INIT_BARRIER"], os.getcwd()
+    with Client(f"{folder}/calls", "AF_UNIX") as calls, Path(folder, f"late-{rank.rank}").open("w") as late:
+        calls.send(rank.rank)
+        for number in itertools.count():
+            try:
+                request = calls.recv_bytes()
+            except EOFError:
+                return
+            name, args, environment, timeout = pickle.loads(request)
+            faulthandler.dump_traceback_later(timeout, exit=True, file=late)
+            os.environ.clear()
+            os.environ.update({"TORCH_DIST_INIT_BARRIER": barrier} | environment | own)
+            os.chdir(here)
+            if number:
+                _forget(rank, f"file://{folder}/store-{number}")
+            fn = name.load()  # before its arguments, which may be of its module
+            calls.send_bytes(pickle.dumps(fn(replace(rank, stop=StopFlag()), *pickle.loads(args))))
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _forget(rank: Rank, store: str) -> None:
+    """What a call before left: its groups, what it compiled, defaults of torch."""
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if "torch.distributed.tensor" in sys.modules:  # it keeps meshes, whose groups are gone
+        from torch.distributed.tensor import _redistribute
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+        for kept in vars(_redistribute).values():
+            if isinstance(kept, functools._lru_cache_wrapper):
+                kept.cache_clear()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    init_process_group("cpu", rank.rank, rank.world_size, init_method=store)
 
 
 def _run_body(rank: Rank, name: FunctionName, each: list[dict[str, Any]]) -> str | None:

@@ -11,8 +11,9 @@ from benchmarks import comms, runner
 from benchmarks.comms import CALLS, Exchange, Problem, Shape, Traffic, differences, routing
 from benchmarks.timer import Alternative
 from mxep.integration.config import ConfigError
-from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.launch import Rank
 from mxep.integration.report import Report
+from ranks import run_again
 
 HEADLINE, SWEEP = Shape(24, 64, 8, 2), Shape(16, 32, 4, 1)
 SHAPES = "bench.shapes={headline:[[24,64,8,2],[16,32,4,1],[16,32,3,1]],skew:[[24,64,8,2]],sweep:[[16,32,4,1]]}"
@@ -115,7 +116,7 @@ def tamper(rank: Rank) -> dict[str, list[str]]:
 
 
 def test_verification_finds_each_thing_that_is_wrong():
-    ranks = run_ranks(tamper, world_size=2, device="cpu", timeout=60)
+    ranks = run_again(tamper, world_size=2, device="cpu", timeout=60)
     for found in ranks:
         assert found.pop("nothing") == []
         assert all(name in wrong for name, wrong in found.items())
@@ -138,7 +139,7 @@ def fail_on_one(rank: Rank) -> dict[str, dict[str, object]]:
 
 
 def test_a_failure_of_one_rank_is_known_to_all_and_the_slowest_rank_counts():
-    ranks = run_ranks(fail_on_one, world_size=2, device="cpu", timeout=60)
+    ranks = run_again(fail_on_one, world_size=2, device="cpu", timeout=60)
     assert ranks[0] == ranks[1]
     assert ranks[0]["fails"] == {"error": "rank 1: KeyError: 'mine alone'"}
     assert ranks[0]["works"]["us"] >= 4000

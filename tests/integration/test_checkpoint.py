@@ -25,11 +25,12 @@ from mxep.integration import checkpoint
 from mxep.integration.app import register
 from mxep.integration.checkpoint import new_folder, take
 from mxep.integration.data import read_text
-from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.launch import Rank
 from mxep.integration.mesh import Mesh
 from mxep.integration.model import recipes
 from mxep.integration.schema import Config, configs_dir
 from mxep.integration.train import Trainer, make_optimizer
+from ranks import run_again
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "train.compare=false")
 
@@ -197,7 +198,7 @@ def failed(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPath
     """What `faults` found, and its folder."""
     folder = tmp_path_factory.mktemp("faults")
     config, wider = (make_config("recipe=bf16", "parallel.ranks=1", *more) for more in ((), ("model.hidden_dim=64",)))
-    return run_ranks(faults, (config, wider, folder), world_size=1, timeout=100, device="cpu")[0], folder
+    return run_again(faults, (config, wider, folder), world_size=1, timeout=100, device="cpu")[0], folder
 
 
 def test_the_power_may_fail_at_any_moment_of_a_save(failed: tuple[dict[str, Any], Path]):
@@ -309,7 +310,7 @@ def test_what_two_ranks_save(make_config: Callable[..., Config], tmp_path: Path)
     """A checkpoint loads at another degree of expert parallelism; what is not finite on any rank is not saved; a bit
     that flips in any file is noticed on all ranks."""
     config = make_config("recipe=bf16", "parallel.ranks=2", "train.compare=false")
-    one, two = run_ranks(on_two_ranks, (config, tmp_path), world_size=2, timeout=100, device="cpu")
+    one, two = run_again(on_two_ranks, (config, tmp_path), world_size=2, timeout=100, device="cpu")
     for (before, after), message, _ in (one, two):
         assert before == pytest.approx(after, rel=1e-3)  # bf16 roundings of partial sums on the way home
         assert message == "bf16, step 2: first.blocks.0.moe.experts.down_proj is not finite: not saved"
@@ -410,7 +411,7 @@ def test_sharded_checkpoints(make_config: Callable[..., Config], tmp_path: Path)
     resumed = make_config(*SMALL, *layouts["fsdp"], "train.compare=false", *more)
     how = {"timeout": 120, "device": "cpu"}
 
-    four = run_ranks(resume_and_save, (resumed, configs["fsdp"], tmp_path), world_size=4, **how)
+    four = run_again(resume_and_save, (resumed, configs["fsdp"], tmp_path), world_size=4, **how)
     (outcome, half, rest), _, sharded = four[0]
     assert [run.steps for run in half.runs] == [2]
     assert losses(rest) == losses(outcome)
@@ -420,7 +421,7 @@ def test_sharded_checkpoints(make_config: Callable[..., Config], tmp_path: Path)
     assert len(list((saved / "model").iterdir())) == 4
     assert [share for _, share, _ in four] == pytest.approx([0.25] * 4)
 
-    two = run_ranks(load_and_refuse, (configs, tmp_path), world_size=2, **how)
+    two = run_again(load_and_refuse, (configs, tmp_path), world_size=2, **how)
     for found, messages, _ in two:
         same(found["fsdp as whole"], sharded)
         for got, wanted in zip(found["fsdp, whole as fsdp2"], (sharded, found["whole"])):
@@ -432,7 +433,7 @@ def test_sharded_checkpoints(make_config: Callable[..., Config], tmp_path: Path)
             assert message.startswith(wanted)
         assert len(messages) == 2
     check_flips(two[0][2], two[1][2])
-    for (got,) in run_ranks(load, (configs["fsdp"], tmp_path / "whole"), world_size=4, **how):
+    for (got,) in run_again(load, (configs["fsdp"], tmp_path / "whole"), world_size=4, **how):
         same(got, two[0][0]["whole"])
 
 

@@ -26,9 +26,10 @@ from benchmarks.compare import (
 )
 from integration.test_train import StopAfter
 from mxep.integration.config import ConfigError
-from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.launch import Rank
 from mxep.integration.schema import Config
 from mxep.integration.train import Run
+from ranks import run_again
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
 
@@ -158,6 +159,6 @@ def compare_and_stop(rank: Rank, config: Config, folder: Path) -> Outcome:
 
 def test_a_stop_leaves_no_half_of_a_trial(make_config: Callable[..., Config], tmp_path: Path):
     config = make_config("train.steps=1", "parallel.ranks=1", "parallel.ep=1")
-    (outcome,) = run_ranks(compare_and_stop, (config, tmp_path), world_size=1, timeout=60, device="cpu")
+    (outcome,) = run_again(compare_and_stop, (config, tmp_path), world_size=1, timeout=60, device="cpu")
     assert outcome.stopped
     assert [(seed, len(runs)) for seed, runs in outcome.trials.items()] == [(0, 4)]

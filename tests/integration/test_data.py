@@ -13,8 +13,9 @@ from integration.test_train import losses, make_trainer, train_stop_and_resume
 from mxep.integration import checkpoint
 from mxep.integration.config import ConfigError, to_json
 from mxep.integration.data import HELD_OUT, Text, make_batch, read_text, vocabulary_of
-from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.launch import Rank
 from mxep.integration.schema import Config, DataConfig
+from ranks import run_again
 
 
 def load_text(path: str | None, *, max_bytes: int = 10**6, length: int) -> Text:
@@ -98,7 +99,7 @@ def read(rank: Rank, config: Config) -> Text:
 
 def test_all_ranks_read_the_tokens_of_one_bpe_which_are_the_text(prepared: Callable[..., Config], text: Path):
     config = prepared("data.vocabulary=300", "parallel.ranks=2")
-    first, second = run_ranks(read, (config,), world_size=2, timeout=60, device="cpu")
+    first, second = run_again(read, (config,), world_size=2, timeout=60, device="cpu")
     assert first.tokenizer == second.tokenizer
     assert torch.equal(first.train, second.train)
     assert torch.equal(first.valid, second.valid)
@@ -148,7 +149,7 @@ def test_a_models_vocabulary_follows_and_losses_are_in_nats_a_byte(
     config = prepared(f"model={model}", "data.vocabulary=300", "recipe=bf16", "parallel.ranks=1")
     if model != "tiny":
         assert config.model.transformers["vocab_size"] == 300
-    (row,) = run_ranks(first_step, (config, tmp_path), world_size=1, timeout=60, device="cpu")
+    (row,) = run_again(first_step, (config, tmp_path), world_size=1, timeout=60, device="cpu")
     assert row["token_loss"] == pytest.approx(torch.log(torch.tensor(300.0)).item(), rel=0.02)  # it knows nothing yet
     assert row["loss"] == pytest.approx(row["token_loss"] / row["bytes_per_token"])
     assert row["valid"] == pytest.approx(row["loss"], rel=0.2)  # after a step
@@ -159,7 +160,7 @@ def test_a_run_on_tokens_resumes_bit_for_bit_with_the_tokenizer_of_its_checkpoin
 ):
     given = "parallel.ranks=2", "train.steps=4", "train.checkpoint_every=3", "train.compare=false"
     config = prepared("model=tiny", "data.vocabulary=300", *given)
-    whole, _, rest = run_ranks(train_stop_and_resume, (config, tmp_path), world_size=2, timeout=60, device="cpu")[0]
+    whole, _, rest = run_again(train_stop_and_resume, (config, tmp_path), world_size=2, timeout=60, device="cpu")[0]
     assert losses(rest) == losses(whole)
     saved = checkpoint.find(tmp_path / "half")["mxfp8"]
     kept = (saved / checkpoint.TOKENIZER).read_text()

@@ -19,9 +19,10 @@ from integration.conftest import TINY, Finished
 from integration.test_train import make_trainer, needs_gpu
 from mxep.integration import metrics
 from mxep.integration.config import to_json
-from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.launch import Rank
 from mxep.integration.metrics import PEAKS, Speed, peak_of, scalars
 from mxep.integration.schema import Config
+from ranks import run_again
 
 
 def flops(rank: Rank, config: Config, folder: Path) -> tuple[float, str]:
@@ -45,7 +46,7 @@ def test_a_tokens_flops_are_those_counted_by_hand(make_config: Callable[..., Con
         attention = m.dim * (2 * width + 2 * key_values)
     weights = m.layers * (attention + experts) + 256 * m.dim
     expected = 6 * weights + m.layers * 6 * config.data.length * width  # causal: half of the scores
-    for found, count in run_ranks(flops, (config, tmp_path), world_size=config.ranks, timeout=60, device="cpu"):
+    for found, count in run_again(flops, (config, tmp_path), world_size=config.ranks, timeout=60, device="cpu"):
         assert found == pytest.approx(expected)
         assert count == f"Megatron's count, {m.layers} layers, vocabulary 256, sequence {config.data.length}"
 
@@ -78,14 +79,14 @@ def speed_of(
 
 def test_a_line_has_tflops_of_a_rank_and_on_gpus_mfu_and_memory(make_config: Callable[..., Config], tmp_path: Path):
     config = make_config("recipe=bf16", "parallel.ranks=2", "train.micro_batches=2")
-    for row, made_up, tflop in run_ranks(speed_of, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
+    for row, made_up, tflop in run_again(speed_of, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
         assert row["tflops"] * row["seconds"] == pytest.approx(tflop)
         assert row["tokens_per_s"] * row["seconds"] == pytest.approx(4 * 32)
         assert (row["mfu"], row["peak_gib"]) == (None, None)
         assert made_up["tflops"] == pytest.approx(2 * tflop)
         assert (made_up["mfu"], made_up["peak_gib"]) == (pytest.approx(1.0), 2.0)
     half = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=8))
-    (_, _, more), *_ = run_ranks(speed_of, (half, tmp_path), world_size=2, timeout=60, device="cpu")
+    (_, _, more), *_ = run_again(speed_of, (half, tmp_path), world_size=2, timeout=60, device="cpu")
     assert more == pytest.approx(2 * tflop)
 
 
@@ -93,7 +94,7 @@ def test_a_line_has_tflops_of_a_rank_and_on_gpus_mfu_and_memory(make_config: Cal
 def test_on_gpus_memory_is_counted_and_mfu_is_a_share(make_config: Callable[..., Config], tmp_path: Path):
     ranks = min(2, torch.cuda.device_count())
     config = make_config("recipe=bf16", "parallel.device=cuda", f"parallel.ranks={ranks}")
-    for row, *_ in run_ranks(speed_of, (config, tmp_path), world_size=ranks, timeout=100, device="cuda"):
+    for row, *_ in run_again(speed_of, (config, tmp_path), world_size=ranks, timeout=100, device="cuda"):
         assert row["peak_gib"] > 0
         if peak_of(torch.cuda.get_device_name()):
             assert 0 < row["mfu"] < 1
@@ -161,7 +162,7 @@ def test_wandb_gets_the_numbers_of_metrics_jsonl(
     stub.__spec__ = ModuleSpec("wandb", None)
     given = "recipe=bf16", "train.steps=2", "parallel.ranks=2", "train.checkpoint_every=null"
     config = make_config(*given, f"train.wandb={str(wanted).lower()}")
-    (begun, rows, ended), of_others = run_ranks(told, (config, tmp_path), world_size=2, timeout=100, device="cpu")
+    (begun, rows, ended), of_others = run_again(told, (config, tmp_path), world_size=2, timeout=100, device="cpu")
     assert of_others == ([], [], 0), "rank 0 alone"
     if not wanted:
         assert (begun, rows, ended) == ([], [], 0)

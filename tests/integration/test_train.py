@@ -23,12 +23,13 @@ from mxep.comms import CapacityExceeded
 from mxep.ep import MoE
 from mxep.integration import checkpoint, launch, report
 from mxep.integration.data import read_text
-from mxep.integration.launch import Rank, RanksFailed, StopFlag, run_ranks
+from mxep.integration.launch import Rank, RanksFailed, StopFlag
 from mxep.integration.mesh import Mesh
 from mxep.integration.metrics import log_backend
 from mxep.integration.model import recipes
 from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Trainer, learning_rate, train
+from ranks import close_ranks, run_again
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -69,7 +70,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
     ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
     overrides = (f"parallel.device={device}", f"parallel.ranks={ranks}")
     config = make_config("train.steps=4", "train.checkpoint_every=3", *overrides)
-    whole, half, rest = run_ranks(
+    whole, half, rest = run_again(
         train_stop_and_resume, (config, tmp_path), world_size=ranks, timeout=60, device=device
     )[0]
     assert [run.steps for run in half.runs] == [4, 2]
@@ -96,7 +97,7 @@ def test_one_rank_expert_parallel_and_data_parallel_ranks_train_alike(
         config = make_config(
             "recipe=bf16", "train.steps=3", f"parallel.ranks={ranks}", f"parallel.ep={ep}", "model.balance_rate=0"
         )
-        results = run_ranks(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=60, device="cpu")
+        results = run_again(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=60, device="cpu")
         assert all(result == results[0] for result in results)
         curves[ranks, ep] = results[0]
     alone = torch.tensor(curves.pop((1, 1)))
@@ -114,7 +115,7 @@ def test_nodes_of_one_rank_train_as_one_node_does_bit_for_bit_and_nodes_of_two_a
         how = f"dispatcher={dispatcher}", f"dispatcher.ranks_per_node={of_node}", "dispatcher.capacity=factor"
         given = "train.compare=false", "train.steps=3", f"parallel.ranks={ranks}", *how
         config = make_config(*given, "model.balance_rate=0", "dispatcher.factor=2")
-        results = run_ranks(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=60, device="cpu")
+        results = run_again(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=60, device="cpu")
         assert all(result == results[0] for result in results)
         curves[ranks, dispatcher] = torch.tensor(results[0])
     assert torch.equal(curves[2, "hierarchical"], curves[2, "symmetric"])
@@ -132,7 +133,7 @@ def test_a_cuda_graph_of_loss_and_gradients_trains_as_calls_from_the_host_do(
             *("train.compare=false", "train.steps=8", f"parallel.ranks={ranks}", "parallel.device=cuda"),
             f"train.graph={graph}",
         )
-        results = run_ranks(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=120, device="cuda")
+        results = run_again(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=120, device="cuda")
         assert all(result == results[0] for result in results)
         curves.append(torch.tensor(results[0]))
     host, graph = curves
@@ -146,7 +147,7 @@ def test_a_run_on_gpus_repeats_bit_for_bit(make_config: Callable[..., Config], t
     ranks = min(2, torch.cuda.device_count())
     config = make_config("train.compare=false", "train.steps=20", f"parallel.ranks={ranks}", override)
     curves = [
-        run_ranks(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=120, device="cuda") for _ in range(2)
+        run_again(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=120, device="cuda") for _ in range(2)
     ]
     assert curves[0] == curves[1]
 
@@ -235,7 +236,7 @@ def test_a_bad_step_on_one_rank_ends_the_run_or_is_skipped_on_all(
     given = "recipe=bf16", "parallel.ranks=2"
     ends = make_config(*given, "train.steps=5", "train.checkpoint_every=1")
     skips = make_config(*given, "train.steps=6", "train.skip_bad_steps=1")
-    results = run_ranks(end_and_skip, (ends, skips, tmp_path, how), world_size=2, timeout=60, device="cpu")
+    results = run_again(end_and_skip, (ends, skips, tmp_path, how), world_size=2, timeout=60, device="cpu")
     kept = tmp_path / "bf16" / "step-000002"
     for message, (same, _) in results:
         assert re.fullmatch(BAD[how] + f"; it was not taken, and the last good checkpoint is {kept}", message)
@@ -280,7 +281,7 @@ def test_bad_steps_in_a_row_and_held_out_text(make_config: Callable[..., Config]
     config = make_config(*given, "train.steps=6", "train.skip_bad_steps=1")
     overflows = make_config(*given, "dispatcher.capacity=factor", "dispatcher.factor=0.3")
     args = config, overflows, tmp_path
-    (found,) = run_ranks(bad_steps_of_one, args, world_size=1, timeout=60, device="cpu")
+    (found,) = run_again(bad_steps_of_one, args, world_size=1, timeout=60, device="cpu")
     (whole, resumed), message, held_out = found
     assert resumed == whole
     assert "step 5" in message
@@ -291,7 +292,7 @@ def test_bad_steps_in_a_row_and_held_out_text(make_config: Callable[..., Config]
 def test_rows_over_the_capacity_may_be_dropped_and_are_counted(make_config: Callable[..., Config], tmp_path: Path):
     drops = ("dispatcher.capacity=factor", "dispatcher.factor=0.5", "dispatcher.overflow=drop")
     config = make_config("recipe=bf16", "parallel.ranks=2", "train.steps=3", *drops)
-    (outcome, _) = run_ranks(train, (config, str(tmp_path), {}), world_size=2, timeout=60, device="cpu")
+    (outcome, _) = run_again(train, (config, str(tmp_path), {}), world_size=2, timeout=60, device="cpu")
     for row in outcome.runs[0].metrics:
         assert row["rows_dropped"] == row["rows_routed"] - (row["rows_valid"] - row["rows_padding"]) > 0
         assert not row["skipped"]
@@ -313,7 +314,8 @@ def log_backends(rank: Rank, config: Config, folder: Path) -> tuple[str, set[str
 
 def test_a_config_picks_the_backend_and_what_auto_is_is_logged_once(make_config: Callable[..., Config], tmp_path: Path):
     config = make_config("recipe=bf16", "parallel.ranks=2", "backend=dequant")
-    results = run_ranks(log_backends, (config, tmp_path), world_size=2, timeout=60, device="cpu")
+    # A process logs once.
+    results = run_again(log_backends, (config, tmp_path), world_size=2, timeout=60, device="cpu", fresh=True)
     assert [logged.count("\n") for logged, *_ in results] == [1, 0]
     assert "reference" in results[0][0]
     for _, layers, error in results:
@@ -368,8 +370,9 @@ def test_survivors_of_a_training_run_name_the_rank_that_was_killed_within_the_ti
         *(f"parallel.device={device}", f"parallel.ranks={ranks}", f"dispatcher.timeout={TIMEOUT}"),
         *("train.steps=100000", "train.checkpoint_every=5", f"train.graph={str(device == 'cuda').lower()}"),
     )
+    close_ranks()  # so that none is left but this job's
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(train_until_rank_1_dies, (config, tmp_path), world_size=ranks, timeout=200, device=device)
+        run_again(train_until_rank_1_dies, (config, tmp_path), world_size=ranks, timeout=200, device=device)
     assert sorted(failure.value.ranks) == list(range(ranks))
     assert failure.value.first == "rank 1 was killed by SIGKILL before it returned"
     message = str(failure.value)

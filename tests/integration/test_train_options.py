@@ -26,13 +26,14 @@ from mxep.comms import CapacityExceeded
 from mxep.gemm import converted, quantize_weights_once
 from mxep.integration import checkpoint, train
 from mxep.integration.config import ConfigError
-from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.launch import Rank
 from mxep.integration.metrics import snr
 from mxep.integration.schema import Config
 from mxep.integration.train import make_model
 from mxep.integration.transformers import model as model_module
 from mxep.integration.transformers.model import CausalLM
 from nodes import make_nodes, run_nodes
+from ranks import run_again
 
 SMALL = (
     *("model=qwen3_moe_tiny", "model.dim=32", "model.hidden_dim=32", "model.experts=4", "data.batch=16"),
@@ -106,7 +107,7 @@ def found(
         given = *SMALL, f"parallel.ranks={ranks}", "parallel.device=cpu"
         configs = [make_config(*given, *more) for more in layouts.values()]
         args = "gradients", configs, tmp_path_factory.mktemp("gradients")
-        each = run_ranks(of_each, args, world_size=ranks, timeout=100, device="cpu")
+        each = run_again(of_each, args, world_size=ranks, timeout=100, device="cpu")
         made[ranks] = [dict(zip(layouts, rank)) for rank in each]
     return made
 
@@ -162,7 +163,7 @@ def overflow(rank: Rank, config: Config, folder: Path) -> tuple[str, bool]:
 def test_rows_that_overflow_in_a_micro_batch_stop_the_step(make_config: Callable[..., Config], tmp_path: Path):
     how = "dispatcher.capacity=factor", "dispatcher.factor=0.3", "train.micro_batches=2"
     config = make_config(*SMALL, "recipe=bf16", "parallel.ranks=2", *how)
-    for message, same in run_ranks(overflow, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
+    for message, same in run_again(overflow, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
         assert "rows did not fit" in message
         assert same
 
@@ -176,7 +177,7 @@ def test_a_cuda_graph_of_micro_batches_trains_as_calls_from_the_host_do(
     curves = []
     for graph in ("false", "true"):
         config = make_config(*given, "parallel.device=cuda", f"train.graph={graph}")
-        results = run_ranks(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=120, device="cuda")
+        results = run_again(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=120, device="cuda")
         curves.append(results[0])
     assert curves[0] == curves[1]
 
@@ -206,7 +207,7 @@ def bytes_kept(rank: Rank, config: Config, folder: Path) -> int:
 def test_checkpointed_blocks_keep_less(make_config: Callable[..., Config], tmp_path: Path, device: str):
     given = *SMALL, f"parallel.device={device}", "recipe=bf16", "parallel.ranks=1"
     configs = [make_config(*given, f"train.activation_checkpointing={each}") for each in ("false", "true")]
-    (kept,) = run_ranks(of_each, ("bytes_kept", configs, tmp_path), world_size=1, timeout=60, device=device)
+    (kept,) = run_again(of_each, ("bytes_kept", configs, tmp_path), world_size=1, timeout=60, device=device)
     assert kept[1] < 0.5 * kept[0], kept
 
 
@@ -220,7 +221,7 @@ def refusal(rank: Rank, config: Config, folder: Path) -> str:
 def test_a_model_whose_blocks_are_not_known_is_refused(make_config: Callable[..., Config], tmp_path: Path):
     keys = FSDP.partition("=")[0], "train.activation_checkpointing", "train.compile"
     configs = [make_config(*SMALL, "recipe=bf16", "parallel.ranks=1", f"{key}=true") for key in keys]
-    (messages,) = run_ranks(of_each, ("refusal", configs, tmp_path), world_size=1, timeout=60, device="cpu")
+    (messages,) = run_again(of_each, ("refusal", configs, tmp_path), world_size=1, timeout=60, device="cpu")
     assert messages == [f"{key}: leave it out: qwen3_moe has no blocks that transformers names" for key in keys]
 
 
@@ -245,7 +246,7 @@ def weights_alive(rank: Rank, config: Config, folder: Path) -> list[int]:
 def test_a_run_gives_its_memory_back_to_the_next(make_config: Callable[..., Config], tmp_path: Path):
     given = "train.steps=1", "train.checkpoint_every=null", "train.activation_checkpointing=true", "parallel.fsdp=true"
     config = make_config(*SMALL, *given, "parallel.ranks=2")
-    assert run_ranks(weights_alive, (config, tmp_path), world_size=2, timeout=60, device="cpu") == [[0, 0]] * 2
+    assert run_again(weights_alive, (config, tmp_path), world_size=2, timeout=60, device="cpu") == [[0, 0]] * 2
 
 
 # FSDP2
@@ -257,7 +258,7 @@ def test_sharded_ranks_train_as_one_process(make_config: Callable[..., Config], 
     for ranks, *layout in ((1,), (4, FSDP, "parallel.ep=2")):
         given = *SMALL, "recipe=bf16", "train.steps=3", f"parallel.ranks={ranks}", *layout
         configs = [make_config(*given, f"train.precision={precision}") for precision in ("bf16-mixed", "bf16-true")]
-        results = run_ranks(
+        results = run_again(
             of_each, ("losses_and_norms", configs, tmp_path), world_size=ranks, timeout=60, device="cpu"
         )
         assert all(result == results[0] for result in results)
@@ -291,7 +292,7 @@ def test_sharded_ranks_start_from_a_folder_whose_weights_are_finite(make_config:
     config = make_config("model=qwen3_moe_tiny", *given, FSDP, f"model.pretrained={tmp_path / 'source'}")
     broken = make_config("model=qwen3_moe_tiny", *given, f"model.pretrained={tmp_path / 'broken'}")
     name = "model.model.layers.0.mlp.experts.down_proj"
-    for weights, message in run_ranks(start_from, (config, broken, tmp_path), world_size=2, timeout=60, device="cpu"):
+    for weights, message in run_again(start_from, (config, broken, tmp_path), world_size=2, timeout=60, device="cpu"):
         assert weights.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(weights[name], wanted[name])] == []
         assert message.startswith(f"model.pretrained: {tmp_path / 'broken'}: {name} is not finite")
@@ -304,7 +305,7 @@ def test_on_gpus_a_sharded_run_learns_and_resumes(make_config: Callable[..., Con
     config = make_config(
         *("model=qwen3_moe_tiny", "parallel.device=cuda", f"parallel.ranks={ranks}", "data.batch=8", FSDP), *more
     )
-    done, half, rest = run_ranks(
+    done, half, rest = run_again(
         train_stop_and_resume, (config, tmp_path), world_size=ranks, timeout=200, device="cuda"
     )[0]
     assert [run.steps for run in half.runs] == [20, 10]
@@ -352,11 +353,11 @@ def gradients_by_eager_compilers(
         seen.append(type(forward.__self__).__name__)
         return compile_(forward, backend="aot_eager", fullgraph=True)
 
-    torch.compile = listed  # type: ignore[assignment]
     found = []
-    for config in configs:
-        seen.clear()
-        found.append((gradients(rank, config, folder)[0], seen.copy()))
+    with mock.patch.object(torch, "compile", listed):
+        for config in configs:
+            seen.clear()
+            found.append((gradients(rank, config, folder)[0], seen.copy()))
     return found
 
 
@@ -378,7 +379,7 @@ def test_what_is_not_expert_is_compiled_or_multiplied_by_its_own_recipe(
     linear = make_config(*SMALL, *GIVEN, "recipe=mxfp8_linear")
     configs = [*(make_config(*SMALL, *GIVEN, *more) for more in given), linear]
     args = configs, linear, tmp_path
-    found, names = run_ranks(compiled_and_converted, args, world_size=2, timeout=200, device="cpu")[0]
+    found, names = run_again(compiled_and_converted, args, world_size=2, timeout=200, device="cpu")[0]
     for (wanted, none), (got, compiled) in (found[:2], found[2:4]):
         assert none == []
         assert compiled == 2 * ["Qwen3MoeAttention", "Qwen3MoeRMSNorm", "Qwen3MoeRMSNorm"]
@@ -479,7 +480,7 @@ def test_the_auxiliary_loss_of_routers(make_config: Callable[..., Config], tmp_p
     cases = [(QWEN, 1), (QWEN, 2), (MIXTRAL, 1)]
     compared = [make_config(*model, *ALONE, f"train.micro_batches={number}") for model, number in cases]
     counted = [make_config(*QWEN, *ALONE, f"train.activation_checkpointing={each}") for each in ("false", "true")]
-    (found,) = run_ranks(all_of_one, (compared, counted, tmp_path), world_size=1, timeout=100, device="cpu")
+    (found,) = run_again(all_of_one, (compared, counted, tmp_path), world_size=1, timeout=100, device="cpu")
     gradients, counts, message = found
     for each, case in zip(gradients, cases):
         assert each["by hand"] < 1e-5, case  # all is fp32

@@ -22,10 +22,11 @@ from integration.tiny_models import tiny, whole
 from mxep.gemm import Recipe
 from mxep.integration import checkpoint as checkpoints
 from mxep.integration.config import ConfigError, resolve, restore, to_json
-from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.launch import Rank
 from mxep.integration.schema import CAPTURED, Config
 from mxep.integration.train import Outcome, train
 from mxep.integration.transformers.model import CausalLM
+from ranks import run_again
 
 MODELS = {
     "qwen3_moe_tiny": 0.6e6,
@@ -56,9 +57,9 @@ def train_alone(rank: Rank, config: Config, folder: Path) -> Outcome:
 def test_two_ranks_train_as_one_and_resume_bit_for_bit(prepared: Callable[..., Config], tmp_path: Path):
     given = *SMALL, "train.steps=10", "train.checkpoint_every=3", "parallel.device=cpu"
     alone = prepared(*given, "parallel.ranks=1", "recipe=bf16", "train.steps=3", "train.checkpoint_every=null")
-    one = run_ranks(train_alone, (alone, tmp_path), world_size=1, timeout=120, device="cpu")[0]
+    one = run_again(train_alone, (alone, tmp_path), world_size=1, timeout=120, device="cpu")[0]
     spread = prepared(*given, "parallel.ranks=2")
-    whole, half, rest = run_ranks(train_stop_and_resume, (spread, tmp_path), world_size=2, timeout=120, device="cpu")[0]
+    whole, half, rest = run_again(train_stop_and_resume, (spread, tmp_path), world_size=2, timeout=120, device="cpu")[0]
     assert [run.steps for run in half.runs] == [10, 5]
     assert losses(rest) == losses(whole)
     assert [run.valid_loss for run in rest.runs] == [run.valid_loss for run in whole.runs]
@@ -66,7 +67,7 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(prepared: Callable[..., C
         assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
         assert len(run.metrics[-1]["expert_loads"]) == spread.model.layers
     four = prepared(*given, "parallel.ranks=4", "parallel.ep=2", "recipe=bf16", "train.steps=3")
-    sets = run_ranks(train_alone, (four, tmp_path), world_size=4, timeout=120, device="cpu")[0]
+    sets = run_again(train_alone, (four, tmp_path), world_size=4, timeout=120, device="cpu")[0]
     for other, key in itertools.product((whole, sets), ("loss", "grad_norm")):
         got, wanted = (torch.tensor([row[key] for row in out.runs[0].metrics][:3]) for out in (other, one))
         # A wrong scale of any gradient shows in the norm at once: a factor of 2 or 4. Rounding stays under a percent.
@@ -90,7 +91,7 @@ def test_training_starts_from_a_folder_and_goes_on_without_it(prepared: Callable
     config = prepared(*given, f"model.pretrained={folder}")
     assert (config.model.dim, config.model.experts, config.model.layers, config.model.shared_experts) == (64, 4, 2, 0)
     assert prepared(*given, f"model.pretrained={folder}", "model.layers=1").model.transformers["num_hidden_layers"] == 1
-    ((weights, _, second),) = run_ranks(start_from, (config, tmp_path), world_size=1, timeout=120, device="cpu")
+    ((weights, _, second),) = run_again(start_from, (config, tmp_path), world_size=1, timeout=120, device="cpu")
     wanted = source.state_dict()
     assert wanted.keys() == weights.keys()
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
@@ -99,7 +100,7 @@ def test_training_starts_from_a_folder_and_goes_on_without_it(prepared: Callable
     checkpoint = str(checkpoints.find(tmp_path)["bf16"])
     resumed = prepared("parallel.ranks=1", "parallel.device=cpu", "train.checkpoint_every=null", f"resume={checkpoint}")
     assert (resumed.model.pretrained, resumed.model.transformers) == (None, config.model.transformers)
-    (rest,) = run_ranks(go_on, (resumed, tmp_path, checkpoint), world_size=1, timeout=120, device="cpu")
+    (rest,) = run_again(go_on, (resumed, tmp_path, checkpoint), world_size=1, timeout=120, device="cpu")
     assert [row["loss"] for row in rest.runs[0].metrics][1:] == [second]
 
 
@@ -124,7 +125,7 @@ def test_a_graph_needs_a_mask_for_windows_alone_and_has_the_logits_of_transforme
     source.save_pretrained(tmp_path / "source")
     given = "recipe=bf16", "train.precision=32-true", "parallel.ranks=1", "parallel.device=cpu"
     config = prepared(*given, f"model.pretrained={tmp_path / 'source'}")
-    ((got, masked),) = run_ranks(logits_of, (config, tmp_path, ids), world_size=1, timeout=120, device="cpu")
+    ((got, masked),) = run_again(logits_of, (config, tmp_path, ids), world_size=1, timeout=120, device="cpu")
     assert masked == 2 * [window is not None]
     torch.testing.assert_close(got, source(ids).logits, rtol=1e-4, atol=1e-4)
 
@@ -140,7 +141,7 @@ def test_on_gpus_it_learns(prepared: Callable[..., Config], tmp_path: Path, how:
     given = "parallel.device=cuda", f"parallel.ranks={ranks}", "train.steps=20", "train.checkpoint_every=10"
     tiny(vocab_size=256).save_pretrained(tmp_path / "source")
     named = f"model.pretrained={tmp_path / 'source'}" if how == "pretrained" else "model=qwen3_moe_tiny"
-    out = run_ranks(train_alone, (prepared(named, *given), tmp_path), world_size=ranks, timeout=200, device="cuda")[0]
+    out = run_again(train_alone, (prepared(named, *given), tmp_path), world_size=ranks, timeout=200, device="cuda")[0]
     for run in out.runs:
         assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
 
@@ -171,7 +172,7 @@ def test_on_gpus_a_graph_trains_as_calls_from_the_host_do(
     given = "parallel.device=cuda", f"parallel.ranks={ranks}", "train.steps=8", "train.checkpoint_every=null", *how
     for graph in ("null", "false"):
         config = prepared(*given, "recipe=mxfp8", "train.compare=false", f"train.graph={graph}")
-        results = run_ranks(curve, (config, tmp_path), world_size=ranks, timeout=200, device="cuda")
+        results = run_again(curve, (config, tmp_path), world_size=ranks, timeout=200, device="cuda")
         assert {graphed for graphed, _ in results} == {graph == "null"}
         curves.append(torch.tensor(results[0][1]))
     graphed, host = curves
@@ -209,7 +210,7 @@ def bias_of_a_step(rank: Rank, config: Config, folder: Path) -> tuple[torch.Tens
 def test_a_deepseek_moves_its_routers_biases_towards_balance(prepared: Callable[..., Config], tmp_path: Path):
     given = "model=deepseek_v3_proxy", *DEEPSEEK, "recipe=bf16", "train.precision=bf16-true"
     config = prepared(*given, "parallel.ranks=2", "parallel.device=cpu")
-    results = run_ranks(bias_of_a_step, (config, tmp_path), world_size=2, timeout=120, device="cpu")
+    results = run_again(bias_of_a_step, (config, tmp_path), world_size=2, timeout=120, device="cpu")
     load = sum(load for _, load in results)
     for bias, _ in results:
         assert torch.equal(bias, config.model.balance_rate * torch.sign(load.float().mean() - load))
@@ -266,14 +267,14 @@ def test_without_transformers_it_says_what_to_install(
 
 def test_routers_without_a_bias_refuse_a_rate(prepared: Callable[..., Config], tmp_path: Path):
     config = prepared("model=qwen3_moe_tiny", "model.balance_rate=0.1", "parallel.ranks=1", "parallel.device=cpu")
-    (message,) = run_ranks(refusal, (config, tmp_path), world_size=1, timeout=120, device="cpu")
+    (message,) = run_again(refusal, (config, tmp_path), world_size=1, timeout=120, device="cpu")
     assert message.startswith("model.balance_rate: got 0.1, want 0: routers of qwen3_moe have no bias")
 
 
 def test_the_dispatcher_has_the_nodes_per_token_of_the_config(prepared: Callable[..., Config], tmp_path: Path):
     given = "model=qwen3_moe_tiny", "dispatcher=hierarchical", "dispatcher.nodes_per_token=3", "parallel.ranks=2"
     config = prepared(*given, "parallel.device=cpu")
-    for message in run_ranks(refusal, (config, tmp_path), world_size=2, timeout=120, device="cpu"):
+    for message in run_again(refusal, (config, tmp_path), world_size=2, timeout=120, device="cpu"):
         assert message.startswith("nodes_per_token: got 3, wanted 1 to 1, the nodes")
 
 
