@@ -282,7 +282,7 @@ def merge_and_freeze(
 
 def _frozen_as(before: FrozenWeight, w: Tensor, fmt: FrozenFormat | None, folded: bool | None) -> FrozenWeight:
     """Freeze w as `before` was, unless fmt or folded says otherwise."""
-    was_folded = before.format == "mxfp4" or before.row_scale is not None
+    was_folded = before.format != "mxfp8" or before.row_scale is not None  # other formats are never folded
     return freeze(w, fmt or before.format, folded=was_folded if folded is None else folded)
 
 
