@@ -99,17 +99,13 @@ def test_block_fp8_with_scales_that_do_not_fold_keeps_its_bytes(scale_dtype: tor
     assert torch.equal(freeze(w, "fp8_block").dequantize(), quantize_blocks(w).dequantize())
 
 
-@pytest.mark.parametrize("name", ["reference", "hopper", "triton"])
+@pytest.mark.parametrize("name", ["reference", "hopper"])
 def test_products_with_block_fp8_are_those_of_its_values_both_ways(name: str) -> None:
-    """hopper by the reference of its kernels. triton has no scales for such blocks: it quantizes the values."""
+    """hopper by the reference of its kernels."""
     n, k = 160, 288
     frozen, backend = freeze(quantize_blocks(torch.randn(2, n, k)), "fp8_block"), BACKENDS[name]
     values, offs = frozen.dequantize(torch.float32), torch.tensor([32, 96], dtype=torch.int32)
     rowwise, colwise = backend.expand_rowwise(frozen), backend.expand_colwise(frozen)
-    if name == "triton":
-        assert (rowwise.axis, colwise.axis) == (-1, -2)
-        assert all(snr(values, w.dequantize(torch.float32)) > 28 for w in (rowwise, colwise))
-        return
     assert torch.equal(colwise.dequantize(torch.float32), values)
     assert colwise.qdata.mT.is_contiguous() is (name == "hopper")
     a, dy = (quantize(torch.randn(96, width)) for width in (k, n))
@@ -118,6 +114,26 @@ def test_products_with_block_fp8_are_those_of_its_values_both_ways(name: str) ->
     for g, rows in enumerate((slice(0, 32), slice(32, 96))):
         for got, x, w in ((out, a, values[g].mT), (da, dy, values[g])):
             assert snr(x.dequantize(torch.float32)[rows] @ w, got[rows]) > 90
+
+
+@pytest.mark.parametrize("name", ["triton", "blackwell"])
+def test_backends_without_such_blocks_quantize_them_for_mxfp8_alone(name: str) -> None:
+    n, k = 160, 96
+    frozen, backend = freeze(torch.randn(2, n, k), "fp8_block"), BACKENDS[name]
+    values, offs = frozen.dequantize(torch.float32), torch.tensor([32, 96], dtype=torch.int32)
+
+    def products(a: Tensor, dy: Tensor) -> list[float]:
+        out = backend.forward(a, backend.expand_rowwise(frozen), offs, bias=None, out_dtype=torch.float32)
+        da = backend.dgrad(dy, backend.expand_colwise(frozen), offs, out_dtype=torch.float32)
+        a, dy = (x.dequantize(torch.float32) if isinstance(x, MXTensor) else x.float() for x in (a, dy))
+        group = torch.arange(96) >= 32
+        want = torch.einsum("mk,mnk->mn", a, values[group.int()]), torch.einsum("mn,mnk->mk", dy, values[group.int()])
+        return [snr(*pair) for pair in zip(want, (out, da))]
+
+    plain = torch.randn(96, k).bfloat16(), torch.randn(96, n).bfloat16()
+    assert min(products(*plain)) > 45, "rounded to bf16"
+    if name == "triton":
+        assert all(28 < each < 35 for each in products(*map(quantize, plain)))
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])

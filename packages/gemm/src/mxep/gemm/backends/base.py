@@ -31,14 +31,13 @@ class Backend(Protocol):
     """Three GEMMs over ragged groups of rows: rows offs[g-1] .. offs[g] - 1 belong to group g.
 
     Operands are quantized by the recipe: MXTensor, or plain bf16 / fp32. Activations and gradients are blocked along
-    their rows. A row index may point to bytes still in receive slots. Weights are as the backend quantized them.
+    their rows. A row index may point to bytes still in receive slots. Weights are as the backend quantized them, or a
+    frozen one's BlockFP8 in blocks of 128 x 128.
     Rows past offs[-1] (int32, on the device) are not read, and unspecified in results. offs None means one group of
     all rows, as in a linear, and then any number of rows.
     Only reference waits for the device. Derive from this class to inherit its methods.
 
     name: name that users pick it by.
-    takes_block_fp8: True if forward and dgrad multiply BlockFP8 as it is, in blocks of 128 x 128. For others, frozen
-        weights in that format are quantized to MXFP8 at each call.
     wants_rowwise: True if its GEMMs fold MX rows to one scale per row. Producers of rows may then fold them at once,
         and plain operands get one scale per row, dgrad's weights one per column.
     bf16_is_torchs: True if a linear's plain bf16 GEMM is torch's, without asking the backend.
@@ -51,7 +50,6 @@ class Backend(Protocol):
     wants_rowwise: bool = False
     bf16_is_torchs: bool = True
     recordable: bool = False
-    takes_block_fp8: bool = False
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         """None if it runs on `device`, else the reason why not, as the end of a sentence."""
@@ -103,17 +101,12 @@ class Backend(Protocol):
 
     def expand_rowwise(self, w: FrozenWeight) -> Any:
         """A frozen weight as `forward` multiplies it."""
-        return self._expanded(w, -1)
+        x = w.along_k()
+        return to_mxfp8(x) if isinstance(x, MXTensor) else x
 
     def expand_colwise(self, w: FrozenWeight) -> Any:
         """A frozen weight as `dgrad` multiplies it: the same values as forward, if the backend's fold is exact."""
-        return self._expanded(w, -2)
-
-    def _expanded(self, w: FrozenWeight, axis: int) -> Any:
-        x = w.along_k()
-        if isinstance(x, MXTensor):
-            return to_mxfp8(x)
-        return x if self.takes_block_fp8 else quantize(x.dequantize(), axis=axis)
+        return Backend.expand_rowwise(self, w)
 
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype

@@ -37,7 +37,7 @@ from torch import Tensor
 from mxep.gemm.backends.base import AlongTokens, Backend, ends
 from mxep.gemm.backends.reference import Dequant, group_of_row, in_dtype
 from mxep.gemm.recipe import Recipe
-from mxep.quant import BLOCK, E4M3, MXTensor, gather_swizzled, pad_groups, swizzle_scales
+from mxep.quant import BLOCK, E4M3, BlockFP8, MXTensor, gather_swizzled, pad_groups, quantize, swizzle_scales
 from mxep.runtime.op import op
 
 OLDEST = (8, 9)
@@ -67,7 +67,7 @@ class Triton(Backend):
     ) -> Tensor:
         if not isinstance(a, MXTensor):
             return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
-        a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
+        a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", _mx(w), -1, (-2, -1))
         parts = a.qdata, a.scale, a.row_index, w.qdata, w.scale
         out: Tensor = grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
         return out
@@ -97,6 +97,11 @@ class Triton(Backend):
 def _in_bytes(x: MXTensor) -> tuple[Tensor, Tensor]:
     """qdata, and the scales as bytes: inductor cannot compile an op that writes and has an e8m0 tensor."""
     return x.qdata, x.scale.view(torch.uint8)
+
+
+def _mx(w: Tensor | BlockFP8) -> Tensor:
+    """A weight as MX units multiply it. They have no scales for block FP8, which is quantized to MXFP8 at each call."""
+    return quantize(w.dequantize()) if isinstance(w, BlockFP8) else w
 
 
 def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -> MXTensor:
@@ -189,7 +194,7 @@ class Blackwell(Backend):
     ) -> Tensor:
         if not isinstance(a, MXTensor):
             return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
-        a, w = self._e4m3("a", a), self._e4m3("w", w)
+        a, w = self._e4m3("a", a), self._e4m3("w", _mx(w))
         offs = ends(offs, a)
         if not len(a):
             return torch.empty((0, w.shape[1]), dtype=out_dtype, device=w.device)

@@ -35,7 +35,6 @@ class Hopper(Backend):
 
     name = "hopper"
     recordable = True
-    takes_block_fp8 = True
     wants_rowwise = True
 
     def unsupported_reason(self, device: torch.device) -> str | None:

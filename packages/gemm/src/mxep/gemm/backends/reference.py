@@ -39,7 +39,6 @@ class Reference(Backend):
 
     name = "reference"
     recordable = True
-    takes_block_fp8 = True
     bf16_is_torchs = False
 
     def unsupported_reason(self, device: torch.device) -> str | None:
@@ -171,7 +170,6 @@ class Dequant(Backend):
 
     name = "dequant"
     recordable = True
-    takes_block_fp8 = True
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type not in ("cpu", "cuda"):
