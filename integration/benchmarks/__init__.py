@@ -17,7 +17,7 @@ Tasks of their own: `compare` (task=compare: losses over seeds), `estimate` (tas
 Scripts, `python integration/benchmarks/NAME.py`, each with its command in its docstring:
 
     front_page    the README's picture, from docs/results
-    frozen        layers with experts frozen in MXFP8 or MXFP4
+    frozen        layers with experts frozen in MXFP8, MXFP4 or block FP8
     lengths       steps of lengths that never come twice
     lora_model    LoRA of whole models
     peers         layers and GEMMs of peers and of mxep, each in its own process (docs/lab/peers.md)

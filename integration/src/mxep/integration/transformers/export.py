@@ -76,7 +76,8 @@ def save_quantized(
 
     In these cases the weights that forward uses are written, SNR inf. In all others experts are quantized anew.
 
-    - Frozen experts in their own format: the bytes as they came. Frozen MXFP4 as MXFP8: the same values.
+    - Frozen experts in their own format: the bytes as they came, unless gate and up share a block of block FP8.
+    - Frozen MXFP4 as MXFP8: the same values.
     - Frozen MXFP8 experts as fp8_block, if they came in it with power-of-two scales.
     - Trained experts as MXFP8, on the device where a recipe of MXFP8 ran them: forward's bytes. On Hopper, a row's one
       scale is written for each of its blocks. Their SNR is that of forward's quantized weights.

@@ -17,7 +17,7 @@ without its `quantization_config`. transformers' own conversions of the model re
     mxfp4                                   FrozenWeight in MXFP4      the bytes as shipped
     mxfp8                                   FrozenWeight in MXFP8      come back from `FrozenWeight.shipped`
     fp8_*, scales that are powers of two    FrozenWeight in MXFP8      the elements as shipped, a scale for 32
-    fp8_block, 128 x 128, other scales      FrozenWeight in fp8_block  the bytes as shipped
+    fp8_block, 128 x 128, other scales      FrozenWeight in fp8_block  the elements as shipped, scales in fp32
     fp8_*, other scales                     refused, or with rescale=True quantized again (`mxep.quant.rescale_blocks`)
 
 Peak memory: the frozen model and one expert more. E experts, N out, K in features.

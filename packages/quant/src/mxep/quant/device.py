@@ -5,7 +5,7 @@
              shifted                                           to fold: `mxep.quant.fold.shift_qdata`
              half_of_e2m1                                      to decode MXFP4
     groups   valid_rows, group_bounds                          ranges of the groups' rows
-    host     rows_of, num_sms, on_hopper             for launchers
+    host     rows_of, num_sms, on_hopper                       for launchers
 
 Scales are int32 here, 0 to 255. Element formats are named by Triton's dtypes, tl.float8e4nv and tl.float8e5. Casts to
 them saturate and round to nearest even, and make 0x7f of any NaN.

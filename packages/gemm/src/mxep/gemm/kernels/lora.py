@@ -197,7 +197,7 @@ def lora_wgrad(out, inner, x, x_scale, x_index, offs, scale):
 def _dense(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     assert x.stride(1) == 1, "columns are next to each other"
     assert scale is None or scale.shape[1] == 1 or scale.stride(1) == 1, "scales of a row are next to each other"
-    return x, None if scale is None else scale
+    return x, scale
 
 
 def _strides(x: Tensor, scale: Tensor | None) -> tuple[int, int]:

@@ -210,7 +210,6 @@ def _pick(x, scale, row_index, offs, out, out_scale, *, swizzle: bool = False) -
     if not rows * k * batch:
         return
     if scale is not None:
-        scale = scale
         scale = scale.flatten(0, -3) if scale.ndim > 2 else scale[None]
     block_m, block_n = (SWIZZLE_ROWS, 128) if swizzle else WIDE
     row_tiles = cdiv(rows, block_m)
@@ -219,7 +218,7 @@ def _pick(x, scale, row_index, offs, out, out_scale, *, swizzle: bool = False) -
         row_tiles = out_scale.shape[-2] // SWIZZLE_ROWS
     num_groups = 0 if offs is None else offs.shape[0]
     launch(pick_kernel, (row_tiles * cdiv(k, block_n), batch),
-        x, scale, row_index, offs, out, None if out_scale is None else out_scale,
+        x, scale, row_index, offs, out, out_scale,
         0 if x is None else x.stride(0), *((0, 0, 0) if scale is None else scale.stride()), rows, k, num_groups,
         0 if out_scale is None or batch == 1 else out_scale.shape[-2] * out_scale.shape[-1],
         BLOCK_SIZE=32, SWIZZLE=swizzle, GROUPS=next_power_of_2(max(num_groups, 1)), BLOCK_M=block_m,
@@ -271,7 +270,7 @@ def group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) -
     out = empty_group_sums(x, offs)
     x, scale = (part if part is None or part.stride(1) == 1 else part.contiguous() for part in (x, scale))
     launch(group_sums_kernel, (groups, cdiv(width, BLOCK_N)),
-        x, None if scale is None else scale, offs, out, rows, groups, width, x.stride(0),
+        x, scale, offs, out, rows, groups, width, x.stride(0),
         0 if scale is None else scale.stride(0), block_size,
         LANES=GROUP_SUMS_LANES, BLOCK_N=BLOCK_N, UNIT=math.gcd(block_size, BLOCK_N), num_warps=4,
     )  # fmt: skip
