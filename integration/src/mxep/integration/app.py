@@ -113,7 +113,7 @@ def _hydra_raises() -> Iterator[None]:
         said = str(error).partition("Config search path:")[0].strip()
         cause = str(error.__cause__ or "").partition("\n")[0]
         raise ConfigError("\n".join(filter(None, [said, cause if cause not in said else ""]))) from error
-    except OSError as error:  # of the run folder: a job's own are reported by _job
+    except OSError as error:  # the run folder's; _job reports a job's own
         raise ConfigError(f"no run folder: {error}: hydra.run.dir=FOLDER names another") from error
     finally:
         del os.environ["HYDRA_FULL_ERROR"]

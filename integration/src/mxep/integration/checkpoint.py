@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 DIGESTS = "sha256"
-"""Key of state.json: name of each file of the checkpoint -> its SHA-256, whatever its format."""
+"""Key of state.json. Its value maps each file of the checkpoint to its SHA-256."""
 TOKENIZER = "tokenizer.json"
 """File in a checkpoint and in a run folder, if the text was read as tokens."""
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
@@ -94,7 +94,7 @@ def take(folder: Path, config: str, *, resumed: Path | None) -> TextIO:
 class State:
     """A checkpoint's content besides its tensors.
 
-    run: the recipe's name. step: steps done. config: the whole config, plain JSON values. digest: of the text.
+    run: the recipe's name. step: steps done. config: the whole config, plain JSON values. digest: the text's.
     metrics: one dict a step done.
     """
 

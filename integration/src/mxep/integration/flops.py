@@ -39,8 +39,8 @@ GATED = "afmoe", "qwen3_5_moe_text", "qwen3_next"
 def flops_per_token(config: Any, length: float) -> dict[str, float]:
     """FLOPs of a token in forward and backward, by part; their sum is the model's.
 
-    config: of a decoder of transformers, or anything with its attributes. length: S; of packed sequences the mean over
-    tokens of the length of their sequence, sum(L^2) / sum(L).
+    config: config of a transformers decoder, or any object with its attributes. length: S; of packed sequences the mean
+    over tokens of the length of their sequence, sum(L^2) / sum(L).
 
     ValueError for a model type that was not checked against its GEMMs, and for layers of an unknown type. A config
     without a model type is taken for a decoder as Qwen3-MoE's or DeepSeek-V3's.

@@ -117,7 +117,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The model of the module's docstring.
 
-    config: sizes. dispatcher: how tokens reach the experts, one for all layers. recipe, backend: of the MoE layers.
+    config: sizes. dispatcher: how tokens reach the experts, one for all layers. recipe, backend: the MoE layers'.
     linear: recipe of the attention's projections, or "auto"; None: they are nn.Linear. vocabulary: V, how many tokens.
 
     Draws from the default generator: after one seed every rank has the same model and its share of the same experts.

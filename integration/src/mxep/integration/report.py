@@ -40,7 +40,7 @@ from .config import to_json
 from .schema import Config
 from .train import COUNTS, Outcome, Run
 
-TERMINAL = 120  # of a terminal that is asked for, if figures leave room for remarks
+TERMINAL = 120  # characters: table width that remarks may fill
 REMARK = 16, 48  # fewest and most characters of a note or error in a table
 PACKAGES = "triton", "torchao", "transformers", "tokenizers"
 """Results name their versions, where they are installed, and torch's."""
@@ -382,7 +382,7 @@ class Curve(NamedTuple):
 
 
 def page(outcome: Outcome, summary: dict[str, Any], config: Config) -> str:
-    """report.html. summary: of `summarize`, with "provenance"."""
+    """Return report.html. summary: the result of `summarize`, with "provenance"."""
     runs, last = outcome.runs, outcome.runs[-1]
     title = " and ".join(run.name for run in runs) + ", trained alike" * (len(runs) > 1)
     stopped = [f"Stopped: {last.name}, step {last.steps} of {config.train.steps}."] * outcome.stopped

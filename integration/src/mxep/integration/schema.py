@@ -82,7 +82,7 @@ def out_of_bounds(section: Any, prefix: str = "") -> Iterator[str]:
 def _out_of_bounds(key: str, value: Any, hint: Any) -> Iterator[str]:
     if type(None) in get_args(hint):
         hint = get_args(hint)[0]
-    item_hint = get_args(hint)[-1] if get_args(hint) else hint  # of Any: Any
+    item_hint = get_args(hint)[-1] if get_args(hint) else hint  # for Any, Any
     if dataclasses.is_dataclass(value):
         yield from out_of_bounds(value, f"{key}.")
     elif isinstance(value, list):

@@ -54,7 +54,7 @@ from .schema import CASES, Config
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
-WIDE = 2.0**14  # E4M3's normals span 2^-6 to 448: beside so large numbers, most others lose three bits
+WIDE = 2.0**14  # E4M3's normals span 2^-6 to 448: next to numbers this large, most others lose three bits
 DROPPED = 3  # tokens of each rank whose first expert id is -1
 Quantizer = Callable[[Tensor], Tensor]
 
@@ -88,8 +88,8 @@ class Results:
 
 @dataclass(frozen=True)
 class Quantizers:
-    """A recipe's roundings, each fp32 -> fp32: of rows of activations and gradients; of weights along their last axis
-    (rows) or the one before (cols); and of activations and gradients along tokens, for the weight gradients."""
+    """A recipe's roundings, each fp32 -> fp32. activation, gradient: along rows. rows, cols: weights along the last
+    axis, or the one before. Others: activations and gradients along tokens, for the weight gradients."""
 
     activation: Quantizer
     gradient: Quantizer

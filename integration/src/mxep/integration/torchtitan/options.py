@@ -36,8 +36,8 @@ class Options:
             parallel degree. torch.compile with EP needs max_tokens.
         capacity: rows that fit on a rank, in balanced loads. None: the worst case.
         overflow: what happens to rows over the capacity: "raise" before the optimizer steps, or "drop".
-        dtype: of the activations: "bfloat16", or "float32" if training.mixed_precision_param is float32.
-        backend: of the grouped GEMM.
+        dtype: the activations': "bfloat16", or "float32" if training.mixed_precision_param is float32.
+        backend: the grouped GEMM's.
         quantize_once: whether the micro-batches of a step share quantized weights.
     """
 

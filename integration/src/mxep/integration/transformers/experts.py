@@ -86,7 +86,7 @@ class Layer:
         cleans: whether rows without a token are zeroed. This is needed if the module has parameters of its own between
             its two GEMMs, because their gradients sum over all rows.
         masks: whether expert ids >= E mean "not on this rank", as in transformers' own expert parallelism.
-        wgrad_scale: factor of weight gradients.
+        wgrad_scale: factor for weight gradients.
         number: from `TokenDispatcher.number_layer`.
         called: whether a forward was computed here.
         last_routing: routing of the last forward; None before the first one, and after a compiled one.

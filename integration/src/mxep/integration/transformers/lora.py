@@ -59,7 +59,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         features = super()._get_in_out_features(module)
         stored = module._parameters.get(f"{self.parameter_name}_qdata")
         if stored is not None:
-            self.num_experts = stored.shape[0]  # of all ranks
+            self.num_experts = stored.shape[0]  # over all ranks
         return features
 
     def update_layer(self, adapter_name: str, r: int, *args: Any, **kwargs: Any) -> None:
@@ -239,7 +239,7 @@ PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = ExpertsLoraModel
 class MergeError(NamedTuple):
     """What quantizing a merged weight did to it.
 
-    snr: of the quantized weight against the merged one, dB. changed: the share of elements that differ from those
+    snr: SNR of the quantized weight against the merged one, dB. changed: the share of elements that differ from those
     before the merge. If few do, most of a small update is lost.
     """
 

@@ -50,7 +50,7 @@ ROWS = 4096
 
 IGNORED = -100
 FLOAT16_FACTOR = 2.0**12
-"""Factor of d_logits in fp16 until backward. They are at most 1; divided by num_items, most would vanish in fp16."""
+"""Scales fp16 d_logits until backward. They are at most 1; divided by num_items, most would vanish."""
 
 
 def linear_cross_entropy(

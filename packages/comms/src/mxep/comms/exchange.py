@@ -67,8 +67,8 @@ def dispatch(
         plan: plan of a redispatch. Peers compare its `dispatch`.
         async_op: let other work run before ``wait``. A plan of the handle's ``tables`` may always run before it.
         num_sms: most multiprocessors for the rows, up to the workspace's; None: the workspace's. Limit it to leave
-            multiprocessors for overlapping kernels. On H200s no other kernel was seen to start on one that an exchange
-            was using.
+            multiprocessors for overlapping kernels. On H200s no other kernel was seen to start on a multiprocessor that
+            an exchange used.
         room: rows of payload tensors that are longer than T.
 
     ``wait`` returns the slots: uint8 (S, n_i) strided views into the workspace, borrowed until its next exchange. Slot

@@ -31,8 +31,7 @@ STEPS = ("barrier", "dispatch_tables", "dispatch", "combine", "refused")
 """Kinds of exchanges. Op ids hold their index. A rank sends "refused" so that peers do not wait for it."""
 
 PE_SHIFT = 40
-"""Bit of the PE in a put's destination, one int64: PE (NVSHMEM's number of a process) << 40 | byte in its buffer; -1:
-none."""
+"""A put's destination is one int64: PE (NVSHMEM's process rank) << 40 | byte in that PE's buffer. -1: no put."""
 TABLES, ROWS = 0, 1
 """Channels of tables and of the first rows."""
 ANY_ID = 2**31 - 1

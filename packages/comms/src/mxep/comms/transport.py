@@ -156,7 +156,7 @@ class Transport(ABC):
 
     Attributes:
         access: how peers' memory is written: by the "host", by "kernels" that store to its address, or by "puts".
-        rank, world_size: of ``group``. device: device of the buffers. group: None for a process alone.
+        rank, world_size: those of ``group``. device: device of the buffers. group: None for a process alone.
         stream: stream of asynchronous exchanges; None on CPU. All workspaces share it, so that exchanges run one after
             another. A kernel that waits on every multiprocessor must never block the one that its peers wait for.
         timeout: most seconds to wait for a peer, by default those of the process group.
@@ -255,11 +255,11 @@ class PeerTimeout(RuntimeError):
 
 
 class PeersDisagree(RuntimeError):
-    """Ranks met in different exchanges, or with rows of different widths. The transport is unusable afterwards."""
+    """Ranks called different exchanges, or sent rows of different widths. The transport is unusable afterwards."""
 
     @classmethod
     def over(cls, rank: int, op_ids: Sequence[int]) -> PeersDisagree:
-        """The error for ``rank`` if ranks met with these op ids."""
+        """The error that ``rank`` raises, given each rank's op id."""
         for peer, op_id in enumerate(op_ids):
             if step_of(op_id) == "refused":
                 tokens = op_id & 0xFFFFFF
@@ -277,7 +277,7 @@ class PeersDisagree(RuntimeError):
 
     @classmethod
     def over_dispatches(cls, rank: int, step: str, dispatches: Sequence[int]) -> PeersDisagree:
-        """The error for ``rank`` if ranks met in one exchange with these dispatch numbers."""
+        """The error that ``rank`` raises, given each rank's dispatch number."""
         found = (f"rank {peer} of {describe_dispatch(number)}" for peer, number in enumerate(dispatches))
         why = "ranks ran forwards or backwards in another order, or one left out or repeated an exchange"
         return cls(f"rank {rank} met peers in a {step} of other dispatches: {', '.join(found)}: {why}")

@@ -97,7 +97,7 @@ class Parameters(NamedTuple):
 
 
 def parameter_needs(each: Sequence[bool]) -> Needs:
-    """The parameters that need gradients. each: of `Parameters`."""
+    """The parameters that need gradients. each: one flag per field of `Parameters`."""
     gate_up, down, up, bias, *lora = each
     return Needs(gate_up or up, down, bias, any(lora))
 
@@ -123,8 +123,8 @@ def accumulate_in_place() -> Iterator[None]:
 
     On `hopper` the bits are those of autograd's own sum, in half the memory traffic. On other backends this holds where
     1 / ranks is a power of two; `triton` rounds once. It holds for all forwards while it is open. Call `.backward()`:
-    `torch.autograd.grad` of an expert weight would add to ``.grad``, too. ``main_grad`` goes before. Autograd sums what
-    this does not serve: gate and up as two parameters, weights with hooks, views or casts of parameters, a gradient of
+    `torch.autograd.grad` of an expert weight would add to ``.grad``, too. ``main_grad`` takes precedence. In other
+    cases autograd sums: gate and up as two parameters, weights with hooks, views or casts of parameters, a gradient of
     another dtype or layout, recipes ``*_wgrad_bf16``. A compiled layer breaks its graph while it is open.
     """
     global _accumulating

@@ -117,7 +117,7 @@ def run_experts(
             in `Experts`; their gradients are then DTensors, too. If a whole weight has an attribute ``main_grad``, fp32
             of its shape or of this rank's share, its gradient is added there and not to `.grad`. Or both frozen
             (`mxep.gemm.freeze`): they have no gradients, and each is expanded for one GEMM at a time.
-        wgrad_scale: factor of the gradients of weights and biases.
+        wgrad_scale: factor for gradients of weights and biases.
         activation: of gate and up, see `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by
             the routing weight; ranks gather it. Biases may be DTensors. Their gradients are ordinary.
         score_before_experts: apply the routing weight to an expert's input, not to its output (Llama 4). The dispatcher

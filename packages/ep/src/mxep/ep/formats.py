@@ -205,7 +205,7 @@ def fake_saved(
 
 
 def num_parts(recipe: Recipe, keep_rows: bool) -> tuple[int, int]:
-    """Number of tensors of `Saved.rows` and of `Saved.gate_up`."""
+    """Number of tensors in `Saved.rows`, and in `Saved.gate_up`."""
     return keep_rows * (1 if recipe.scaling == "none" else 2), 2 if recipe.saved_gate_up == "fp8" else 1
 
 
@@ -239,7 +239,7 @@ def _joined(parts: list[Tensor], axis: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class RowwiseWeights(Bundle):
-    """Both weights as forward multiplies them, and the amax (e, .) of their columns or None."""
+    """Both weights, prepared for forward, and the amax (e, .) of their columns or None."""
 
     gate_up: Any
     down: Any
@@ -249,7 +249,7 @@ class RowwiseWeights(Bundle):
 
 @dataclass(frozen=True)
 class ColwiseWeights(Bundle):
-    """Both weights as dgrad multiplies them."""
+    """Both weights, prepared for dgrad."""
 
     gate_up: Any
     down: Any
@@ -267,7 +267,7 @@ def quantize_rowwise(
 
 @replayed
 def quantize_colwise(gate_up_proj: SavedWeight, down_proj: SavedWeight, *, config: LayerConfig) -> ColwiseWeights:
-    """The weights for dgrad. 2-D blocks serve as they are."""
+    """The weights for dgrad. 2-D blocks are used unchanged."""
     down = down_proj.colwise(config.recipe, config.backend)
     return ColwiseWeights(gate_up_proj.colwise(config.recipe, config.backend), down)
 
@@ -292,7 +292,7 @@ def held_colwise(
 
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
     """Help for quantizing each weight colwise. A backend with one scale a column needs the amax of its columns, (e, D)
-    and (e, F) fp32. 2-D blocks serve as they are. Others need nothing: None."""
+    and (e, F) fp32. 2-D blocks are returned unchanged. Others need nothing: None."""
     pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
     gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
     return gate_up, down
@@ -348,8 +348,8 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(d_gate_up (R_max, 2F) as the recipe quantizes gradients, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
 
-    gate_up: of `saved_gate_up`. overwrite: d_h is not needed any more. with_h: h is what :func:`swiglu_forward` returns
-    of this gate_up, bit for bit, else None. It is not kept since forward: this kernel reads gate_up anyway.
+    gate_up: from `saved_gate_up`. overwrite: d_h is not needed any more. with_h: recompute h bit for bit, else None.
+    Forward does not keep h, because this kernel reads gate_up anyway.
     """
     if recipe.scaling == "none":
         return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, with_h=with_h, activation=activation)

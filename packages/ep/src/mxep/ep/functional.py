@@ -147,7 +147,7 @@ def expert_mlp(
         offs: (e,) int32, inclusive cumulative padded group sizes. Rows past the last are not read.
         row_weight: (R_max,) fp32 that scales h, or None.
         main_grads: fp32, of the weights' shapes, or None each. Weight gradients are added there and not returned.
-        wgrad_scale: factor of weight gradients. 1 / W turns sums over the tokens of W ranks into those of a mean loss.
+        wgrad_scale: factor for weight gradients. 1 / W turns sums over the tokens of W ranks into those of a mean loss.
         activation: of gate and up. gate_up_bias: (e, 2F) or None.
         dispatcher: the layer's. It tells peers of errors in backward.
 
@@ -261,7 +261,8 @@ def add_down_bias(
     scale: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """out (T, D) plus the weighted sum of the biases (e, D) of each token's experts. scale: of the bias's gradient.
+    """out (T, D) plus the weighted sum of the biases (e, D) of each token's experts. scale: factor for the bias's
+    gradient.
 
     out (T, D) = sum over k of weights[t, k] * (down_proj[id] h + down_bias[id])
 

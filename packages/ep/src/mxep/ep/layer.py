@@ -113,7 +113,7 @@ def forward_pass(
 
     rowwise: the weights, if `quantize_weights_once` holds them. needs: gradients of backward; None: there will be none.
     The exchanges and dx are made in any case, as ranks do not know what the others need. rows_again: see
-    `makes_rows_again`. drops: return `kept`. room: of the dispatcher's `room_for`; then tokens are contiguous.
+    `makes_rows_again`. drops: return `kept`. room: from the dispatcher's `room_for`; then tokens are contiguous.
     """
     recipe, keep_rows = config.recipe, needs is not None and needs.keep_rows(rows_again)
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
@@ -142,8 +142,8 @@ def forward_pass(
 
 @dataclass(frozen=True)
 class MLPInput(Operands):
-    """Slots (S, .), which are used up, the plan's row_slot, row_weight and offs, and weights as forward multiplies them
-    with their LoRA."""
+    """Slots (S, .), which are consumed, the plan's row_slot, row_weight and offs, and the weights prepared for forward,
+    with LoRA."""
 
     slots: Payload
     row_slot: Tensor
@@ -246,7 +246,7 @@ def backward_pass(
 
     colwise: the weights, if `quantize_weights_once` holds them. wanted: gradients computed now, of those that forward
     needed. later: weights whose operands are returned in their place. rows_again: x is given (`_Pass.moving` asks).
-    wgrad_scale: factor of gradients of parameters. room: of the routing; then d_out and x are contiguous.
+    wgrad_scale: factor for gradients of parameters. room: the routing's; then d_out and x are contiguous.
     """
     recipe, routing, saved, borrows = config.recipe, given.routing, given.saved, dispatcher.borrows
     plan = routing.plan
@@ -302,8 +302,8 @@ def backward_pass(
 
 @dataclass(frozen=True)
 class MLPGradientInput(Operands):
-    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, weights as dgrad multiplies them and
-    their LoRA. rows, gate_up_inner, down_inner: of forward, if the gradients of LoRA are wanted."""
+    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, and the weights prepared for dgrad,
+    with LoRA. rows, gate_up_inner, down_inner: forward's, if the gradients of LoRA are wanted."""
 
     slots: Payload
     row_slot: Tensor
@@ -343,7 +343,7 @@ def mlp_backward(
     scale: float,
     dtype: torch.dtype,
 ) -> MLPGradients:
-    """Backward of `mlp_forward` without the gradient of gate_up_proj. It uses up gate_up and the weights.
+    """Backward of `mlp_forward` without the gradient of gate_up_proj. It consumes gate_up and the weights.
 
     down_grad: compute the gradient of down_proj, of `dtype`. later: return its operands.
     """
@@ -386,7 +386,7 @@ def mlp_backward(
 
 @replayed
 def rows_of_tokens(x: Tensor, row_slot: Tensor, offs: Tensor, *, config: LayerConfig, room: int | None) -> Any:
-    """The rows that forward multiplied with gate_up_proj, where the tokens x (T, D) are the slots."""
+    """Recompute forward's rows from the tokens x (T, D), where these are the slots."""
     payload = pack.function(x, recipe=config.recipe, fmt=config.recipe.fmt, room=room)
     return Wire.of(x, config.recipe, config.recipe.fmt).rows(payload, row_slot, offs, copy=False)
 
@@ -405,7 +405,7 @@ class WgradInput(Operands):
 def wgrad(
     given: WgradInput, *, config: LayerConfig, scale: float, dtype: torch.dtype, halves: bool = False
 ) -> Tensor | None:
-    """The gradient dy^T a of a weight (e, N, K); None where it was added to main_grad. It uses up dy and a.
+    """The gradient dy^T a of a weight (e, N, K); None where it was added to main_grad. It consumes dy and a.
 
     halves: return those of gate and up separately, as (2, e, F, D). There is no main_grad then.
     """

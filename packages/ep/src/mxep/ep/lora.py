@@ -75,7 +75,7 @@ def lora_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Backward of `add_lora` from dy, the gradient of out: (gradient of inner, gradient of B). Adds its part to dx.
 
-    `gradient_of_A` takes the gradient of inner. inner: None if A and B have no gradients. wgrad_scale: factor of these.
+    `gradient_of_A` takes the gradient of inner. inner: None if A and B have no gradients. wgrad_scale: their factor.
     """
     d_inner: Tensor = lora_shrink(*parts_of(dy), B.mT, offs, scale, dx.dtype)
     lora_expand(dx, d_inner, A.mT, offs)

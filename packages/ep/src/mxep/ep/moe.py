@@ -255,7 +255,7 @@ class MoE(nn.Module):
             out = out + self.shared(tokens, recipe=recipe, backend=self.backend, activation=self.activation)
         if padding is not None:  # stops the incoming gradient, which may be NaN
             out = out.masked_fill(padding, 0.0)
-        out = torch.ops.aten._unsafe_view.default(out, x.shape)  # as F.linear's: FSDP2 warns of a module's views
+        out = torch.ops.aten._unsafe_view.default(out, x.shape)  # no view, as in F.linear: FSDP2 warns of views
         return out
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -286,7 +286,7 @@ class MoE(nn.Module):
         For layers made without ``max_tokens``, before a batch larger than all before it, such as an evaluation's. All
         ranks of the group call it. Each may name its own number, and the most counts. It is collective, so call it once
         for many calls. Raises ValueError on all ranks for more than the max_tokens that the layer was made with.
-        device: of the tokens, if experts lie elsewhere between calls, as FSDP2 may offload them.
+        device: the tokens' device, if experts lie elsewhere between calls, as FSDP2 may offload them.
         """
         self.dispatcher.reserve(max_tokens * self.rows_per_token, device or self.experts.down_proj.device)
 

@@ -60,7 +60,7 @@ class Router(nn.Module):
         top_k: K, at most the number of experts in ``top_groups`` groups.
         score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
         normalize: divide the chosen scores by their sum, so that a token's weights sum to 1.
-        scale: factor of the weights, applied last.
+        scale: factor for the weights, applied last.
         num_groups, top_groups: experts form ``num_groups`` equal groups, and a token picks inside its best
             ``top_groups``. A group's score is the sum of its two best experts. 1 and None: no limit.
         balance: keep a bias per expert that steers the choice towards idle experts; see :meth:`update_bias`.

@@ -1,9 +1,9 @@
 """Reports how much accuracy folding costs a model's GEMMs, and tells torch's FlopCounterMode how many FLOPs they are.
 
 fold_report is slow, and works on any device, with any backend. The hopper backend folds MX rows to one scale per row,
-so elements far below the largest of their row lose bits. It harms only if the other operand is large in the same
-places, so the report gives the lowest SNR of a row of results. While it is open, compiled code runs eagerly. It does
-not see replayed CUDA graphs, nor weights that `quantize_weights_once` already held.
+so elements far below the largest of their row lose bits. This matters only where the other operand is large, so the
+report gives the lowest SNR of any row of the result. While it is open, compiled code runs eagerly. It does not see
+replayed CUDA graphs, nor weights that `quantize_weights_once` already held.
 
 A GEMM has 2 M N K FLOPs, as torch counts its own. M is the number of valid rows, offs[-1], read from the device.
 Padding rows of a group count, rows past the groups do not. With fake tensors or in a CUDA graph's capture nothing can
@@ -41,8 +41,9 @@ _WATCHED = ("forward", "dgrad", "prepare_wgrad", "quantize_weight_rowwise", "qua
 class FoldedProduct:
     """A GEMM of a module (its name, or class) with a weight (G, N, K).
 
-    elements: of both operands, in all calls. rounded: elements changed by folding. flushed: elements that become zero.
-    spread: most binades between scales that become one. snr_db: lowest SNR of a row of results, folded to exact."""
+    elements: count in both operands, over all calls. rounded: elements changed by folding. flushed: elements that
+    become zero. spread: most binades between scales that become one. snr_db: lowest SNR of any row of the folded
+    result."""
 
     module: str
     weight: tuple[int, ...]

@@ -11,9 +11,9 @@
 A scale in fp32 does not fold. The GEMM of Hopper multiplies its sums over 128 elements by it, both ways, exactly:
 forward as qdata lie, dgrad with qdata transposed.
 
-No bf16 copy of it is made on Hopper. The weight is expanded for one GEMM at a time, and the expansion is dropped after
+On Hopper no bf16 copy of the weight is made. It is expanded for one GEMM at a time, and the expansion is dropped after
 it. Folding MXFP8 to one scale per row rounds its smallest elements (`mxep.quant.fold`): below 1 in 10^4 of Gaussian
-weights, by at most 2^-18 of their row's amax. They are kept beside, so `shipped` gives back every byte as it came. With
+weights, by at most 2^-18 of their row's amax. They are kept separately, so `shipped` returns every original byte. With
 folded=False qdata are stored as shipped, and forward folds them at each call.
 
 qdata and scales are uint8: `.to(torch.bfloat16)`, mixed precision and FSDP2 cast floating-point tensors only.
@@ -47,7 +47,7 @@ FORMATS: dict[str, MXFormat] = {"mxfp8": E4M3, "mxfp4": E2M1, "fp8_block": E4M3}
 FP8_BLOCK = (128, 128)
 """Rows x columns of a block of "fp8_block", as the GEMM multiplies them."""
 LOST = 1024
-"""Elements of a group per element that may be kept beside."""
+"""At most one element in this many of a group may be kept separately."""
 _SCALE = torch.float8_e8m0fnu
 
 

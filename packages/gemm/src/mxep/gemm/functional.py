@@ -78,16 +78,16 @@ def grouped_mm(
     offs: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_alignment. Rows from offs[-1] on
         are not read. In the result, and in the gradient of a, they are unspecified.
     recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
-    bias: (G, N) or None. Its gradient sums the incoming gradient as it is, unquantized if that is plain.
+    bias: (G, N) or None. Its gradient sums the incoming gradient before any quantization.
     out_dtype: bf16 or fp32, default a.dtype (an MXTensor's outer dtype). The gradient of a has a.dtype.
     main_grad: (G, N, K) fp32. Backward adds the gradient of w to it and leaves w.grad alone. A backward without that
         gradient, such as torch.autograd.grad(out, a), adds nothing. Compiled autograd computes all gradients, so it
         always adds. Gradients of unquantized operands are rounded to bf16 first, except on backend "reference". All
         others are added in fp32.
-    wgrad_scale: factor of the gradient of w (not of a and bias), applied before it is rounded or added.
+    wgrad_scale: factor for the gradient of w (not of a and bias), applied before it is rounded or added.
     watched: makes a context that backward runs in, for callers that have to know its exceptions.
 
-    The incoming gradient may be an MXTensor of outer dtype out_dtype. With the recipe's blocks it is used as it is, in
+    The incoming gradient may be an MXTensor of outer dtype out_dtype. With the recipe's blocks it is used unchanged, in
     its own element format. Other blocks are dequantized and quantized again.
     Raises ValueError for wrong shapes, dtypes, devices or alignment; on CPU also for unordered, too long or unaligned
     offs. Raises RuntimeError if the backend cannot run here.

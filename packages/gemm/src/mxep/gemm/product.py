@@ -55,7 +55,7 @@ def forward(
     out_dtype: torch.dtype,
     needs: tuple[bool, bool],
 ) -> Product:
-    """a (M, K), w (G, N, K) or its parts, or as forward multiplies it. needs: whether a and w have gradients."""
+    """a (M, K), w (G, N, K), whole, in parts or already quantized. needs: whether a and w have gradients."""
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
@@ -73,7 +73,7 @@ class BackwardInput(Operands):
 
     Attributes:
         a: (M, K), as forward kept it, or None without dw. offs: (G,) or None.
-        w: the weight, its parts, or as dgrad multiplies it; None without da. amax: (G, K) of its columns, or None.
+        w: the weight, whole, in parts or already quantized; None without da. amax: (G, K) of its columns, or None.
         dys: (M, N of each) for each of w's parts. main_grads: fp32 or None for each.
     """
 
@@ -105,7 +105,7 @@ def backward(
     quantized: bool,
     widths: tuple[int, ...],
 ) -> ProductGradients:
-    """The gradients of a and w, and what becomes of dy. It uses up a.
+    """The gradients of a and w, and dy quantized. It consumes a.
 
     wanted: whether to compute da and dw, which are None otherwise. dw is None, too, if it was added to main_grads.
     dtypes: of da and dw. quantized: the first dy is all of them, quantized before by this function.

@@ -41,7 +41,7 @@ Weight = Tensor | tuple[Tensor, ...]
 class SavedWeight(NamedTuple):
     """State that forward saves to quantize a weight colwise in backward, so that no qdata wait in between.
 
-    weight: the weight itself, or its parts, or its 2-D blocks, which serve dgrad as they are.
+    weight: the weight, its parts, or its 2-D blocks, which dgrad uses unchanged.
     amax: (G, K) amax of its columns, or None.
     """
 
@@ -51,7 +51,7 @@ class SavedWeight(NamedTuple):
     def colwise(self, recipe: Recipe, backend: Backend) -> Tensor:
         """The weight quantized for dgrad."""
         if isinstance(self.weight, MXTensor | FrozenWeight):
-            return self.weight  # type: ignore[return-value]  # of a frozen one each GEMM expands its own
+            return self.weight  # type: ignore[return-value]  # each GEMM expands a frozen weight
         colwise: Tensor = _once(quantize_colwise, self.weight, recipe, backend, amax=self.amax)
         return colwise
 
@@ -149,7 +149,7 @@ class QuantizedOnce:
         self._users = 0
         self._steps = steps
         self._held: dict[tuple[Any, ...], _Held] = {}
-        self._used: dict[tuple[Any, ...], _Used] = {}  # of the last step
+        self._used: dict[tuple[Any, ...], _Used] = {}  # in the last step
         self._hooks = [register_optimizer_step_pre_hook(_before_step)]
 
     @property
@@ -354,7 +354,7 @@ def quantize_rowwise(w: Weight, *, recipe: Recipe, backend: Backend, with_amax: 
 
 @replayed
 def quantize_colwise(w: Weight, amax: Tensor | None = None, *, recipe: Recipe, backend: Backend) -> Tensor:
-    """Quantize the whole weight as `Backend.quantize_weight_colwise` does. amax: of the columns of all parts."""
+    """Quantize the whole weight as `Backend.quantize_weight_colwise` does. amax: per column, over all parts."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_colwise(joined(w), recipe, amax)
     if backend.block_size(recipe) is not None:

@@ -96,7 +96,7 @@ class StoredWeight:
     def read(self, part: slice | None = None) -> MXTensor | BlockFP8 | Tensor:
         """The bytes, on the CPU: an MXTensor (mxfp4, mxfp8), BlockFP8 (fp8_*), or the plain tensor.
 
-        part: of the first axis of a stacked weight (E, N, K), or of a plain tensor: only these experts are read.
+        part: slice of the first axis of a stacked weight (E, N, K), or of a plain tensor: only these experts are read.
         ValueError for a part of a matrix.
         """
         if part is not None and self.format != "plain" and len(self.shape) < 3:

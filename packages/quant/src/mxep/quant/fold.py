@@ -247,7 +247,7 @@ def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) 
 
     mx: blocks of 32 along K (axis -1), or one scale per row with `column_scale`; E4M3, E5M2 or E2M1 (the result has
         E4M3); no row index. Or BlockFP8, of which only the bytes move: the result is equal, contiguous along N.
-    column_scale: (..., K/32) of `column_scales`, if it is known; of a folded weight, those from before it was folded.
+    column_scale: (..., K/32) from `column_scales`, if known; for a folded weight, those from before folding.
     Returns (..., N, K) with axis -2 and block_size N; bytes contiguous along N, scale (..., 1, K), equal within each
     32 columns. No autograd. Raises ValueError for other blocks.
     """

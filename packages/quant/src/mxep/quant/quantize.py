@@ -161,7 +161,7 @@ def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
     for part in parts:
         check_values(name, part)
     outer = [(*part.shape[:-2], part.shape[-1]) if part.dim() > 1 else None for part in parts]
-    if not parts or any(each is None or each != outer[0] for each in outer):  # no set: compiled sizes have no hash
+    if not parts or any(each is None or each != outer[0] for each in outer):  # no set: compiled sizes are unhashable
         raise ValueError(f"{name}: got parts {[tuple(part.shape) for part in parts]}, want (..., N of each, K)")
     for part in parts:
         check_block(None, -2, part)

@@ -182,7 +182,7 @@ class _Called:
                 stays = self.fixed[-x.source - 1]
                 return lambda held: stays
             place, start = self.in_slab.get(x.source, (x.source, 0))
-            if place in self.moving:  # of which a launch takes the address alone
+            if place in self.moving:  # a launch takes only its address
                 first = x.offset // x.dtype.itemsize
                 return lambda held: held[place].view(-1).view(x.dtype)[first:]
             return lambda held: _seen(held[place], x, start)
@@ -396,7 +396,7 @@ def _tensor_map(descriptor: Any, meta: Any, address: int) -> bytes:
     """The bytes of a tensor map, encoded by Triton."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    only_address = SimpleNamespace(data_ptr=lambda: address)  # of a tensor, Triton reads no more
+    only_address = SimpleNamespace(data_ptr=lambda: address)  # all that Triton reads of a tensor
     made = make_tensordesc_arg(descriptor._replace(base=only_address), meta)[0]
     return ctypes.string_at(id(made) + type(made).__basicsize__ - TENSOR_MAP, TENSOR_MAP)
 

@@ -122,7 +122,7 @@ def _compiled_kernel(kernel: Any, grid: tuple[int, ...], args: list[Any], consta
 
 def _begin_thread(device: int) -> None:
     torch.cuda.set_device(device)
-    keep_captures()  # of other threads, while kernels are loaded
+    keep_captures()  # loading kernels must not end other threads' captures
 
 
 def is_profiled() -> bool:

@@ -121,7 +121,7 @@ MOST_CUTS = 4
 CLOSE = 1.02
 """A peak within this factor of the function's needs no cut."""
 SMALL = 8 << 20
-"""A peak this many bytes above the function's needs no cut. Smaller allocations are no candidates."""
+"""A peak this many bytes above the function's needs no cut. Smaller allocations are never candidates for a cut."""
 
 
 _cuts: dict[Hashable, tuple[list[list[int]], float]] = {}
@@ -174,7 +174,7 @@ class Order(NamedTuple):
 
 def order_of(record: Record, users_of: dict[int, list[int]]) -> dict[int, Order]:
     """The order of each source that the record makes, by edges between steps. users_of: steps that use a source."""
-    before: list[int] = []  # of each step, those before it
+    before: list[int] = []  # for each step, the steps before it
     for step in record.steps:
         before.append(reduce(or_, [before[j] | 1 << j for j in step.after], 0))
     return {

@@ -434,7 +434,7 @@ class Recorder(TorchDispatchMode):
         return View(0, 0, *form)
 
     def finish(self, results: Flat) -> Record | None:
-        """The record. results: of the function, plain tensors and None. Returns None if the record is refused."""
+        """The record. results: the function's, plain tensors and None. Returns None if the record is refused."""
         found: list[View | int | None] = []
         kept = set()
         for x in results:

@@ -64,7 +64,7 @@ class _Recorded(_Kind):
     """A kind that is replayed.
 
     Attributes:
-        form: of the results. donated: indices of tensors that the function released. record: until the first play,
+        form: form of the results. donated: indices of tensors that the function released. record: until the first play,
             which makes the player.
     """
 
@@ -208,8 +208,8 @@ def replayed(function: Callable[..., Any]) -> Replayed:
     pass and get the parts of objects with registered parts; the function sees the objects whole.
 
     A class of static objects can have an attribute `recordable`: whether functions given such objects are recorded.
-    The function must not read from the device. It decides by its arguments alone. Other tensors that it uses are
-    `fixed`. It calls `refuse` if it starts kernels without `launch`. Not replayed: CPU tensors,
+    The function must not read from the device. Its control flow depends only on its arguments. Other tensors that it
+    uses are `fixed`. It calls `refuse` if it starts kernels without `launch`. Not replayed: CPU tensors,
     other subclasses, with gradients enabled, under torch.compile or a dispatch mode, while a graph is captured, and
     when a profiler hooks Triton's launches.
     """

@@ -88,7 +88,7 @@ def count_kernel(
 
 @triton.jit
 def _order(local, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, EXPERTS: tl.constexpr):
-    """Order (SEGMENTS * SEGMENT,) experts, -1 for none. Returns each pair's place, from 1, among its expert's pairs in
+    """local: (SEGMENTS * SEGMENT,) expert ids, or -1. Returns each pair's place, from 1, among its expert's pairs in
     its segment, and (SEGMENTS, EXPERTS) pairs of each expert in each segment."""
     local = tl.trans(tl.reshape(local, (SEGMENTS, SEGMENT)))
     shift = (local & 3) * 8

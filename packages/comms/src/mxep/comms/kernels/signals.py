@@ -1,7 +1,7 @@
 """Device functions for signals between the programs of all ranks. Stores before a signal are visible after its wait.
 
     signal          epoch << 32 | op id    epoch: number of exchanges of this buffer's tables, or rows; the same on all
-                                           ranks. op id: of `layout.op_id`; peers must have the same
+                                           ranks. op id: from `layout.op_id`; peers must have the same
     next_ticket     draws a program's next tiles from the tile counter
     arrive          adds a program's finished work, after its stores; true for the last program
     signal_peers    stores the signal into (channel, this rank) of every rank's signal pad
@@ -86,7 +86,7 @@ def record_fault(state_ptr, channel, signal, seen, peer, mask):
 
 @triton.jit
 def load_dispatch(dispatch_ptr):
-    """Number of a plan's dispatch, 0 if there is none."""
+    """The dispatch number of a plan, or 0."""
     number = tl.zeros((), tl.int64)
     if dispatch_ptr is not None:
         number += tl.load(dispatch_ptr)
@@ -115,7 +115,7 @@ def compare_dispatches(counters_ptr, dispatch, signal, state_ptr, W: tl.constexp
 
 @triton.jit
 def number_dispatch(dispatch_ptr, state_ptr):
-    """Count a dispatch and write its number for its plan."""
+    """Increment the dispatch count and store it as the plan's dispatch number."""
     number = (tl.load(state_ptr + 3) + 1) & 0x7FFFFFFF
     tl.store(state_ptr + 3, number)
     tl.store(dispatch_ptr, number.to(tl.int32))
@@ -187,7 +187,7 @@ def compare_kernel(buffer_ptr, dispatch_ptr, state_ptr, counters_start, op_id, W
 def compare(
     buffer: Tensor, number: Tensor | None, state: Tensor, counters_start: int, op_id: int, world_size: int
 ) -> None:
-    """Compare the dispatch numbers that peers put into a buffer with this rank's, after `meet`."""
+    """After `meet`: compare the peers' dispatch numbers, which they put into a buffer, with this rank's."""
     ranks = {"W": world_size, "WP": next_power_of_2(world_size)}
     launch(compare_kernel, (1,), buffer, number, state, counters_start, op_id, **ranks, num_warps=1)
 

@@ -296,7 +296,7 @@ class PutExchange:
         sum_arrived_slots(layout, buffer.local, expert_ids, self.experts_per_rank, out, values)
 
     def _meet_with_rows(self, buffer: "StagedBuffer", step: str, width: int, number: Tensor | None) -> None:
-        """Send the dispatch number, meet and compare. number: number of the rows' dispatch."""
+        """Send the dispatch number, meet and compare. number: the dispatch that the rows belong to."""
         layout, word = self.layout, self.layout.dispatches(buffer.staging)[:1]
         if number is None:
             word.zero_()

@@ -114,10 +114,10 @@ def _compare(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, *, step
 
 @dataclass(frozen=True)
 class AllToAllRouting(Routing):
-    """Routing plus the way of each row, and the collectives' data on the host.
+    """Routing plus each row's path, and the collectives' sizes on the host.
 
     Attributes:
-        token, position, rows, sums: places of rows that are sent and of rows that return, see `plan_all_to_all`.
+        token, position, rows, sums: indices of sent and returned rows, see `plan_all_to_all`.
         sent, received: number of rows to and from each rank, headers included.
         sizes, sizes_received: (W, 3) int64 on the device. The first column holds sent, or received.
     """

@@ -250,7 +250,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             raise RuntimeError("dispatcher: closed")
         if num_slots not in self._within:
             here, capacity = self.nodes.count * (num_slots + 1), self.capacity
-            if capacity.kind == "factor":  # of T_max K rows, not of the slots' K
+            if capacity.kind == "factor":  # relative to T_max K rows, not to slots x K
                 capacity = Capacity.factor(capacity.load * max_tokens / here, capacity.overflow)
             sizes = self._sizes | {"max_tokens": here}
             made = SymmetricDispatcher(self.experts_per_node, group=self.nodes.within, capacity=capacity, **sizes)

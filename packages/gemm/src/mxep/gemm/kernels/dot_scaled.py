@@ -136,7 +136,7 @@ def grouped_wgrad_kernel(
     ADD: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """y (N, M), x (K, M) in blocks along M. factor: fp32 factor of the result.
+    """y (N, M), x (K, M) in blocks along M. factor: fp32 factor for the result.
 
     ADD: add to out (groups, N, K); empty groups then have no tiles. HALVES: out is (2, groups, N / 2, K).
     """

@@ -69,7 +69,7 @@ def grouped_wgrad(out, y_t, x_t, exponent, offs, factor=1.0, add=False):
 
 
 def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> int:
-    """Number of parts that the only group's tokens are cut into, so that a small gradient's tiles occupy the SMs.
+    """Number of parts to cut a single group's tokens into, so that a small gradient's tiles occupy the SMs.
 
     Example: 512 x 2048 are 32 tiles; on 132 SMs 8192 tokens are cut into 4 parts.
     """
@@ -80,7 +80,7 @@ def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> i
 
 
 def cuts_of_parts(offs: Tensor, columns: int, parts: int) -> Tensor:
-    """(parts,) int32: ends of the parts of the only group's tokens. offs: (1,), number of valid columns.
+    """(parts,) int32: where each part of the single group ends. offs: (1,), number of valid columns.
 
     Example: 3 parts of 700 columns, 600 of them valid, end at 256, 512 and 600.
     """

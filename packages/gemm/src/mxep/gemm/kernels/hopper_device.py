@@ -4,7 +4,7 @@
     b (G * N, K) --^
 
 A program is two warpgroups that multiply, 64 rows of the tile each, and a warp that loads. The loading warp draws tiles
-one by one from a counter and passes their numbers on. Fixed shares would be uneven: groups differ along a contraction,
+one by one from a counter and passes their numbers on. Fixed shares would be uneven: contracted groups differ in length,
 and other kernels may hold some SMs for a while. The next tile loads while one is stored. Half of a tile is stored while
 the other half is still multiplied. offs are read on the device. A group without rows costs nothing, except for its
 zeros along a ragged contraction.

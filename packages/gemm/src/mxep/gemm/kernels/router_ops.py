@@ -27,8 +27,8 @@ Top-k of rows of logits, with normalised scores of the chosen:
     forward    logits, choice or None (T, E) -> ids, weights, chosen logits (T, K)    4 E, 8 E, + 12 K bytes a token
     backward   weights, their gradients, ids (, chosen) -> d_logits (T, E), mostly zeros
 
-A logit and its place are one 64-bit integer in the order of numbers. NaN is the largest, and of equal logits the first.
-K times the largest of a row is found and removed. Example: 2, 5, 5 become (2, 2), (5, 1), (5, 0).
+A logit and its place form one 64-bit integer that sorts as the logit. NaN sorts largest; ties go to the lower place.
+The row's largest is found and removed K times. Example: 2, 5, 5 become (2, 2), (5, 1), (5, 0).
 With choice, the kernel takes the largest logit of those with the largest choice. A NaN logit makes its choice NaN.
 T = 8192, E = 128, K = 8 take 13 us forward and 3 backward on an H200.
 """

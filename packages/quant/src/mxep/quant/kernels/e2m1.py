@@ -140,7 +140,7 @@ def _small_codes(magnitude, e):
     at_5 = ((magnitude + 0x03030303) >> 3) & 0x01010101
     at_6 = ((magnitude + 0x02020202) >> 3) & 0x01010101
     at_7 = ((magnitude + 0x01010101) >> 3) & 0x01010101
-    multiples = (magnitude + at_5 + at_6 + 3 * at_7) << 2  # of 2**-9 for e = 0: 0 4 8 12 16 24 32 48
+    multiples = (magnitude + at_5 + at_6 + 3 * at_7) << 2  # in units of 2**-9; for e = 0: 0 4 8 12 16 24 32 48
     shift = tl.maximum(-e, 1)
     half = (1 << (shift - 1)) - 1
     odd = (multiples >> shift) & 0x01010101

@@ -192,7 +192,7 @@ def store_chunk(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
 WARP_ELEMENTS = 2048
 """Most elements of a row, padded to a power of two, per warp of its program."""
 THREAD_ELEMENTS = 8
-"""Elements of a chunk per thread: twice as many if that divides F, otherwise this many, or half."""
+"""Usual chunk elements per thread. Doubled if such chunks divide F; halved if padding would exceed 10% of F."""
 AHEAD = 1
 """Chunks loaded ahead of the one computed."""
 PROGRAMS_PER_SM = 256
@@ -274,7 +274,7 @@ def swiglu_kernel(
     ALPHA .. INTERLEAVED: `mxep.quant.SwiGLU`.
     """
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
-    PARTS: tl.constexpr = 1 if INTERLEAVED else 2  # of d_gate_up
+    PARTS: tl.constexpr = 1 if INTERLEAVED else 2  # parts of d_gate_up
     WIDTH: tl.constexpr = 2 * F // PARTS
     valid = valid_rows(offs_ptr, num_groups, rows)
     for row in range(tl.program_id(0), valid, tl.num_programs(0)):
@@ -410,5 +410,5 @@ def _max_registers(elements: int, num_warps: int) -> int | None:
         registers = 72 if elements <= 24 else 80
     else:
         registers = 96
-    registers = min(registers, 65536 // (32 * num_warps))  # of an SM
+    registers = min(registers, 65536 // (32 * num_warps))  # an SM's registers
     return on_hopper(maxnreg=registers).get("maxnreg")
