@@ -129,7 +129,7 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
     try:
         end_on_signals(lambda: _remove_empty(folder))
         config, checkpoints = prepare(raw, overrides)
-        if not under_torchrun() and config.task.name != "estimate":  # which has no ranks
+        if not under_torchrun() and config.task.name != "estimate":  # estimate has no ranks
             # Imports of transformers, such as torchao, may start CUDA, and a forked rank could not use it then.
             early = config.model.transformers is not None and not gpu_count()
             start_fork_server(*["mxep.integration.transformers.model"] * early)
@@ -323,7 +323,7 @@ def _resume_command(folder: Path) -> str:
 
 
 def _how_to_resume(config: Config, folder: Path) -> str:
-    """A line, if the run that failed left a checkpoint."""
+    """How to resume the failed run, in one line; empty if it left no checkpoint."""
     if config.task.name != "train" or not (step := _newest(folder)):
         return ""
     return f"\ngo on from {_short(step)} with: {_resume_command(folder)}"

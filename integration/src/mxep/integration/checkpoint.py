@@ -269,7 +269,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
             raise ValueError(f"{folder / what}: {name} is not finite, wanted finite numbers")
     taken = float(sum(not row.get("skipped") for row in state.metrics))
     for name, parameter in model.named_parameters():
-        count = torch.full((), taken, device=parameter.device, dtype=torch.float32)  # where the fused AdamW needs it
+        count = torch.full((), taken, device=parameter.device, dtype=torch.float32)  # fused AdamW needs it there
         own = {key: moments[f"{moment}.{name}"] for moment, key in MOMENTS.items()}
         optimizer.state[parameter] = {"step": count, **own}
 

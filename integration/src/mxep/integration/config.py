@@ -70,7 +70,7 @@ class ConfigError(ValueError):
 
 
 def find_benchmarks() -> None:
-    """Make integration/benchmarks, which tasks compare, bench and estimate run, importable, or raise ConfigError."""
+    """Make integration/benchmarks importable for tasks compare, bench and estimate, or raise ConfigError."""
     if not (BENCHMARKS / "__init__.py").is_file():
         raise ConfigError(
             f"task=bench, task=compare and task=estimate: got no {BENCHMARKS}, which no package of mxep has: "
@@ -187,7 +187,7 @@ def _complaints(config: Config) -> Iterator[str]:
     """Yield a line for each setting that does not fit; ranks would fail on it later."""
     task, model, path = config.task.name, config.model, config.data.path
     trains = task in ("train", "compare")
-    if task != "estimate":  # which tries layouts of its own
+    if task != "estimate":  # estimate tries its own layouts
         yield from _check_ranks(config)
     if model.transformers is not None:
         yield from _check_transformers(config, model.transformers)
@@ -236,7 +236,7 @@ def _complaints(config: Config) -> Iterator[str]:
             yield f"{key}: no such folder: {Path(file).parent}"
     if task == "compare":
         seeds = config.compare.seeds
-        if config.recipe.name in ("bf16", "auto"):  # which may be bf16
+        if config.recipe.name in ("bf16", "auto"):  # auto may be bf16
             yield "task=compare compares a recipe with bf16: recipe must be another one"
         if len(set(seeds)) < max(2, len(seeds)):
             yield f"compare.seeds: got {seeds}, wanted two or more that differ: noise is what lies between them"
@@ -325,7 +325,7 @@ def _alignment(recipe: str) -> int:
 
 
 TASK_SECTIONS = ("bench", "compare", "estimate", "verify")
-"""Sections that the task of the same name reads, and no other."""
+"""Config sections that only the task of the same name reads."""
 
 
 def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
@@ -402,7 +402,7 @@ def _fit_vocabulary(raw: DictConfig, given: set[str]) -> None:
     if not named or model.transformers is None or model.pretrained is not None:
         return
     if not {"model.transformers", "model.transformers.vocab_size"} & given:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # which resolve() names
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # resolve() reports these
             model.transformers.vocab_size = data.vocabulary_of(section)
 
 

@@ -149,9 +149,9 @@ def encode(tokenizer: str, texts: Sequence[str]) -> list[list[int]]:
 class Text:
     """A text, cut into training and held-out parts.
 
-    name: its source. train, valid: (N,), (M,), uint8 bytes or int32 tokens. bytes_per_token: on average.
+    name: its source. train, valid: (N,), (M,), uint8 bytes or int32 tokens. bytes_per_token: mean.
     digest: sha256 of all bytes, by which a resumed run notices that the text changed.
-    entropy: of single tokens, in nats per byte: the loss of a model that knows only their frequencies.
+    entropy: unigram entropy of the tokens, in nats per byte: the loss of a model that knows only frequencies.
     tokenizer: tokenizer.json as text, or None for bytes.
     """
 

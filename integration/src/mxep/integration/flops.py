@@ -126,7 +126,7 @@ def _layer_kinds(config: Any) -> list[str]:
 
 
 def _context(config: Any, kind: str, length: float) -> float:
-    """Mean number of tokens that a token attends to in a layer of a kind."""
+    """Mean number of tokens that a token attends to in a layer of this kind."""
     if kind == "linear_attention":
         return 0.0
     window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None

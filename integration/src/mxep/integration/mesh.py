@@ -94,7 +94,7 @@ class Gradients:
 
 
 class ReducedGradients:
-    """The gradients of a model that FSDP2 shards: backward leaves them reduced, over all micro-batches so far."""
+    """Gradients of a model that FSDP2 shards. Backward reduces them, so `reduce` has nothing to do."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
@@ -104,7 +104,7 @@ class ReducedGradients:
             parameter.grad = None
 
     def reduce(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:

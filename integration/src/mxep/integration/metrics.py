@@ -202,11 +202,11 @@ class Speed:
             torch.cuda.reset_peak_memory_stats(device)
 
     def memory(self) -> int:
-        """The most bytes so far; 0 on CPUs."""
+        """Peak bytes so far; 0 on CPUs."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def of(self, seconds: float, peak_bytes: int) -> dict[str, float | None]:
-        """The speed metrics of a step. peak_bytes: the most of any rank."""
+        """The speed metrics of a step. peak_bytes: the maximum over ranks."""
         tflops = None if self.tflop is None else self.tflop / seconds
         return {
             "seconds": seconds,

@@ -336,7 +336,7 @@ def _rows(model: Any) -> Tensor:
 def measure(
     model: Any, mesh: Mesh, loss: Tensor, norm: Tensor, rows: Tensor, *, overflowed: bool, memory: int
 ) -> tuple[dict[str, Any], bool, int]:
-    """A step's metrics over all ranks and layers, whether rows overflowed on any rank, and the ranks' most `memory`.
+    """A step's metrics over all ranks and layers, whether rows overflowed on any rank, and the ranks' largest `memory`.
 
     Same result on all ranks, by one reduction and one copy to the host.
     """

@@ -66,8 +66,8 @@ def linear_cross_entropy(
     """Sum of the cross-entropies of hidden @ weight.T, in nats, divided by num_items; 0-d fp32. Backward runs once.
 
     hidden: (T, D). weight: (V, D). labels: (T,) int64; ignore_index has no loss. num_items: the divisor; None: the
-    number of labels that are not ignored, without a device-to-host sync. rows: of a chunk. weight_gradient: dtype in
-    which chunks sum the gradient of weight, before it is cast to weight's dtype.
+    number of labels that are not ignored, without a device-to-host sync. rows: rows per chunk. weight_gradient: dtype
+    in which chunks sum the gradient of weight, before it is cast to weight's dtype.
 
     GEMMs are in hidden's dtype, or autocast's. Softmax and loss are in fp32. In fp16 gradients are scaled by the
     gradient of the loss (a GradScaler's factor) before they are rounded. Raises ValueError for fp16 if
@@ -195,7 +195,7 @@ def reason_to_keep_loss(model: nn.Module) -> str | None:
 
 
 def defer_head(model: Any, *, rows: int = ROWS, weight_gradient: torch.dtype = torch.float32) -> None:
-    """Make a model, in place, compute its loss by `linear_cross_entropy` in training forwards with labels.
+    """Change a model in place: training forwards with labels compute the loss by `linear_cross_entropy`.
 
     Such a forward returns no logits. The loss needs the head's whole weight: under FSDP2, keep the head in the root's
     group, not in a group of its own.

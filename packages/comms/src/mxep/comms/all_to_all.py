@@ -103,7 +103,7 @@ def plan_all_to_all(
     capability=ANY_GPU,
 )
 def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None:
-    """Write the word into the first row of each block, or the bytes of it that fit a row.
+    """Write the header word into the first row of each block. Narrow rows hold only its first bytes.
 
     rows: (R, n) uint8, last axis dense. sizes: (W, any) int64, first column: rows of each block. number: (1,) int32.
     """

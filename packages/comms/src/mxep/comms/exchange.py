@@ -31,7 +31,7 @@ class Handle(Generic[T]):
     """An exchange that has begun.
 
     tables: the senders' expert_ids (W, T_max, K) int32, weights (W, T_max, K) fp32 and num_tokens (W,) int32. Only a
-        dispatch with weights has them; they have arrived. Rows past num_tokens hold anything. Borrowed like slots.
+        dispatch with weights has them; they have arrived. Rows past num_tokens are unspecified. Borrowed like slots.
     number: number of a dispatch with weights, for `RoutingPlan.dispatch`.
     """
 
@@ -72,7 +72,7 @@ def dispatch(
         room: rows of payload tensors that are longer than T.
 
     ``wait`` returns the slots: uint8 (S, n_i) strided views into the workspace, borrowed until its next exchange. Slot
-    s = rank * T_max + token holds that token's payload. Slots that no table names hold anything.
+    s = rank * T_max + token holds that token's payload. Slots that no table names are unspecified.
 
     Raises ValueError on wrong shapes, dtypes or devices, before anything is sent. Ids outside [-1, E) raise it on CPU.
     On CUDA such a pair is not sent, and make_plan counts it.
@@ -126,7 +126,7 @@ def combine(
         expert_ids: (T, K), this rank's ids in that dispatch.
         row_values: (R_max,) fp32, one number per row to send back with it.
         async_op: let other work run before ``wait``.
-        room: rows of the results, at least T. Rows past T hold anything. None: T.
+        room: rows of the results, at least T. Rows past T are unspecified. None: T.
 
     ``wait`` returns two tensors. The sums (T, D) have rows.dtype and are zero for tokens routed nowhere. The values
     (T, K) fp32 hold each pair's row value, 0 for a pair without a row; None without row_values. Raises as dispatch.

@@ -122,10 +122,10 @@ def accumulate_in_place() -> Iterator[None]:
         optimizer.step()
 
     On `hopper` the bits are those of autograd's own sum, in half the memory traffic. On other backends this holds where
-    1 / ranks is a power of two; `triton` rounds once. It holds for all forwards while it is open. Call `.backward()`:
+    1 / ranks is a power of two; `triton` rounds once. The context covers every forward inside it. Call `.backward()`:
     `torch.autograd.grad` of an expert weight would add to ``.grad``, too. ``main_grad`` takes precedence. In other
     cases autograd sums: gate and up as two parameters, weights with hooks, views or casts of parameters, a gradient of
-    another dtype or layout, recipes ``*_wgrad_bf16``. A compiled layer breaks its graph while it is open.
+    another dtype or layout, recipes ``*_wgrad_bf16``. Inside it, a compiled layer breaks its graph.
     """
     global _accumulating
     before, _accumulating = _accumulating, True

@@ -107,7 +107,7 @@ def check_frozen(
 
 
 def check_lora(x: Tensor, lora: LoRAWeights, experts: int, gate_up_proj: Any, down_proj: Any) -> None:
-    """Raise ValueError for A and B that do not fit the weights, before any exchange. experts: of this rank."""
+    """Raise ValueError for A and B that do not fit the weights, before any exchange. experts: number on this rank."""
     pairs = ("gate_up", gate_up_proj, lora.gate_up_A, lora.gate_up_B), ("down", down_proj, lora.down_A, lora.down_B)
     for name, weight, *both in pairs:
         if isinstance(weight, tuple):

@@ -38,7 +38,7 @@ def mesh_of(x: Tensor) -> DeviceMesh | None:
 
 
 def local_experts(num_experts: int, mesh: DeviceMesh) -> range:
-    """The experts that this rank of a 1-D mesh holds. num_experts: of all ranks, a multiple of them."""
+    """The experts that this rank of a 1-D mesh holds. num_experts: over all ranks, a multiple of their number."""
     here = num_experts // mesh.size()
     return range(mesh.get_local_rank() * here, (mesh.get_local_rank() + 1) * here)
 

@@ -118,7 +118,7 @@ def run_experts(
             of its shape or of this rank's share, its gradient is added there and not to `.grad`. Or both frozen
             (`mxep.gemm.freeze`): they have no gradients, and each is expanded for one GEMM at a time.
         wgrad_scale: factor for gradients of weights and biases.
-        activation: of gate and up, see `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by
+        activation: a `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by
             the routing weight; ranks gather it. Biases may be DTensors. Their gradients are ordinary.
         score_before_experts: apply the routing weight to an expert's input, not to its output (Llama 4). The dispatcher
             and the routing then see T K tokens, and ``max_tokens`` counts these.

@@ -98,7 +98,7 @@ AnyWeight = Weight | FrozenWeight
 
 @dataclass(frozen=True)
 class LayerConfig(Bundle):
-    """How a layer computes. backend: one that can run where its tensors are. activation: of gate and up."""
+    """How a layer computes. backend: one that can run on the layer's device. activation: applied to gate and up."""
 
     recipe: Recipe
     backend: Backend
@@ -218,7 +218,7 @@ def join_saved(
     keep_rows: bool,
     lora: bool,
 ) -> Saved:
-    """`Saved` from its tensors. dtype: of x. lora: it has gradients."""
+    """`Saved` from its tensors. dtype: x's. lora: whether LoRA has gradients."""
     inner = [tensors.pop() for _ in range(2 * lora)][::-1]
     of_rows, of_gate_up = num_parts(recipe, keep_rows)
     rows, gate_up, columns = tensors[:of_rows], tensors[of_rows:][:of_gate_up], tensors[of_rows + of_gate_up :]
@@ -310,7 +310,7 @@ def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -
 
 def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
     """What backward keeps of gate_up (R_max, 2F): itself, or quantized with one scale per row. Rows past the valid ones
-    may hold anything. Each row is quantized by itself."""
+    are unspecified. Each row is quantized by itself."""
     if recipe.saved_gate_up == "unquantized":
         return gate_up
     return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)

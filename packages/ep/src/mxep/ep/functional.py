@@ -148,7 +148,7 @@ def expert_mlp(
         row_weight: (R_max,) fp32 that scales h, or None.
         main_grads: fp32, of the weights' shapes, or None each. Weight gradients are added there and not returned.
         wgrad_scale: factor for weight gradients. 1 / W turns sums over the tokens of W ranks into those of a mean loss.
-        activation: of gate and up. gate_up_bias: (e, 2F) or None.
+        activation: a `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F) or None.
         dispatcher: the layer's. It tells peers of errors in backward.
 
     Returns y (R_max, D) in the rows' dtype.

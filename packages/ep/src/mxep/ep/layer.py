@@ -75,7 +75,7 @@ class ForwardInput(Operands):
     Attributes:
         x: (T, D). weights: (T, K) fp32. expert_ids: (T, K).
         gate_up_proj: (e, 2F, D), or gate and up, (e, F, D) each. down_proj: (e, D, F). Or both frozen.
-        gate_up_bias: (e, 2F) or None. lora: of both weights, or None.
+        gate_up_bias: (e, 2F) or None. lora: both weights' LoRA, or None.
     """
 
     x: Tensor
@@ -90,7 +90,7 @@ class ForwardInput(Operands):
 @dataclass(frozen=True)
 class ForwardOutput(Bundle):
     """Results of forward: out (T, D). saved: for backward, if it will be. kept: (T, K) fp32, 1 for pairs with a row,
-    else 0, if asked for. With a room, T is the room's size, and only the tokens' rows count."""
+    else 0, if asked for. If room was given, T is room, and only the tokens' rows are valid."""
 
     out: Tensor
     routing: Routing

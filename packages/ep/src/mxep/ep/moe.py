@@ -107,7 +107,7 @@ class MoE(nn.Module):
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
         backend: backend of the grouped GEMM.
-        activation: of gate and up, of shared experts too: :class:`mxep.quant.SwiGLU`, clamped or not.
+        activation: :class:`mxep.quant.SwiGLU`, clamped or not. Shared experts use it, too.
         bias: give routed experts biases.
         score_before_experts: apply the routing weight to a routed expert's input, not to its output (Llama 4). With
             top_k > 1 each of a token's top_k inputs travels by itself, even to the same rank. ``max_tokens`` of a

@@ -75,7 +75,7 @@ def _are_plain(*tensors: Tensor) -> bool:
 
 
 def _rehearse(kind: Hashable, passes: Callable[[], None]) -> None:
-    """Run the passes of a kind once in this process."""
+    """Run these passes, once per `kind` in this process."""
     # A dispatch mode would count the passes, or expect them again.
     if kind in _rehearsed or torch._C._len_torch_dispatch_stack():
         return
@@ -144,7 +144,7 @@ class Unsent(LocalDispatcher):
         self.borrows = of.borrows
         self._buffer, self._layout = workspace.arena.buffers[0], workspace.layout
         self._exchange = copy.copy(workspace.exchange)
-        self._exchange.arena = copy.copy(workspace.arena)  # where it counts exchanges
+        self._exchange.arena = copy.copy(workspace.arena)  # the arena counts exchanges
 
     def dispatch(
         self,

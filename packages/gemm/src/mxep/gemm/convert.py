@@ -4,10 +4,9 @@
                                 torch._grouped_mm(x, self.w1.bfloat16().mT, offs=offs) runs `mxep.gemm.grouped_mm`
     revert(model)               both are torch's own again
 
-Parameters stay the same objects in the same places. The modules that own them get another class, derived from their own
-and of the same name. The forward of an nn.Linear becomes `linear`. Other forwards run under a mode that watches torch's
-functions. The mode recognizes a converted weight, and tensors made from it, by memory, and multiplies by it with
-`grouped_mm`.
+Parameters stay the same objects in the same places. Each module that owns them gets a subclass of its class, of the
+same name. The forward of an nn.Linear becomes `linear`. Other forwards run under a mode that watches torch's functions.
+The mode recognizes a converted weight, and tensors made from it, by memory, and multiplies by it with `grouped_mm`.
 """
 
 import functools

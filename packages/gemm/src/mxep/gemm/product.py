@@ -108,7 +108,7 @@ def backward(
     """The gradients of a and w, and dy quantized. It consumes a.
 
     wanted: whether to compute da and dw, which are None otherwise. dw is None, too, if it was added to main_grads.
-    dtypes: of da and dw. quantized: the first dy is all of them, quantized before by this function.
+    dtypes: da's and dw's. quantized: the first dy is all of them, as an earlier call quantized them.
     widths: N of the parts.
     """
     a, offs, dys, main_grads = given.a, given.offs, given.dys, given.main_grads
@@ -326,7 +326,7 @@ def _parts(x: Any) -> tuple[Tensor | None, Tensor | None]:
 
 def _grouped(ws: list[Tensor]) -> list[Tensor]:
     """View weights (N, K) as (1, N, K) with the same version counter, which identifies held weights. Views made within
-    an op, or by a compiler, would have a counter of their own."""
+    an op, or by a compiler, would get a new counter."""
     grouped = [w if w.dim() == 3 else w.unsqueeze(0) for w in ws]
     if weights_are_held():
         torch._C._autograd._unsafe_set_version_counter((*grouped,), tuple(w._version for w in ws))
@@ -336,7 +336,7 @@ def _grouped(ws: list[Tensor]) -> list[Tensor]:
 def is_wanted(ctx: Any, i: int) -> bool:
     """True if the running backward uses the gradient of a function's i-th tensor argument.
 
-    ctx: of that function, in its backward. Always True in a compiled graph, which computes all required gradients.
+    ctx: the function's, in its backward. Always True in a compiled graph, which computes all required gradients.
     """
     if torch.compiler.is_compiling():
         return True

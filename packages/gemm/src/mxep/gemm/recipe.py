@@ -51,7 +51,7 @@ class Recipe:
     """Settings of `grouped_mm`.
 
     scaling: "none", "row" or "mx".
-    fmt: element format of activations and weights. grad_fmt: of gradients.
+    fmt: element format of activations and weights. grad_fmt: the gradients'.
     mode: rule for a scale, given the largest magnitude that it covers.
     weight_block: "1x32", blocks along the contraction, which take two quantizations of a weight; "32x32", tiles: one
         quantization serves w and w^T (scaling "mx" only).

@@ -1,4 +1,4 @@
-"""Code that kernels share, those of other packages too: Triton device functions, and helpers of launchers.
+"""Code that kernels of all packages share: Triton device functions, and helpers of launchers.
 
     scales   abs_bits -> scale_of_amax -> reciprocal           to quantize: `mxep.quant.formats`, bit for bit
              power_of_two                                      to dequantize

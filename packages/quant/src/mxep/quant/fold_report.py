@@ -153,7 +153,7 @@ def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | No
 
 
 def report(checkpoint: QuantizedCheckpoint, *, only: str = "*") -> list[Kind]:
-    """A Kind for each quantized kind of weight, in the order of the files. only: a pattern that names must match, as
+    """One `Kind` per quantized weight name, numbers as `*`, in file order. only: a pattern that names must match, as
     `*experts*`."""
     kinds: dict[tuple[str, str, tuple[int, ...]], Kind] = {}
     for weight in checkpoint.weights.values():

@@ -62,7 +62,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
 )
 def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (T, K) -> qdata (room, K), scale (room, K/block_size). The first T rows are those of quantize_rows, the others
-    hold anything."""
+    are unspecified."""
     found = empty_rows(x, dtype, block_size, (room, x.shape[1]))
     for whole, part in zip(found, quantize_rows.reference(x, dtype, mode, block_size)):
         whole.view(torch.uint8)[: len(x)] = part.view(torch.uint8)
@@ -148,7 +148,7 @@ def pick_rows(x: Tensor, row_index: Tensor) -> Tensor:
     """Rows `row_index` (int32 (R,)) of x (S, ...), contiguous (R, ...); -1 gives a row of zeros."""
     if x.shape[0] == 0:
         return x.new_zeros(row_index.shape[0], *x.shape[1:])
-    # On a GPU the end of the valid rows is unknown, so the index after them, which may hold anything, is read, too.
+    # On a GPU the end of the valid rows is unknown, so the index after them, which may be garbage, is read, too.
     last = None if x.device.type == "cpu" else x.shape[0] - 1
     padding = (row_index < 0).view(-1, *[1] * (x.ndim - 1))
     return bytewise(lambda part: part.index_select(0, row_index.clamp(0, last)).masked_fill_(padding, 0), x)

@@ -56,8 +56,8 @@ def quantize(
     axis: direction of the blocks: -1 (rows: one scale per `block_size` elements of a row), -2 (columns), their positive
         twins, or (-2, -1): square 2-D blocks, one scale per block_size x block_size elements, good for W and W^T alike.
     block_size: elements per scale; None for one scale over the whole axis ("row-scaled FP8").
-    room: rows of the result for x (N, K), at least N. Rows after x's hold anything. Blocks lie along rows, and there is
-        no gradient. It lets batches of varying length share shapes.
+    room: rows of the result for x (N, K), at least N. Rows after x's are unspecified. Blocks lie along rows, and there
+        is no gradient. It lets batches of varying length share shapes.
     A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
     Differentiable (straight through). Raises ValueError for other dtypes or axes, or an axis that `block_size` does not
     divide.

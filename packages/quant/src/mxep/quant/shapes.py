@@ -72,7 +72,7 @@ def empty_rows(
 def empty_columns(
     x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """qdata (..., K, N) and scale (..., N/block_size, K) of x (..., N, K), or this shape, quantized along columns."""
+    """qdata (..., K, N) and scale (..., N/block_size, K) for x, or `shape`, (..., N, K), quantized along columns."""
     *rest, n, k = shape or x.shape
     return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block_size, k), dtype=SCALE_DTYPE)
 

@@ -5,8 +5,8 @@
     512 .. 1023                     steps of   64
     2^n .. 2^(n+1) - 1, from 1024   steps of   2^n / 16        6.25 %
 
-Tensors that a call allocates for its tokens have the room's size. Rows behind the tokens hold anything. Nothing reads
-them.
+Tensors that a call allocates for its tokens have the room's size. Rows behind the tokens are unspecified and never
+read.
 """
 
 from collections.abc import Callable

@@ -140,12 +140,12 @@ class _Here(threading.local):
 
 
 here = _Here()
-"""State of this thread. recorder: the open one, or a rehearsal (`launch.py`). calls: it is inside the first call of a
-kind (`replay.py`)."""
+"""State of this thread. recorder: the open one, or a rehearsal (`launch.py`). calls: it is inside a signature's first
+call (`replay.py`)."""
 
 
 def refuse(why: str) -> None:
-    """Refuse the record that is being made on this thread, if one is. Its kind of calls will be called, not played."""
+    """Refuse the record that is being made on this thread, if one is. Calls of its signature are then not played."""
     if here.recorder is not None:
         here.recorder.refuse(why)
 
@@ -304,7 +304,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import it, for seconds
+        return False  # torch's own imports Dynamo, which takes seconds
 
     def refuse(self, why: str) -> None:
         self.why = self.why or why
@@ -415,7 +415,7 @@ class Recorder(TorchDispatchMode):
         start, end = _extent(x)
         if places is not None:
             found = [(source, first) for source, first, last in places if first <= start and end <= last]
-            if not x.numel():  # which has no address
+            if not x.numel():  # an empty tensor has no address
                 return View(places[0][0], 0, *form)
             if len(found) == 1:
                 if found[0][0] in self._moving and not of_launch:

@@ -1,4 +1,4 @@
-"""`@replayed`: a function of tensors that is recorded in its second call of a kind, and played from then on.
+"""`@replayed`: a function of tensors that is recorded in its second call with a signature, then played.
 
 The Python between two launches costs the host more than the launches, and these more than a graph of them. Calls with
 tensors of the same shapes do the same. So the second such call is recorded as it runs (`record.py`), and all later ones
@@ -25,7 +25,7 @@ from .graph import Player
 from .record import Record, Recorder, here
 
 MOST_RECORDS = 256
-"""Most kinds of calls kept per function."""
+"""Most call signatures kept per function."""
 LEAST_DEVICE = 0
 """Index of the first device that replays; -1 is the CPU."""
 
@@ -34,7 +34,7 @@ _clock = itertools.count()
 
 
 class _Kind:
-    """A kind of calls that came once. used: when it came last."""
+    """A call signature seen once. used: when it was last seen."""
 
     __slots__ = ("used",)
 
@@ -43,8 +43,8 @@ class _Kind:
 
 
 class _Refused(_Kind):
-    """A kind that could not be recorded, and why. The cause may have been temporary, so its 2nd, 4th, 8th ... call from
-    then on is another try."""
+    """A signature that could not be recorded, and why. The cause may be temporary: each 2nd, 4th, 8th ... later call
+    tries again."""
 
     __slots__ = ("calls", "tries", "why")
 
@@ -61,7 +61,7 @@ class _Refused(_Kind):
 
 
 class _Recorded(_Kind):
-    """A kind that is replayed.
+    """A call signature that is replayed.
 
     Attributes:
         form: form of the results. donated: indices of tensors that the function released. record: until the first play,
@@ -94,7 +94,7 @@ class Replayed:
 
     @property
     def refused(self) -> list[str]:
-        """Reasons of the kinds of calls that cannot be replayed."""
+        """Why call signatures cannot be replayed."""
         return [kind.why for kind in self._kinds.values() if isinstance(kind, _Refused)]
 
     def state(self) -> Hashable | None:
@@ -105,8 +105,8 @@ class Replayed:
         """Called after each play. For subclasses."""
 
     def moving(self, **static: Any) -> tuple[int, ...]:
-        """Indices of the tensors whose first size varies between calls of a kind (`lengths.py`). They agree on it in
-        each call. For subclasses."""
+        """Indices of the tensors whose first size may vary within a signature (`lengths.py`). In each call it is the
+        same for all. For subclasses."""
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:
@@ -155,7 +155,7 @@ class Replayed:
         return build(found.form, iter(results))
 
     def _call(self, key: Hashable, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """The results of a kind's first call. Functions inside it are not counted as kinds of their own."""
+        """The results of a signature's first call. Functions inside it are not counted."""
         self._keep(key, _Kind())
         here.calls = True
         try:
@@ -300,8 +300,8 @@ def _settings() -> tuple[object, ...]:
 
 @functools.cache
 def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None]:
-    """A function of so many tensors that returns (the device and the other facts of a kind), addresses. It returns None
-    if they are not on one GPU, or if those that move are not dense or differ in length."""
+    """A function of num_tensors tensors that returns (the device and the rest of the signature), addresses. It returns
+    None if they are not on one GPU, or if those that move are not dense or differ in length."""
     names = [f"x{i}" for i in range(num_tensors)]
     lines = [f"here = {names[0]}.get_device()"]
     others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])

@@ -170,8 +170,8 @@ def make_dispatcher(
     """The dispatcher of a name and limits, or of a :class:`Dispatch`. Layers that ask for the same share one object.
 
     A group of one rank exchanges nothing, so it gets a :class:`LocalDispatcher` for every name.
-    A dispatcher is shared until something was dispatched. Layers made later get another, on all ranks alike: the old
-    one might live on some ranks only. All symmetric dispatchers of a group share their memory in any case.
+    Layers made after a dispatcher's first dispatch get another one, on all ranks: the old one might live on some ranks
+    only. All symmetric dispatchers of a group share their memory in any case.
 
     dtype: widest dtype of rows on the wire. Raises ValueError as Dispatch does, and if a dispatcher to share serves
     another number of experts, or narrower rows.

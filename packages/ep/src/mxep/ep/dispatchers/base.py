@@ -126,7 +126,7 @@ class Routing(Bundle):
 
     Attributes:
         plan: assigns slots to expert-major rows on this rank.
-        expert_ids: (T, K) int32, of this rank's tokens.
+        expert_ids: (T, K) int32, for this rank's tokens.
         experts_per_rank: e.
         room: rows of the results of `combine`, at least T; None: T.
     """
@@ -170,7 +170,7 @@ class TokenDispatcher(ABC):
         num_experts: E, a multiple of the group's size; rank r owns experts ``r * e .. (r + 1) * e - 1``.
         group: the expert-parallel process group. None: the default group if initialised, else this process alone.
         capacity: bound on expert-major rows, default :meth:`Capacity.worst_case`.
-        sizes: other arguments that fix the shapes of a kind of dispatcher, by name.
+        sizes: a subclass's other arguments that fix shapes, by name.
 
     Several layers may share a dispatcher if every rank calls it in the same order. In a group of several ranks, one
     thread calls all its dispatchers. A second thread raises RuntimeError.
@@ -236,7 +236,7 @@ class TokenDispatcher(ABC):
     _told: int | None = None
     """Exchanges begun when peers were told of a failure; None: no note is left."""
     blocks = 1
-    """Blocks of each sender's tokens, each from its own source: see :func:`mxep.comms.make_plan`."""
+    """Number of blocks in each sender's tokens. Each block has its own source: see :func:`mxep.comms.make_plan`."""
     row_dtype: torch.dtype | None = None
     """Widest dtype of rows that there is room for; None: any."""
 
@@ -360,7 +360,7 @@ class TokenDispatcher(ABC):
         """Send tokens to their experts' ranks.
 
         If `has_rooms`, it also takes ``room``, the result of `room_for`. The payload may then have that many rows, and
-        `combine` of the routing returns that many. Rows past T hold anything.
+        `combine` of the routing returns that many. Rows past T are unspecified.
 
         Args:
             payload: uint8 (T, n_i) each.

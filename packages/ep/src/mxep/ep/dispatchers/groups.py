@@ -73,7 +73,7 @@ def open_transport(
 ) -> Transport:
     """The group's transport on this device, with one more user. Collective.
 
-    It is a new one if the old one has failed on any rank: of ranks that raised, some waited for a peer, others did not.
+    It is a new one if the old one has failed on any rank. Of the ranks that raised, only some waited for a peer.
     kind: NvshmemTransport, or None for NVLink (CUDA) or shared memory (CPU).
 
     Raises ValueError if the transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
@@ -178,7 +178,8 @@ _known: dict[tuple[str, int | None], tuple[dist.ProcessGroup, Nodes]] = {}
 
 
 def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
-    """The group's nodes, of `ranks` ranks each, or by host if that is None. Collective at the first call of a kind.
+    """The group's nodes, of `ranks` ranks each, or by host if that is None. Collective at the first call with these
+    arguments.
 
     timeout: most seconds of a collective between nodes; None: the group's. Only the first call's counts.
 

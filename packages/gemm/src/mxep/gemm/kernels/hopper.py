@@ -90,7 +90,7 @@ def cuts_of_parts(offs: Tensor, columns: int, parts: int) -> Tensor:
 
 
 class Descriptor(NamedTuple):
-    """A tensor descriptor that launches without Triton's checks, which the first launch of a kind makes."""
+    """A tensor descriptor that launches without Triton's checks. The first launch per signature makes them."""
 
     base: Tensor
     shape: Sequence[int]

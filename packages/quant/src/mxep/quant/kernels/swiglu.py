@@ -156,7 +156,7 @@ def tree_sum(chunks):
 
 @triton.jit
 def joined(chunks):
-    """Join chunks (a tuple) to one tensor, padded to a power of two of them with anything. One store serves all."""
+    """Join chunks (a tuple) into one tensor for a single store. Padding to a power of two of them is arbitrary."""
     if len(chunks) > 1:
         pairs = ()
         for i in tl.static_range(0, len(chunks), 2):
