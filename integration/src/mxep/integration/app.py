@@ -135,7 +135,7 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
             start_fork_server(*["mxep.integration.transformers.model"] * early)
             atexit.register(end_fork_server)  # so that the command leaves nothing behind
         checkpoints = _check(config, checkpoints)
-        raise_on_signals()  # a job has answers of its own
+        raise_on_signals()  # a job handles signals itself
         with contextlib.ExitStack() as stack:
             if reports():
                 resumed = None if config.resume is None else Path(config.resume)

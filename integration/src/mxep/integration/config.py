@@ -50,7 +50,7 @@ RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
 come from the command line, and so do those of NOT_RESTORED. No checkpoint says where to write."""
 
 NOT_RESTORED = ("model.pretrained", "train.wandb")
-"""The checkpoint has the weights already, and a checkpoint of others must not start an upload."""
+"""The checkpoint has the weights already, and somebody else's checkpoint must not start an upload."""
 
 TRANSFORMERS_ONLY = {
     "parallel.fsdp": False,

@@ -366,8 +366,8 @@ summary { margin-top: 2.5rem } summary h2 { display: inline }
 @media (max-width: 40rem) { th, td { padding: .2rem .4rem; font-size: .9rem } }
 """
 STYLES = (("#0072B2", "", 2.5), ("#D55E00", "9 4", 1.5), ("#888888", "2 4", 1.2))
-"""Color, dashes and width of each run, and of what they are compared with: Okabe and Ito's colors, which color-blind
-readers tell apart. Curves often lie upon each other: each is narrower than those below."""
+"""Color, dashes and width of each run and of the reference curve. Colors are Okabe and Ito's, for color-blind readers.
+Curves often overlap, so each is narrower than those below."""
 WIDTH, LEFT, HEIGHT = 470, 48, 250
 POINTS = 800  # most of a curve
 

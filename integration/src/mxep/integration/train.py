@@ -316,7 +316,7 @@ def backward(model: Any, inputs: Tensor, targets: Tensor, micro_batches: int) ->
     for micro_batch in cut(inputs, targets, micro_batches):
         share = model.loss(*micro_batch) / micro_batches
         rows += _rows(model)
-        with torch.autograd.set_multithreading_enabled(False):  # backward in a thread of its own costs the host more
+        with torch.autograd.set_multithreading_enabled(False):  # backward in another thread costs the host more
             share.backward()
         loss += share.detach()
     return loss, rows

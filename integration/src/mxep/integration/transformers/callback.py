@@ -257,7 +257,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
         if state.global_step and not args.deepspeed and is_saved_under_other_names(model):
             restore(model, resumed_folder(args, state))
         for _, layer in layers(model):
-            layer.called = False  # the first step then notices forwards replaced since, as by Liger
+            layer.called = False  # the first step then notices replaced forwards, such as Liger's
         whole = getattr(model, "is_distributed_loading_by_transformers", False)  # a Trainer saves it on all ranks
         if args.save_strategy != "no" and not whole and any(layer.parallel for _, layer in layers(model)):
             raise ValueError(

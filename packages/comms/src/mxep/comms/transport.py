@@ -124,8 +124,8 @@ class Arena:
         """State that a record of the next exchanges depends on: the first exchange's buffer, and was_captured.
 
         After a capture nobody counts the graph's launches, so each exchange begins with a barrier. None if no record
-        can be played: exchanges are not kernels, none has a buffer, one was refused or is in flight, or the last ran on
-        another stream. Raises like ``transport.check()``.
+        can be replayed: exchanges are not kernels, none has a buffer, one was refused or is in flight, or the last ran
+        on another stream. Raises like ``transport.check()``.
         """
         if transport.access != "kernels" or self.refused is not None or not self.buffers:
             return None
@@ -136,7 +136,7 @@ class Arena:
         return self.buffers[self.exchanges % 2], self.was_captured
 
     def launched(self, exchanges: int) -> None:
-        """Count the exchanges of a record that was just played on the current stream."""
+        """Count the exchanges of a record that was just replayed on the current stream."""
         self.exchanges += exchanges
         self.stream = current_stream(self.device.index)
 
@@ -205,8 +205,8 @@ class Transport(ABC):
     def announce(self, new_dispatch: int) -> None:
         """Set the number that new dispatches send from now on.
 
-        It is written at once, for a record of exchanges that may be played next: one record serves many layers. A
-        dispatch outside of records writes it again, in the order of its stream or of the captured graph.
+        It is written at once, because a record that many layers share may be replayed next. A dispatch outside of
+        records writes it again, in the order of its stream or of the captured graph.
         """
         arena = self.arena
         arena.new_dispatch = new_dispatch

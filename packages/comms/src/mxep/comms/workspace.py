@@ -24,10 +24,10 @@ tables name, and the tables of all W ranks are written whole in the exchange tha
 **One buffer would not do.** p leaves B_i as soon as q has entered it. It may then store exchange i + 1 while q still
 reads the rows of exchange i. So it takes two buffers, or a second barrier.
 
-Tables have a barrier of their own, in the same exchange and in other words of the buffer. So a plan is made from them
-while rows are in flight on the transport's stream. A rank enters the table barrier of exchange i + 2 after it left that
-of exchange i + 1, so the proof holds for tables, too. `combine` cuts B_i into chunks of tokens: rank p sums a chunk
-that all ranks have stored, and has left B_i when it has left the last chunk.
+Tables have a separate barrier, in the same exchange and in other words of the buffer. So a plan is made from them while
+rows are in flight on the transport's stream. A rank enters the table barrier of exchange i + 2 after it left that of
+exchange i + 1, so the proof holds for tables, too. `combine` cuts B_i into chunks of tokens: rank p sums a chunk that
+all ranks have stored, and has left B_i when it has left the last chunk.
 
 **A captured graph** may be replayed at any time, even twice in a row. With an odd number of exchanges a buffer is then
 used twice in a row. So the graph's first exchange begins with a barrier that moves no rows, after the reads of all
@@ -155,7 +155,7 @@ class Workspace:
     def new_dispatch(self) -> Tensor:
         """(1,) int32 number that peers compare in a dispatch without a number. Call it after `begin`."""
         number = self.transport.new_dispatch
-        with set_up():  # a record serves many layers: `announce` writes it before each play
+        with set_up():  # many layers share a record: `announce` writes it before each replay
             number.fill_(self.arena.new_dispatch)
         return number
 

@@ -3,8 +3,8 @@
 One node for dispatch, MLP and combine equals the composed functions of `functional.py` bit for bit, and costs less:
 
     SwiGLU and its backward fold what they quantize, for a backend that folds: one pass less over h and d_gate_up
-    d_out's slots are used where they lie, before the next exchange
-    weights are quantized while rows are under way, each way as it is needed: nothing of them is kept for backward
+    d_out's slots are read in place, before the next exchange
+    weights are quantized during the exchange, for each pass separately: backward needs no saved quantized weights
     dx is combined while the gradient of gate_up_proj computes, between nodes
 
 The ops, which a graph calls and does not look into:

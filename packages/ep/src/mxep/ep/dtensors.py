@@ -60,7 +60,8 @@ def empty_share(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """An uninitialised tensor of `shape` (E, ...): this rank's experts of a DTensor, or without a mesh all of them."""
+    """An uninitialised tensor of `shape` (E, ...): a DTensor with this rank's experts; without a mesh, a plain tensor
+    of all."""
     if mesh is None:
         return torch.empty(shape, device=device, dtype=dtype)
     local = torch.empty(shape[0] // mesh.size(), *shape[1:], device=device, dtype=dtype)
@@ -96,7 +97,7 @@ class Share:
         self.dtype = weight.dtype
 
     def check(self) -> None:
-        """Raise RuntimeError if a DTensor has changed since.
+        """Raise RuntimeError if a DTensor has changed since it was saved.
 
         Autograd's own check asks the local tensor, but in-place operations on a DTensor do not change its version.
         (Optimizers' foreach and fused kernels do not change the DTensor's version, either.)

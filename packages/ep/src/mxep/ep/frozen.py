@@ -1,6 +1,6 @@
 """Experts that stay quantized and are never trained: the base of a LoRA fine-tune, or of a decode.
 
-    freeze_experts(model, "mxfp8")      every `Experts` of a model, one after another: bf16 goes as it is replaced
+    freeze_experts(model, "mxfp8")      every `Experts` of a model, one after another: bf16 is freed as it is replaced
     FrozenExperts(gate_up, down)        from quantized bytes (`mxep.gemm.freeze`), no bf16 at any time
 
 The forward pass and the gradient of x are those of `Experts` with the quantized weights. There are no weight gradients.

@@ -434,7 +434,7 @@ PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.na
 def pass_of(dispatcher: TokenDispatcher, function: Callable[..., Any], *, whole: bool = True) -> Callable[..., Any]:
     """`forward_pass` or `backward_pass` through this dispatcher, as one record if it can be in one.
 
-    whole: it computes everything that its kind does.
+    whole: it computes everything that such a pass can.
     """
     if not (dispatcher.in_graphs and whole):
         return functools.partial(function, dispatcher=dispatcher)

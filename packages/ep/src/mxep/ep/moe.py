@@ -112,9 +112,9 @@ class MoE(nn.Module):
         score_before_experts: apply the routing weight to a routed expert's input, not to its output (Llama 4). With
             top_k > 1 each of a token's top_k inputs travels by itself, even to the same rank. ``max_tokens`` of a
             dispatcher to share, and in errors, counts these.
-        gradient_reduction: ``"mean"`` makes expert gradients those of the mean of the ranks' losses, like all other
-            gradients under data parallelism. They are already averaged over ranks; do not divide again. ``"sum"`` makes
-            them those of the sum of the ranks' losses. Both hold the tokens of all W ranks of the group.
+        gradient_reduction: ``"mean"`` averages expert gradients over the ranks' losses, as data parallelism does for
+            all other gradients. Do not divide again. ``"sum"`` sums them over the ranks' losses. Both hold the tokens
+            of all W ranks of the group.
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), with
     ``bias`` ``experts.gate_up_bias`` (E, 2F), ``experts.down_bias`` (E, D), and with shared experts

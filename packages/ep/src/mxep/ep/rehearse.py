@@ -40,7 +40,7 @@ def rehearse_once(
 ) -> None:
     """Compile the kernels of this forward, and of its backward if it needs any, in other threads. CUDA alone.
 
-    It does so at a dispatcher's first call, once for each kind of layer.
+    It does so at a dispatcher's first call, once per layer signature.
     """
     if dispatcher.rehearsed:
         return

@@ -372,7 +372,7 @@ def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *,
     one dtype and equal in_features. The first call computes all results. Name only siblings that are called with the
     same tensor: other results are computed in vain, and the first such call warns.
     Weights that are DTensors in forward (tensor parallelism, FSDP2 around each of them) stay separate.
-    copies: return each result as a tensor of its own. By default results are views of one tensor. torch then refuses
+    copies: return each result as a separate tensor. By default results are views of one tensor. torch then refuses
     in-place writes, and a `.view` that joins their last two axes, such as q.view(-1, head_dim). Models that do either
     need copies, which cost a read and a write of the results.
     Call it before PEFT, because PEFT's layers take over the names. `revert` undoes it.

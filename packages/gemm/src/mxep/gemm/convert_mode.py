@@ -42,7 +42,7 @@ class Converted:
 class State:
     """Conversion state of a module.
 
-    weights: weights that its forward multiplies by, by their names in it. alike: True if they are all its 3-D ones and
+    weights: name in the module -> weight that its forward multiplies by. alike: True if they are all its 3-D ones and
     share recipe and backend. linear: True for an nn.Linear. watched: all weights of the model, if this is the module
     passed to `convert`. joined: a linear's siblings (`convert.Joined`)."""
 

@@ -81,10 +81,9 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
     It holds for the process: every `grouped_mm`, MoE layer and converted module shares it, on all threads (autograd's,
     too) and streams. Nested contexts share one cache, which is freed when the last one closes.
     Weights must not change while it is open. RuntimeError is raised if a torch optimizer steps, and at the next use of
-    a weight that was written to in place and has other values. A weight that was written to and has the same values is
-    quantized once more to see that, which waits for the device. PEFT writes so: it adds adapters to experts' weights
-    and restores them. Writes that count no version are not seen: through `.data`, raw pointers, or a replayed CUDA
-    graph.
+    a weight that was written to in place and has other values. To compare values, a weight that was written to is
+    quantized again, which waits for the device. PEFT causes this: it adds adapters to experts' weights and restores
+    them. Writes that count no version are not seen: through `.data`, raw pointers, or a replayed CUDA graph.
 
     It holds a byte per element and way, and scales. Under FSDP2 these are the gathered weights, all of them. A weight
     is identified by its memory: views share. Other memory under the same parameter (`.data =`, `.to()`) is another
@@ -116,7 +115,7 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
 def quantize_weights_once_a_step() -> "QuantizedOnce":
     """Open `quantize_weights_once` until `close()` of the result. Each step of a torch optimizer frees what it holds.
 
-    For a training loop of others, which has no place to open and close it. Weights may change only in a step. A
+    For third-party training loops, which have no place to open and close it. Weights may change only in a step. A
     checkpoint that is loaded later raises at the next forward. Raises RuntimeError within `quantize_weights_once`.
     """
     global _open
@@ -305,7 +304,7 @@ def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how
 
 
 def in_graph_tree(device: torch.device) -> bool:
-    """True if torch.compile's mode="reduce-overhead" may be at work. Only outputs may outlive its calls."""
+    """True if torch.compile's mode="reduce-overhead" may be at work. In that mode only outputs may outlive a call."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees") if device.type == "cuda" else None
     key = "tree_manager_containers"
     if trees is None or not (hasattr(trees.local, key) or torch._C._is_key_in_tls(key)):

@@ -31,8 +31,8 @@ meets the same blocks as a column of tiles, one row high and 32 columns wide:
                                   ...                           one scale 2^T for the 32 columns
 
 So dgrad and forward have different conditions. dgrad needs the scales of one block column to lie close together over
-all N rows of an expert. Forward needs this of the blocks of each row: rows with norms 2^20 apart change nothing there.
-The weight is not quantized a second time. So an exact fold gives the gradient of the very values that forward
+all N rows of an expert. Forward needs only the scales of one row to lie close together, so rows may have norms 2^20
+apart. The weight is not quantized a second time. So an exact fold gives the gradient of the very values that forward
 multiplied. `column_scales` reads a weight once; a frozen weight keeps them, and a fold then is one read and one write.
 
 **For wgrad** (`fold_for_wgrad`) row-blocked X and dY become the operands, without a second quantization.

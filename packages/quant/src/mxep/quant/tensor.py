@@ -404,7 +404,7 @@ def _blocked(mx: MXTensor, dim: int) -> bool:
 def _slice(
     func: Any, mx: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> MXTensor:
-    """Slice rows anywhere. A blocked axis takes whole blocks only (ValueError)."""
+    """Slice along any axis. Along a blocked axis, slices must be whole blocks (else ValueError)."""
     dim = _from_end(mx, dim)
     if mx.row_index is not None and dim == -2:
         return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, start, end, step))

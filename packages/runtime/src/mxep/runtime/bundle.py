@@ -30,7 +30,7 @@ class Bundle:
 
 
 class Operands(Bundle):
-    """A bundle that a replayed function may use up: it owns one that it is given, and a play empties it."""
+    """A bundle that a replayed function owns and may consume. A replay empties it."""
 
     def release(self, *names: str) -> None:
         """Set fields to None, so that later allocations can use their memory."""

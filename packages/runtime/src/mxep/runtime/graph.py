@@ -176,7 +176,7 @@ class _Called:
                 return lambda held, _: target(held).copy_(start(held))
 
     def _getter(self, x: Any) -> Callable[[list[Any]], Any]:
-        """A function that returns the argument for a play: views and descriptors become tensors, the rest stays."""
+        """A function that returns the argument for a replay: views and descriptors become tensors, the rest stays."""
         if isinstance(x, View):
             if x.source < 0:
                 stays = self.fixed[-x.source - 1]

@@ -99,7 +99,7 @@ class Record(NamedTuple):
         results: views. An int is the index of an argument that was returned itself.
         written: indices of arguments that the steps modify.
         fixed: registered tensors in use. The record keeps them alive.
-        moving: indices of arguments with a number of rows that may change at each play. Only launches use them.
+        moving: indices of arguments whose number of rows may change at each replay. Only launches use them.
     """
 
     steps: list[Step]
@@ -145,7 +145,7 @@ call (`replay.py`)."""
 
 
 def refuse(why: str) -> None:
-    """Refuse the record that is being made on this thread, if one is. Calls of its signature are then not played."""
+    """Refuse the record that is being made on this thread, if one is. Calls of its signature are then not replayed."""
     if here.recorder is not None:
         here.recorder.refuse(why)
 
@@ -253,8 +253,8 @@ def _tensors_in(args: Any) -> Iterator[Tensor]:
 class Recorder(TorchDispatchMode):
     """Notes the steps of a call while it is open.
 
-    given: the function's arguments, all on one device. moving: indices of those with another number of rows, the
-    call's tokens, at each play.
+    given: the function's arguments, all on one device. moving: indices of those whose number of rows, the call's
+    tokens, changes at each replay.
 
     Attributes:
         why: the reason why there will be no record, or "".
@@ -398,14 +398,14 @@ class Recorder(TorchDispatchMode):
             return self._view(x, of_launch=True)
         if hasattr(x, "for_triton"):
             return x._replace(base=self._view(x.base))
-        if type(x) is Length and not self._moving:  # all plays have this length
+        if type(x) is Length and not self._moving:  # all replays have this length
             return int(x)
         return x
 
     def _view(self, x: Tensor, *, of_launch: bool = False) -> View:
         """The view of a tensor. Refuses the record if its memory has no known source.
 
-        Only launches may use an argument that moves. An op would take its size for that of all plays.
+        Only launches may use an argument that moves. An op would fix its size for all replays.
         """
         storage, form = _storage_of(x), (x.dtype, tuple(x.shape), x.stride())
         places = self._sources.get(storage)

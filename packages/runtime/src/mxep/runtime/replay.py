@@ -64,8 +64,8 @@ class _Recorded(_Kind):
     """A call signature that is replayed.
 
     Attributes:
-        form: form of the results. donated: indices of tensors that the function released. record: until the first play,
-            which makes the player.
+        form: form of the results. donated: indices of tensors that the function released. record: until the first
+            replay, which makes the player.
     """
 
     __slots__ = ("donated", "form", "player", "record")
@@ -81,7 +81,7 @@ class Replayed:
     """The result of :func:`replayed`.
 
     Attributes:
-        function: the function itself. replays: how many calls were played.
+        function: the function itself. replays: how many calls were replayed.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -102,7 +102,7 @@ class Replayed:
         return ()
 
     def launched(self) -> None:
-        """Called after each play. For subclasses."""
+        """Called after each replay. For subclasses."""
 
     def moving(self, **static: Any) -> tuple[int, ...]:
         """Indices of the tensors whose first size may vary within a signature (`lengths.py`). In each call it is the
@@ -110,7 +110,7 @@ class Replayed:
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:
-        """The results of this call: recorded, played, or the function's. Operands among `args` are emptied."""
+        """The results of this call: recorded, replayed, or the function's. Operands among `args` are emptied."""
         if torch.compiler.is_compiling() or here.calls:
             return self.direct(*args, **static)
         moving = self.moving(**static)
@@ -204,8 +204,8 @@ def replayed(function: Callable[..., Any]) -> Replayed:
     args, results: objects of tensors (`bundle.py`), on one device. Results are new tensors, views of them, or
     arguments. static: hashable. With shapes, strides and dtypes it decides all that the function does.
 
-    The function owns its `Operands` and may `release` their fields, to reuse this memory. A play does the same. Callers
-    pass and get the parts of objects with registered parts; the function sees the objects whole.
+    The function owns its `Operands` and may `release` their fields, to reuse this memory. A replay does the same.
+    Callers pass and get the parts of objects with registered parts; the function sees the objects whole.
 
     A class of static objects can have an attribute `recordable`: whether functions given such objects are recorded.
     The function must not read from the device. Its control flow depends only on its arguments. Other tensors that it
@@ -218,7 +218,7 @@ def replayed(function: Callable[..., Any]) -> Replayed:
 
 @contextmanager
 def no_replays() -> Iterator[None]:
-    """While it is open, all threads call replayed functions instead of playing them: for debuggers and the like."""
+    """While it is open, all threads call functions instead of replaying them: for debuggers and the like."""
     global _paused
     with _pausing:
         _paused += 1
@@ -311,13 +311,13 @@ def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tu
         unlike = [f"{name}.shape[0] != {of[0]}.shape[0]" for name in of[1:]]
         lines += [f"if {' or '.join([*unlike, *(f'not {name}.is_contiguous()' for name in of)])}:", "    return None"]
     lines += [f"p_{name} = {name}.data_ptr()" for name in names]
-    # Tensors at one address are a fact of the kind, as a graph then has the address once.
+    # Which tensors share an address is part of the signature: a graph then has the address once.
     places = ", ".join(f"p_{name}" for name in names)
     lines += [f"apart = len({{{places}}}) == {len(names)} or tuple(map(({places},).index, ({places},)))"]
     # Alignment to 32 bytes: torch's elementwise kernels load so many at once where they can.
     lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 31"]
     lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 31' for name in names)},)"]
-    # A play raises the version of tensors that the graph writes, and inference tensors have no version.
+    # A replay bumps the version of tensors that the graph writes, and inference tensors have none.
     lines += [f"inference = {' or '.join(f'{name}.is_inference()' for name in names)}"]
     lines += [f"inference = inference and ({', '.join(f'{name}.is_inference()' for name in names)},)"]
     facts = (

@@ -10,7 +10,7 @@ padding needs no pass of its own. Rows of other ranks' experts are counted, too:
 needs and those that do not fit there, so every rank knows which ranks overflow.
 
 All programs search the levels (`plan.py`) bit by bit, and only if the groups do not fit. A source is a block of a
-table. To the kernels each block is a table of its own.
+table. The kernels treat each block as a table.
 
 The order of a pair among its expert's pairs in a tile, for segments of 32 pairs and four experts per word:
 

@@ -239,7 +239,7 @@ class PutExchange:
         self.rank, self.num_sms = transport.rank, num_sms
 
     def refuse(self, buffer: "StagedBuffer", tokens: int) -> None:
-        with contextlib.suppress(RuntimeError):  # an error tells this rank nothing new
+        with contextlib.suppress(RuntimeError):  # this rank already knows of its error
             for channel in (ROWS, TABLES):
                 self._meet(buffer, channel, "refused", tokens)
         self.transport.arena.exchanges += 1

@@ -389,11 +389,11 @@ class TokenDispatcher(ABC):
         """
 
     def graph_state(self) -> Hashable | None:
-        """State on which a record of exchanges depends, in addition to tensors. None: no record can be played now."""
+        """State on which a record of exchanges depends, in addition to tensors. None: no record can be replayed now."""
         return None
 
     def launched(self, exchanges: int) -> None:  # noqa: B027  without an order there is nothing to count
-        """Count the exchanges of a record that was played."""
+        """Count the exchanges of a record that was replayed."""
 
     def check(self) -> None:
         """Raise failures counted since the last check. It reads from the device: call it once per step.
