@@ -50,7 +50,7 @@ def read(config: DataConfig) -> tuple[str, bytes]:
 
 
 def least_bytes(length: int) -> int:
-    """Least size of a text: two sequences in each of HELD_OUT chunks."""
+    """Minimum size of a text: two sequences in each of HELD_OUT chunks."""
     return 2 * (length + 1) * HELD_OUT
 
 

@@ -369,7 +369,7 @@ STYLES = (("#0072B2", "", 2.5), ("#D55E00", "9 4", 1.5), ("#888888", "2 4", 1.2)
 """Color, dashes and width of each run and of the reference curve. Colors are Okabe and Ito's, for color-blind readers.
 Curves often overlap, so each is narrower than those below."""
 WIDTH, LEFT, HEIGHT = 470, 48, 250
-POINTS = 800  # most of a curve
+POINTS = 800  # per curve, at most
 
 
 class Curve(NamedTuple):

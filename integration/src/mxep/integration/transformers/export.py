@@ -262,7 +262,7 @@ def _float(x: Any) -> Tensor:
 
 
 def _split(model: Any, name: str, x: Weight) -> dict[str, Any]:
-    """Split a weight (E, N, K) into the checkpoint's tensors, by name. Block FP8 is dequantized if that cuts blocks."""
+    """Split a weight (E, N, K) into the checkpoint's tensors, by name. Block FP8 is dequantized if blocks are cut."""
     if isinstance(x, Tensor) and not isinstance(x, MXTensor):
         return dict(revert_weight_conversion(model, {name: x}))
     qdata = revert_weight_conversion(model, {name: x.qdata.view(torch.uint8)})

@@ -146,7 +146,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         return found
 
     def tell_merged(self) -> None:
-        """Note that the active adapters of both weights are merged into them."""
+        """Record that the active adapters of both weights are merged."""
         for layer in _wrappers(self).values():
             layer.merged_adapters += [each for each in check_adapters_to_merge(layer) if each in layer.lora_A]
 

@@ -164,7 +164,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, *how: Any) -> tuple[Tensor
 
 
 class DeferredHead(nn.Linear):
-    """The class that `defer_head` gives a model's lm_head: while `defers`, it leaves its GEMM to the loss.
+    """The class that `defer_head` gives a model's lm_head: while `defers` is true, the loss computes its GEMM.
 
     called: whether this forward called it. deferred: whether the loss is still to be computed.
     """

@@ -66,7 +66,7 @@ def dispatch(
         weights: (T, K) fp32. None makes this a redispatch: the plan exists, ids are the same, and no tables travel.
         plan: plan of a redispatch. Peers compare its `dispatch`.
         async_op: let other work run before ``wait``. A plan of the handle's ``tables`` may always run before it.
-        num_sms: most multiprocessors for the rows, up to the workspace's; None: the workspace's. Limit it to leave
+        num_sms: maximum multiprocessors for the rows, up to the workspace's; None: the workspace's. Limit it to leave
             multiprocessors for overlapping kernels. On H200s no other kernel was seen to start on a multiprocessor that
             an exchange used.
         room: rows of payload tensors that are longer than T.

@@ -22,7 +22,7 @@ from mxep.runtime.lengths import room_for
 ALIGNMENT = 16
 ROWS_ALIGNMENT = 128
 CHUNKS = 16
-"""Most pieces that rows travel in. Each piece has its own signal."""
+"""Maximum pieces that rows travel in. Each piece has its own signal."""
 CHANNELS = 1 + CHUNKS
 """Signals of a buffer: one for tables, one for each chunk of rows."""
 NUM_COUNTERS = 2 + CHANNELS + 2

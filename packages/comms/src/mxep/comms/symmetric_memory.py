@@ -53,7 +53,7 @@ class CudaTransport(Transport):
 
     Attributes:
         state: :meth:`FaultRecord.state`, (4,) int64 on the device. clock: True if kernels wait by a GPU's clock.
-        max_sms: most multiprocessors that an exchange may use.
+        max_sms: maximum multiprocessors that an exchange may use.
     """
 
     state: torch.Tensor

@@ -159,7 +159,7 @@ class Transport(ABC):
         rank, world_size: those of ``group``. device: device of the buffers. group: None for a process alone.
         stream: stream of asynchronous exchanges; None on CPU. All workspaces share it, so that exchanges run one after
             another. A kernel that waits on every multiprocessor must never block the one that its peers wait for.
-        timeout: most seconds to wait for a peer, by default those of the process group.
+        timeout: maximum seconds to wait for a peer, by default those of the process group.
         arena: state that its workspaces share.
         new_dispatch: (1,) int32 on the device, number that the next new dispatch sends (`layout.new_dispatch`).
     """

@@ -61,8 +61,8 @@ class Workspace:
         max_tokens: T_max, most tokens a rank dispatches at once. top_k: K. dim: D, elements of a row of a combine.
         row_bytes: bytes of the widest row in either direction; None is 2 * dim (enough for bf16 and MXFP8).
         num_experts: E, a multiple of W; rank r owns experts r * E/W .. (r + 1) * E/W - 1.
-        num_sms: most multiprocessors that an exchange may use; None: all. All ranks need the same number, because rows
-            are cut into chunks by it. Links need few: see the docs.
+        num_sms: maximum multiprocessors that an exchange may use; None: all. All ranks need the same number, because
+            rows are cut into chunks by it. Links need few: see the docs.
 
     Collective. Raises ValueError on every rank if arguments differ between ranks or are invalid. Raises RuntimeError
     while a CUDA graph is captured.

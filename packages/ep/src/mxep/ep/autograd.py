@@ -167,7 +167,7 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-        """rest: each of `Parameters`, then a `NodeState`."""
+        """rest: the fields of `Parameters`, then a `NodeState`."""
         parameters, state = Parameters(*rest[:-1]), rest[-1]
         mine, made = parameters.local(), state.made
         gate, up = mine.gate_up_proj, mine.up_proj

@@ -244,8 +244,8 @@ def backward_pass(
 ) -> Gradients:
     """Backward of `forward_pass`. `given` is emptied, and its memory used again.
 
-    colwise: the weights, if `quantize_weights_once` holds them. wanted: gradients computed now, of those that forward
-    needed. later: weights whose operands are returned in their place. rows_again: x is given (`_Pass.moving` asks).
+    colwise: the weights, if `quantize_weights_once` holds them. wanted: gradients to compute now, a subset of forward's
+    `needs`. later: weights whose wgrad operands are returned instead. rows_again: x is given (`_Pass.moving` asks).
     wgrad_scale: factor for gradients of parameters. room: the routing's; then d_out and x are contiguous.
     """
     recipe, routing, saved, borrows = config.recipe, given.routing, given.saved, dispatcher.borrows

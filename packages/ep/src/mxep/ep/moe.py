@@ -35,7 +35,7 @@ BF16 = Recipe.bf16()
 
 
 def rows_per_expert(tokens: int, top_k: int, ranks: int, num_experts: int) -> float:
-    """Average rows of an expert if each rank that shares the experts has this many tokens.
+    """Mean number of rows per expert if each rank that shares the experts has this many tokens.
 
     Example: 4096 tokens, top-8, 2 ranks, 128 experts: 512 rows.
     """
@@ -100,8 +100,8 @@ class MoE(nn.Module):
         recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ...
             ``"auto"``: MXFP8 if it pays, else bf16 (:func:`mxep.gemm.auto_recipe`). max_tokens decides, or if that is
             None the first training call. It is picked once; ``recipe`` is a Recipe from then on.
-        dispatch: how tokens travel, and within which limits: a :class:`Dispatch`. Or, in its place, any of its fields
-            by keyword: ``dispatcher="local", max_tokens=64``.
+        dispatch: how tokens travel, and within which limits: a :class:`Dispatch`. Or any of its fields by keyword:
+            ``dispatcher="local", max_tokens=64``.
         num_shared_experts: width, in units of F, of the dense expert that every token takes, in the layer's recipe.
         shared_expert_gate: multiply that expert's output by sigmoid(x gate^T), one number per token (Qwen2-MoE).
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
@@ -113,7 +113,7 @@ class MoE(nn.Module):
             top_k > 1 each of a token's top_k inputs travels by itself, even to the same rank. ``max_tokens`` of a
             dispatcher to share, and in errors, counts these.
         gradient_reduction: ``"mean"`` averages expert gradients over the ranks' losses, as data parallelism does for
-            all other gradients. Do not divide again. ``"sum"`` sums them over the ranks' losses. Both hold the tokens
+            all other gradients. Do not divide again. ``"sum"`` sums them over the ranks' losses. Both cover the tokens
             of all W ranks of the group.
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), with

@@ -76,7 +76,7 @@ def _are_plain(*tensors: Tensor) -> bool:
 
 def _rehearse(kind: Hashable, passes: Callable[[], None]) -> None:
     """Run these passes, once per `kind` in this process."""
-    # A dispatch mode would count the passes, or expect them again.
+    # A dispatch mode would see the passes, and might count them or expect them again.
     if kind in _rehearsed or torch._C._len_torch_dispatch_stack():
         return
     _rehearsed.add(kind)

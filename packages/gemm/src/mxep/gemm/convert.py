@@ -152,7 +152,8 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
     """(module that uses it in forward, name there, name in the model, parameter). Tied ones appear for every module.
 
-    The module is the parameter's owner. If the owner has no forward, as a list, it is the next module around it.
+    The module is the parameter's owner. If the owner has no forward, such as a ModuleList, it is the closest ancestor
+    with one.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for prefix, module in modules.items():
@@ -370,7 +371,7 @@ def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *,
 
     siblings: names of children of one module. They are joined if `convert` converted all of them alike as linears, with
     one dtype and equal in_features. The first call computes all results. Name only siblings that are called with the
-    same tensor: other results are computed in vain, and the first such call warns.
+    same tensor: other results are wasted, and the first such call warns.
     Weights that are DTensors in forward (tensor parallelism, FSDP2 around each of them) stay separate.
     copies: return each result as a separate tensor. By default results are views of one tensor. torch then refuses
     in-place writes, and a `.view` that joins their last two axes, such as q.view(-1, head_dim). Models that do either

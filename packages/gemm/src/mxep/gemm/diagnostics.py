@@ -42,7 +42,7 @@ class FoldedProduct:
     """A GEMM of a module (its name, or class) with a weight (G, N, K).
 
     elements: count in both operands, over all calls. rounded: elements changed by folding. flushed: elements that
-    become zero. spread: most binades between scales that become one. snr_db: lowest SNR of any row of the folded
+    become zero. spread: maximum binades between scales that become one. snr_db: lowest SNR of any row of the folded
     result."""
 
     module: str

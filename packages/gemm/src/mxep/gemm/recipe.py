@@ -60,8 +60,8 @@ class Recipe:
         saves the unquantized activation, if there is one, and multiplies unquantized operands.
     weight_rounding: "none", or "mxfp4": weights are rounded to MXFP4 along K first, in forward and dgrad alike, and
         their gradients pass unchanged: quantization-aware training (scaling "mx", blocks "1x32"). FP8 holds the rounded
-        values exactly if the scales that meet in one block or row lie within 2^14. fp32 weights are rounded to bf16
-        before, as they are exported. It takes a bf16 copy of the weight for each quantization.
+        values exactly if the scales within one block or row differ by a factor of at most 2^14. fp32 weights are
+        rounded to bf16 before, as they are exported. It takes a bf16 copy of the weight for each quantization.
     saved_gate_up: form of gate and up that a layer of `mxep.ep` saves for backward: "unquantized", or "fp8". "fp8" is
         `fmt` with one scale per row: half of the bytes. All gradients are made from it. Forward and GEMMs ignore it.
 

@@ -107,8 +107,8 @@ def shifted(qdata, shift, is_nan):
     """The values qdata * 2**-shift in fp16. Cast to the format of qdata they equal `mxep.quant.fold.shift_qdata`.
 
     qdata: fp8. shift: int32, not negative. is_nan: True to make NaN. Both broadcast to qdata.
-    Exact if the cast leaves any value: half the smallest subnormal is 2**-10 in E4M3 and 2**-17 in E5M2, and 4 or 3
-    significant bits from there up are multiples of 2**-24. NaN and Inf become NaN.
+    Exact wherever the cast is not zero: half the smallest subnormal is 2**-10 in E4M3 and 2**-17 in E5M2. Larger
+    values, with 4 or 3 significant bits, are multiples of 2**-24. NaN and Inf become NaN.
     """
     values = qdata.to(tl.float16)
     if qdata.dtype == tl.float8e4nv:

@@ -24,7 +24,7 @@ as in the exact product: every element 0x7f, scale 255. If everything is zero th
 
 **For dgrad** (`fold_for_dgrad`) a frozen weight needs one scale per column, from the blocks that forward multiplies.
 Forward contracts W (N, K) with x along K, dgrad with dy along N. A block of forward is 32 elements of one row. dgrad
-meets the same blocks as a column of tiles, one row high and 32 columns wide:
+sees the same blocks as a column of tiles, one row high and 32 columns wide:
 
     columns 32 j .. 32 j + 31     row 0   2^s0 * 32 qdata       T = max s over rows that are not all zero here
                                   row 1   2^s1 * 32 qdata       row n becomes qdata * 2^-(T - sn), rounded to E4M3

@@ -9,7 +9,7 @@ kind of weight (its name with `*` for numbers), what that changes:
 
 Only power-of-two scales fold. Other scales per block are "not folded": a GEMM that rescales its sums multiplies them
 exactly. One scale per row needs no fold in forward, and in dgrad it "scales dy". Weights are counted as stored. If gate
-and up are two tensors but one operand, they meet in the same columns in dgrad.
+and up are two tensors but one operand, they share a column's scale in dgrad.
 
 Needs no GPU. One expert is in memory at a time.
 """

@@ -106,7 +106,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., N, K), or several below each other -> quantize_rows in blocks of K, and columns' amax (..., K) fp32."""
+    """x (..., N, K), or parts of it along N -> quantize_rows in blocks of K, and columns' amax (..., K) fp32."""
     x = joined(-2, x, y, z)
     bits = x.float().abs().view(torch.int32)  # the largest of several NaNs is then the same on all devices
     return *quantize_rows.reference(x, dtype, mode, x.shape[-1]), bits.amax(-2).view(torch.float32)
@@ -120,7 +120,7 @@ def quantize_per_row(
 def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """x (..., N, K), or several below each other, and the columns' amax (..., K) -> quantize_columns in blocks of N."""
+    """x (..., N, K), or parts of it along N, and the columns' amax (..., K) -> quantize_columns in blocks of N."""
     qdata, scale = encode(joined(-2, x, y, z).float(), (-2,), dtype, mode, amax.unsqueeze(-2))
     return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 

@@ -2,7 +2,7 @@
 
     quantize            x -> blocks along rows, along columns, or square 2-D blocks
     quantize_joined     several x -> one scale per row of all side by side
-    quantize_with_amax  x, or several below each other -> one scale per row, and the amax of columns, which makes one
+    quantize_with_amax  x, or parts along N -> one scale per row, and the amax of columns, which makes one
                         scale per column cheaper later: quantize_columns_with_amax
     requantize          an MXTensor -> blocks of 32 along its columns, in one pass, without bf16 in between
     to_mxfp8            MXFP4 and block FP8 -> the same values in E4M3
@@ -120,8 +120,8 @@ def quantize_with_amax(
 ) -> tuple[MXTensor, Tensor]:
     """`quantize(x, block_size=None)`, and the amax of each column from the same read. No gradient.
 
-    x: (..., N, K), or several (..., N of each, K) below each other: the bits are those of `torch.cat(x, -2)`. Up to
-        three of one dtype are joined only as qdata.
+    x: (..., N, K), or parts (..., N of each, K): the bits are those of `torch.cat(x, -2)`. Up to three parts of one
+        dtype are joined only as qdata.
     amax: (..., K) fp32, NaN for a column with NaN. It is for :func:`quantize_columns_with_amax`.
     Raises ValueError as `quantize` does, for parts that do not fit together, and for parts without elements.
     """

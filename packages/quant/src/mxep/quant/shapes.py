@@ -44,7 +44,7 @@ def picked_shape(stored: Tensor, row_index: Tensor | None) -> tuple[int, ...]:
 
 
 def joined(dim: int, *parts: Tensor | None) -> Tensor:
-    """Parts (..., N, K) below each other (dim -2) or side by side (dim -1). None counts for nothing."""
+    """Parts (..., N, K) concatenated along dim -2 or -1. None is skipped."""
     given = [part for part in parts if part is not None]
     return given[0] if len(given) == 1 else torch.cat(given, dim)
 

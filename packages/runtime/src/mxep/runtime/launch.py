@@ -28,7 +28,7 @@ _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = 
 _ahead: dict[tuple[Any, ...], Future[Any]] = {}
 """Key to the compilation of a kernel that was not launched yet."""
 MOST_THREADS = 16
-"""Most threads of this process that compile at once."""
+"""Maximum threads of this process that compile at once."""
 
 
 def cdiv(a: int, b: int) -> int:

@@ -38,7 +38,8 @@ class Layout(NamedTuple):
 
     Attributes:
         slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources allocated before it.
-        drops, donated: sources and arguments that are free after it. peak: most bytes alive at once, over all pieces.
+        drops, donated: sources and arguments that are free after it. peak: maximum bytes alive at once, over all
+        pieces.
     """
 
     slabs: list[tuple[dict[int, int], int]]
@@ -117,7 +118,7 @@ class Sizes:
 
 
 MOST_CUTS = 4
-"""Most cuts of a record. Each costs one more graph launch."""
+"""Maximum cuts of a record. Each costs one more graph launch."""
 CLOSE = 1.02
 """A peak within this factor of the function's needs no cut."""
 SMALL = 8 << 20

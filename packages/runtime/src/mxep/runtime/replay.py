@@ -25,7 +25,7 @@ from .graph import Player
 from .record import Record, Recorder, here
 
 MOST_RECORDS = 256
-"""Most call signatures kept per function."""
+"""Maximum call signatures kept per function."""
 LEAST_DEVICE = 0
 """Index of the first device that replays; -1 is the CPU."""
 

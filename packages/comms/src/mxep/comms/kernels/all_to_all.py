@@ -26,7 +26,7 @@ COUNT_TILE = 1024
 NODE_TILE = 2048
 """Tokens x nodes of a tile."""
 MOST_TOKENS = 256
-"""Most tokens of a tile of tokens x nodes."""
+"""Maximum tokens of a tile of tokens x nodes."""
 FLAT_TILE = 1024
 
 
@@ -65,7 +65,7 @@ def pair_place_kernel(
     TOP_K: tl.constexpr, KP: tl.constexpr, RANKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """chunk: tokens per program. most: P, the most ranks of a token. weights, tables: int32 words."""
+    """chunk: tokens per program. most: P, the maximum ranks per token. weights, tables: int32 words."""
     TILE: tl.constexpr = SEGMENTS * SEGMENT
     program, chunks, ranks = tl.program_id(0), tl.num_programs(0), tl.arange(0, RANKS)
     sizes, earlier = _sizes(counts_ptr, num_ranks, num_ranks, chunks, program, RANKS, CHUNKS)

@@ -42,13 +42,13 @@ DISPATCH_TILE, COMBINE_TILE = 16384, 16384
 FEW_PROGRAMS = 64
 """With at most this many programs, tiles of a dispatch are four times as large."""
 MOST_PARTS = 2
-"""Most parts of a row that a dispatch does not join first."""
+"""Maximum parts of a row that a dispatch does not join first."""
 TABLE_PAIRS = 1024
 DISPATCH_WARPS, COMBINE_WARPS = 16, 8
 CHUNK_BYTES = 12 << 20
-"""Least bytes that a chunk of a combine moves: finishing a chunk costs a trip over the link."""
+"""Minimum bytes that a chunk of a combine moves: finishing a chunk costs a trip over the link."""
 TICKET_BYTES = 64 << 10
-"""Least bytes of tiles per ticket."""
+"""Minimum bytes of tiles per ticket."""
 LAG = 3
 PER_SM = 2
 """Programs of a combine per multiprocessor: one waits for its rows while the other sends."""
@@ -179,7 +179,7 @@ def dispatch_tables_kernel(
 class KernelExchange:
     """Exchanges of one workspace. `PlainExchange` specifies each method.
 
-    num_sms: most multiprocessors to use; None: the transport's. Arguments that never change are computed once.
+    num_sms: maximum multiprocessors to use; None: the transport's. Arguments that never change are computed once.
     """
 
     def __init__(self, transport: "CudaTransport", layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:

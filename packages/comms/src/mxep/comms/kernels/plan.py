@@ -35,7 +35,7 @@ from mxep.runtime.launch import cdiv, launch, next_power_of_2
 SEGMENT = 32
 """Pairs per segment. Bytes count their order, so at most 255."""
 LEAST_EXPERTS = 32
-"""Least number of experts to count: a warp's histogram has one bin per lane."""
+"""Minimum number of experts to count: a warp's histogram has one bin per lane."""
 TILE_COUNTS = 1024
 """Segments x experts of a tile: 32 words per thread of 8 warps."""
 COUNTS_AT_ONCE = 8192
@@ -44,7 +44,7 @@ SHARES_AT_ONCE = 2048
 holds only one program."""
 COUNT_TILE = 1024
 MOST_BINS = 512
-"""Most experts that one pass over the ids counts."""
+"""Maximum experts that one pass over the ids counts."""
 NUM_WARPS = 8
 
 

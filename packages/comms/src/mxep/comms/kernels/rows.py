@@ -16,7 +16,7 @@ from mxep.runtime.launch import cdiv, launch, next_power_of_2
 TILE_BYTES = 16384
 NUM_WARPS = 8
 SPREAD = 256
-"""Least number of programs that share a sum of slots, if there are enough slots."""
+"""Minimum number of programs that share a sum of slots, if there are enough slots."""
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 

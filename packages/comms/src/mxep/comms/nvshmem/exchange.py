@@ -52,11 +52,11 @@ SIGNAL_SET = tl.constexpr(9)
 CMP_GE = tl.constexpr(5)
 PE_BITS = tl.constexpr(PE_SHIFT)
 PIECE = tl.constexpr(16384)
-"""Most bytes of one put. Longer rows are cut, so that many programs share them."""
+"""Maximum bytes of one put. Longer rows are cut, so that many programs share them."""
 PUT_WARPS = 16
 TILE_ELEMENTS = 8192
 PROGRAMS = 264
-"""Least number of programs before a tile of sums takes more than one row."""
+"""Minimum number of programs before a tile of sums takes more than one row."""
 NUM_WARPS = 8
 
 

@@ -66,10 +66,10 @@ class Dispatch:
             own, so none may be given here. A group of one rank has the local one by any name.
         capacity: bound on the rows of a rank's experts; a number c is ``Capacity.factor(c)``. None:
             ``Capacity.worst_case()``. all_to_all's buffers have each step's size: it needs none and drops no row.
-        max_tokens: most tokens a rank brings to one call, alike on all ranks. None: the most that any rank brings to
+        max_tokens: maximum tokens a rank brings to one call, alike on all ranks. None: the most that any rank brings to
             the first batch. A larger batch raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see
             SymmetricDispatcher.
-        timeout: most seconds to wait for a peer, for all layers of the group; None: the process group's. all_to_all
+        timeout: maximum seconds to wait for a peer, for all layers of the group; None: the process group's. all_to_all
             always has its process group's.
         ranks_per_node, nodes_per_token: for hierarchical only: see :class:`HierarchicalDispatcher`.
 

@@ -93,11 +93,11 @@ LEAST_DEVICE_WITH_ROOMS = 0
 """Index of the first device on which batches of varying length share shapes. -1 is the CPU. It replays nothing."""
 
 _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.WeakValueDictionary()
-"""Living dispatchers by ``key``."""
+"""Live dispatchers by ``key``."""
 
 
 def find_dispatcher(key: str) -> "TokenDispatcher":
-    """The living dispatcher with this ``key``. Ops of a compiled graph take this key, as they cannot take objects.
+    """The live dispatcher with this ``key``. Ops of a compiled graph take this key, as they cannot take objects.
 
     Raises KeyError if it is gone.
     """
@@ -105,7 +105,7 @@ def find_dispatcher(key: str) -> "TokenDispatcher":
 
 
 def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
-    """A living, shareable dispatcher like `made` through which nothing was dispatched yet, or None."""
+    """A live, shareable dispatcher like `made` that has not dispatched yet, or None."""
     for each in _dispatchers.values():
         # Names of groups are reused after a group is destroyed.
         alike = each.shapes == made.shapes and each.group is made.group
@@ -210,7 +210,7 @@ class TokenDispatcher(ABC):
         facts |= {"group": self.group and self.group.group_name, "world_size": self.world_size}
         facts |= {"num_experts": num_experts, "capacity": repr(self.capacity)} | (sizes or {})
         self.shapes = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
-        # A living dispatcher of the same shapes keeps its name: its exchanges go elsewhere.
+        # Live dispatchers of the same shapes need different names, because their exchanges are separate.
         names = (self.shapes if n == 1 else f"{self.shapes} #{n}" for n in itertools.count(1))
         self.key = next(name for name in names if name not in _dispatchers)
         _dispatchers[self.key] = self
@@ -346,7 +346,7 @@ class TokenDispatcher(ABC):
         return min(most, per_token * room_for(tokens // per_token)) if tokens <= most else None
 
     def _most_rows(self, device: torch.device) -> int | None:
-        """Most tokens that an exchange has room for; None: not known yet."""
+        """Maximum tokens that an exchange has room for; None: not known yet."""
         return None
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:

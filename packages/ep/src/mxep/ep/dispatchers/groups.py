@@ -181,7 +181,7 @@ def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float 
     """The group's nodes, of `ranks` ranks each, or by host if that is None. Collective at the first call with these
     arguments.
 
-    timeout: most seconds of a collective between nodes; None: the group's. Only the first call's counts.
+    timeout: maximum seconds of a collective between nodes; None: the group's. Only the first call's counts.
 
     Raises ValueError on all ranks if they do not fit or ask for different numbers.
     """

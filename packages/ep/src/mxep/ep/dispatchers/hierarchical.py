@@ -91,7 +91,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         capacity: with ``factor(c)``, C is c times the slots that a uniform choice of experts needs, at most T_max.
             Otherwise C = T_max, and every token fits.
         ranks_per_node: L. None: the number of ranks on each host.
-        nodes_per_token: most nodes that a token's experts lie on, if a router limits them. It matters for factor(c).
+        nodes_per_token: maximum nodes that a token's experts lie on, if a router limits them. It matters for factor(c).
 
     Expert ids out of range are counted on all devices and raised by :meth:`check`. A rank that raised earlier would
     keep the others waiting. Raises ValueError on all ranks if ranks do not fit nodes.

@@ -27,7 +27,7 @@ class LocalDispatcher(TokenDispatcher):
     """All experts live on this process; see :class:`TokenDispatcher`.
 
     Args:
-        max_tokens: most tokens of a call; more raise ValueError. None: any number.
+        max_tokens: maximum tokens of a call; more raise ValueError. None: any number.
         stands_in_for: the dispatcher named by the caller, in a group of one rank. Such a layer raises ValueError if a
             process group of several ranks is initialised after it was made.
     """

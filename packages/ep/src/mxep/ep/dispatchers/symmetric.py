@@ -38,7 +38,7 @@ class SymmetricDispatcher(TokenDispatcher):
             any rank brings to the first batch, or that :meth:`reserve` said since. A rank with more than T_max raises
             ValueError, its peers PeersDisagree. Both say what to set. Then the layers have to be made again, or each be
             given ``reserve`` if max_tokens is None.
-        timeout: most seconds to wait for a peer, the same for all of a group. None: that of the group's transport if
+        timeout: maximum seconds to wait for a peer, the same for all of a group. None: that of the group's transport if
             it is open, else of its collectives. It also limits how late a rank may come between two steps.
     """
 
@@ -221,7 +221,7 @@ class SymmetricDispatcher(TokenDispatcher):
 
 
 def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Most tokens of any rank. Collective, so it is not called if max_tokens is given."""
+    """Maximum tokens of any rank. Collective, so it is not called if max_tokens is given."""
     most = torch.tensor(tokens, device=device, dtype=torch.int64)
     if group is not None and group.size() > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)

@@ -100,12 +100,12 @@ class Backend(Protocol):
         return quantize(w, fmt=fmt, mode=mode, axis=-2, block_size=None)
 
     def expand_rowwise(self, w: FrozenWeight) -> Any:
-        """A frozen weight as `forward` multiplies it."""
+        """A frozen weight, prepared for `forward`."""
         x = w.along_k()
         return to_mxfp8(x) if isinstance(x, MXTensor) else x
 
     def expand_colwise(self, w: FrozenWeight) -> Any:
-        """A frozen weight as `dgrad` multiplies it: the same values as forward, if the backend's fold is exact."""
+        """A frozen weight, prepared for `dgrad`: the same values as in forward, if the backend's fold is exact."""
         return Backend.expand_rowwise(self, w)
 
     def forward(

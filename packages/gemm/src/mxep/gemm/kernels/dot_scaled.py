@@ -150,7 +150,7 @@ def grouped_wgrad_kernel(
     columns = tl.cdiv(K, BLOCK_N)
     for tile in range(tl.program_id(0), tl.sum(tiles) * columns, tl.num_programs(0)):
         g, row_tile, column_tile = _tile_of(tile, tiles_before, tiles, columns, GROUP_M, group)
-        # Count blocks, not tokens: the compiler then knows what divides an address, and does not load byte by byte.
+        # Count blocks, not tokens: the compiler then knows that addresses are aligned, and does not load byte by byte.
         first = tl.sum(tl.where(group == g, start, 0)) // BLOCK
         length = (tl.sum(tl.where(group == g, end, 0)) // BLOCK - first) * BLOCK
         block = first.to(tl.int64)

@@ -25,7 +25,7 @@ GROUP_M = 16
 """Row tiles that consecutive tiles go down before the next column of tiles, so that programs share L2 contents."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 PART_TOKENS, MOST_PARTS = 1024, 8
-"""For a weight gradient with few tiles: least tokens per part, most parts."""
+"""For a weight gradient with few tiles: minimum tokens per part, maximum parts."""
 _QDATA = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _BF16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 

@@ -38,7 +38,7 @@ else:  # until Triton 3.7
     load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 MIN_BEFORE, MAX_BEFORE = gl.constexpr(-64), gl.constexpr(80)
-"""Least and largest exponent of the part of a row's scale that is applied before the column's."""
+"""Smallest and largest exponent of the part of a row's scale that is applied before the column's."""
 NEXT_TILES = gl.constexpr(4)
 """Tile numbers that the loading warp may draw ahead of the multiplying warps."""
 

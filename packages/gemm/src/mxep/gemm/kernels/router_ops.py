@@ -46,7 +46,7 @@ BLOCK_E, BLOCK_T, BLOCK_D, BLOCK_K = 64, 128, 128, 64
 DGRAD_BLOCK_T, DGRAD_BLOCK_K, DGRAD_WARPS, DGRAD_REGISTERS = 128, 32, 8, 128
 """dgrad would use 138 registers per thread. With 128 two of its programs share an SM."""
 LEAST_STEPS = 4
-"""Least steps of BLOCK_K per part."""
+"""Minimum steps of BLOCK_K per part."""
 
 
 @triton.jit

@@ -55,7 +55,7 @@ TILE_ELEMENTS = 2048
 WARP_ELEMENTS = 8192
 """Elements of a tile per warp (half as many of E5M2)."""
 PROGRAMS_PER_SM = 256
-"""Most programs per SM. They take several tiles if there are more."""
+"""Maximum programs per SM. They take several tiles if there are more."""
 
 
 @triton.jit

@@ -136,7 +136,7 @@ def program_tile(row_tiles, column_tiles, ROWS_FIRST: tl.constexpr):
 
 TILE_ELEMENTS, LONG_ELEMENTS = 4096, 8192
 LONGEST = 16384
-"""Most elements of a block that a program holds in registers."""
+"""Maximum elements of a block that a program holds in registers."""
 BLOCK_N_2D = 256
 
 
@@ -400,7 +400,7 @@ def quantize_joined_rows(
 ROWS_PER_PROGRAM = 192
 """Approximate rows per program. Few mean many atomics, one per column of a program. Many mean few programs."""
 LEAST_ROWS = 16
-"""Least rows per program, however short the matrices are."""
+"""Minimum rows per program, however short the matrices are."""
 
 
 @triton.jit(do_not_specialize=["steps"])

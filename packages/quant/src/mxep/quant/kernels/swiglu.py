@@ -190,13 +190,13 @@ def store_chunk(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
 
 
 WARP_ELEMENTS = 2048
-"""Most elements of a row, padded to a power of two, per warp of its program."""
+"""Maximum elements of a row, padded to a power of two, per warp of its program."""
 THREAD_ELEMENTS = 8
 """Usual chunk elements per thread. Doubled if such chunks divide F; halved if padding would exceed 10% of F."""
 AHEAD = 1
 """Chunks loaded ahead of the one computed."""
 PROGRAMS_PER_SM = 256
-"""Most programs per SM. They take several rows if there are more."""
+"""Maximum programs per SM. They take several rows if there are more."""
 
 
 @triton.jit
@@ -229,7 +229,7 @@ def _finish(
     out, scale_ptr, row, saved, scales,
     PARTS: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Store the values that `_emit` left of a row of PARTS * F elements at `out`: chunk by chunk, each of all parts."""
+    """Store at `out` a row's PARTS * F values that `_emit` returned: all parts of a chunk, then the next chunk."""
     if FOLDED:
         # Zero blocks need no exception: their scale is 0, as for values too small for a scale.
         max_scale = scales[0]
@@ -400,7 +400,7 @@ def _launch(
 
 
 def _max_registers(elements: int, num_warps: int) -> int | None:
-    """Most registers of a thread with that many elements of a row, on Hopper. ptxas alone takes more and fits fewer
+    """Maximum registers of a thread with that many elements of a row, on Hopper. ptxas alone takes more and fits fewer
     programs."""
     if elements > 40:
         registers = 128
