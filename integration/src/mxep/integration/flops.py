@@ -86,7 +86,7 @@ def flops_per_token(config: Any, length: float) -> dict[str, float]:
 
 
 def count_name(config: Any, length: int) -> str:
-    """The sizes on which a figure in TFLOP/s depends most, to be named beside it."""
+    """The sizes on which a figure in TFLOP/s depends most. Name them with it."""
     return f"Megatron's count, {config.num_hidden_layers} layers, vocabulary {config.vocab_size}, sequence {length}"
 
 

@@ -410,7 +410,7 @@ def page(outcome: Outcome, summary: dict[str, Any], config: Config) -> str:
 
 
 def _tiles(runs: Sequence[Row]) -> Iterator[str]:
-    """What a reader looks for first."""
+    """Headline figures: held-out loss and speed."""
     tiles = ("valid_loss", "held-out loss", "nats per byte", ".3f"), ("tokens_per_s", "speed", "tokens/s", ",.0f")
     for (key, what, unit, form), run in itertools.product(tiles, runs):
         if run.get(key) is not None:

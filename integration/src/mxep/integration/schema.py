@@ -243,7 +243,7 @@ class BenchConfig:
 
 @dataclass
 class EstimateConfig:
-    """Machines, and what of a stack of layers on them; the sections `model` and `dispatcher` count, too."""
+    """Machines, and the layers to place on them. The sections `model` and `dispatcher` are used, too."""
 
     model: str | None
     layers: Count | None

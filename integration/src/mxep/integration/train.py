@@ -448,12 +448,12 @@ class Graphed:
         return self._results
 
     def close(self) -> None:
-        """Free the graph. A communicator that the graph calls cannot end before."""
+        """Free the graph. Communicators that the graph uses can only be destroyed afterwards."""
         self._graph, self._inputs, self._results = None, (), ()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         gc.collect()  # or garbage may be freed within the capture, by calls that wait for the device
-        # Other threads, NCCL's among them, may go on asking for events.
+        # Other threads, such as NCCL's, may still query events.
         try:
             with capturing(stream=self._stream, capture_error_mode="thread_local") as graph:
                 self._results = self._fn(*self._inputs)
@@ -484,7 +484,7 @@ def in_graph(config: Config, device: torch.device) -> bool:
 def deterministic(config: Config, device: torch.device) -> Iterator[None]:
     """Make GPUs repeat a run to the last bit, as CPUs do. Otherwise attention's backward would add in any order.
 
-    It does nothing for models of transformers, whose code may have no deterministic version.
+    It does nothing for models of transformers, which may have no deterministic version.
     """
     if device.type != "cuda" or config.model.transformers is not None:
         yield

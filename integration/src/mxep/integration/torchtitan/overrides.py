@@ -145,7 +145,7 @@ class QuantizedLinear(Linear):  # type: ignore[misc]
     description="linears by mxep",
 )
 def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
-    """Linears whose sizes the recipe cannot take stay as they are, and so do a model's own classes.
+    """Linears by mxep. Linears with sizes that the recipe cannot take, and a model's own classes, stay unchanged.
 
     Raises ValueError for an unknown recipe or backend. Raises it also beside torchtitan's own converters (Float8, MX,
     NVFP4), which take the linears first; with exact=True this would go unnoticed.

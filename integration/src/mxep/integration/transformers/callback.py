@@ -1,7 +1,7 @@
 """A Trainer's callback, and its checks: device errors, expert load, and whether mxep computes the experts.
 
 transformers takes `experts_implementation="mxep_mxfp8"` for every model, but applies it only to classes of experts that
-`@use_experts_implementation` decorates. Other classes run their own code, and so do modules whose forward another
+`@use_experts_implementation` decorates. Other classes run their own code. So do modules with a forward that another
 library replaced. So `check` looks at modules and calls, not at the name in a config.
 
 The callback also loads weights that a Trainer does not find in its own checkpoint:

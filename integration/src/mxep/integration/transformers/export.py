@@ -137,7 +137,7 @@ def _writes() -> bool:
 def _is_taken(folder: Path, *, spread: bool) -> bool:
     """Whether the folder already has safetensors.
 
-    Only the rank that writes looks, as late ranks would see what it wrote. spread: tell its answer to all ranks.
+    Only the writing rank looks, as late ranks would see its files. spread: tell its answer to all ranks.
     """
     found = [_writes() and any(folder.glob("*.safetensors*"))]  # an old index, too
     if spread:

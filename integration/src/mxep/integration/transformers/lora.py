@@ -83,7 +83,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         )
 
     def _low_rank(self, experts: Any, active: list[str]) -> Implementation | None:
-        """What runs low-rank LoRA on unfrozen experts; None if PEFT adds B A to weights."""
+        """The implementation that runs low-rank LoRA on unfrozen experts; None if PEFT adds B A to weights."""
         run, layers = implementation_of(experts.config), _wrappers(self)
         if run is None or len(layers) < 2 or len(active) > 1 or self.merged:
             return None
@@ -237,7 +237,7 @@ PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = ExpertsLoraModel
 
 
 class MergeError(NamedTuple):
-    """What quantizing a merged weight did to it.
+    """Error from quantizing a merged weight.
 
     snr: SNR of the quantized weight against the merged one, dB. changed: the share of elements that differ from those
     before the merge. If few do, most of a small update is lost.

@@ -382,8 +382,8 @@ def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> N
 def _compiled_class(base: Any) -> Any:
     """Derive a class from `base`, with a compiled forward. On an instance, copies would run the original's layer.
 
-    transformers' checkpointing is around this forward, not in the graph. A recomputation must run as the forward did.
-    That of a reentrant checkpoint was eager, as gradients were off.
+    transformers' checkpointing is around this forward, not in the graph. A recomputation must run as the forward did. A
+    reentrant checkpoint's forward was eager, as gradients were off.
     """
     compiled = torch.compile(base.forward)
 

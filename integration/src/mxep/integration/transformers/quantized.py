@@ -473,7 +473,7 @@ def _class_of(config: Any) -> type[PreTrainedModel]:
 
 
 def _without_experts(kind: type[PreTrainedModel]) -> Any:
-    """A class whose models have frozen experts without weights, so that transformers makes none."""
+    """A model class that makes its frozen experts without weights, so that transformers allocates none."""
 
     def __init__(self: Any, *given: Any, **how: Any) -> None:
         kind.__init__(self, *given, **how)

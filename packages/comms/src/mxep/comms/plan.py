@@ -143,8 +143,8 @@ class RoutingPlan(Bundle):
             invalid ids. All ranks find the same counts of all owners, because they have the tables of all senders.
         num_tokens: (W,) int32 tokens of each sender.
         alignment: multiple that group sizes are padded to.
-        dispatch: (1,) int32 number of its dispatch, counted alike on all ranks. :func:`redispatch <dispatch>` and
-            `combine` compare it with the peers' numbers. None: unknown, which matches only unknown. Unused on one rank.
+        dispatch: (1,) int32 number of its dispatch, equal on all ranks. :func:`redispatch <dispatch>` and `combine`
+            compare it with the peers' numbers. None: unknown, which matches only unknown. Unused on one rank.
     """
 
     row_slot: Tensor

@@ -331,7 +331,7 @@ class _OpParameters(NamedTuple):
 
     @property
     def elements(self) -> tuple[int, int]:
-        """Of an expert's gate_up_proj and down_proj."""
+        """Element counts of one expert's gate_up_proj and down_proj."""
         gate_up = self.gate_up_proj if isinstance(self.gate_up_proj, tuple) else (self.gate_up_proj,)
         return sum(w.shape[1:].numel() for w in gate_up), self.down_proj.shape[1:].numel()
 

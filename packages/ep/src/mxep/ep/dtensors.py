@@ -97,7 +97,7 @@ class Share:
         self.dtype = weight.dtype
 
     def check(self) -> None:
-        """Raise RuntimeError if a DTensor has changed since it was saved.
+        """Raise RuntimeError if a DTensor has changed since the node used it.
 
         Autograd's own check asks the local tensor, but in-place operations on a DTensor do not change its version.
         (Optimizers' foreach and fused kernels do not change the DTensor's version, either.)

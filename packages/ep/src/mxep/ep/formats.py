@@ -299,7 +299,7 @@ def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
 
 
 def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -> tuple[SavedWeight, SavedWeight]:
-    """What dgrad's weights are quantized from: each weight with the amax of its columns, or its 2-D blocks."""
+    """Sources of dgrad's quantized weights: each weight with the amax of its columns, or its 2-D blocks."""
     pairs = (gate_up_proj, saved.gate_up_columns), (down_proj, saved.down_columns)
     gate_up, down = (SavedWeight(x, None) if isinstance(x, MXParts | MXTensor) else SavedWeight(w, x) for w, x in pairs)
     return gate_up, down
@@ -309,8 +309,8 @@ def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -
 
 
 def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
-    """What backward keeps of gate_up (R_max, 2F): itself, or quantized with one scale per row. Rows past the valid ones
-    are unspecified. Each row is quantized by itself."""
+    """gate_up (R_max, 2F) as saved for backward: unchanged, or quantized with one scale per row. Rows past the valid
+    ones are unspecified. Each row is quantized by itself."""
     if recipe.saved_gate_up == "unquantized":
         return gate_up
     return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)

@@ -267,9 +267,9 @@ def add_down_bias(
     out (T, D) = sum over k of weights[t, k] * (down_proj[id] h + down_bias[id])
 
     The routing weight multiplies before the down-projection, so the bias is added to a token's sum: S @ bias, with
-    S (T, E) the weights by expert. That is a product a hundredth of the layer's size, and its gradients take d_out as
-    it is, unquantized. The d_out of a token without experts may be NaN, so it has no part in them. 0 times NaN is NaN,
-    so values that are not finite stay out of the products. Only the token's row, or the expert's, is NaN then.
+    S (T, E) the weights by expert. This GEMM is a hundredth of the layer's size, and its gradients use d_out
+    unquantized. The d_out of a token without experts may be NaN, so they exclude it. 0 times NaN is NaN, so values that
+    are not finite stay out of the products. Only the token's row, or the expert's, is NaN then.
     Ranks that share experts gather the bias, (E, D), and reduce its gradient by torch's own collectives.
 
     expert_ids: (T, K); ids outside 0 .. E-1 add nothing. weights: (T, K) fp32. group: the ranks that share the experts,
@@ -335,7 +335,7 @@ class _AddBias(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """(e, D) of each rank -> (E, D), by ops that a graph takes. torch's wrappers of them change names by version."""
+    """(e, D) of each rank -> (E, D), by traceable ops. torch's wrappers of these have other names in other versions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

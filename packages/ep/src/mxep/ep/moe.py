@@ -84,7 +84,7 @@ def pick_recipe(
 
 @functools.cache
 def _log(why: str) -> None:
-    """Log once per process, because layers are alike."""
+    """Log once per process, because all layers log the same."""
     logging.getLogger("mxep.ep").info("recipe auto: %s", why)
 
 
@@ -291,7 +291,7 @@ class MoE(nn.Module):
         self.dispatcher.reserve(max_tokens * self.rows_per_token, device or self.experts.down_proj.device)
 
     def close(self) -> None:
-        """Give up this layer, and with the last one of the group the memory shared with peers. All ranks call it alike.
+        """Give up this layer. With the group's last layer, memory shared with peers is freed. All ranks must call it.
 
         Without it a group's buffers stay for later layers. Call it once.
         """

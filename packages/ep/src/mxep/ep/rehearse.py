@@ -125,7 +125,7 @@ def _both_passes(
 
 
 def _router_passes(x: Tensor, w: Tensor, k: int, softmax: bool, has_choice: bool, needs: bool) -> None:
-    """Run the ops without autograd: a checkpoint's recomputation would miss what it saves here."""
+    """Run the ops without autograd: a checkpoint's recomputation would not find tensors saved here."""
     logits = linear_op(x, w)
     ids, weights, chosen = top_k_op(logits, torch.empty_like(logits) if has_choice else None, k, softmax)
     if needs:

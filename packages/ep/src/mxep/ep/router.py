@@ -262,7 +262,7 @@ def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 @functools.cache
 def _warn_of_cast(got: torch.dtype, own: torch.dtype) -> None:
-    """Warn once per process, because layers are alike."""
+    """Warn once per process, because all layers warn the same."""
     warnings.warn(
         f"a router's weight was cast to {got} and routes elsewhere than in {own}: FSDP2's MixedPrecisionPolicy does "
         "that; fully_shard(moe.router) first, without a policy",

@@ -3,7 +3,7 @@
 By default GEMMs quantize a weight at each call: rowwise in forward, colwise in backward.
 `quantize_weights_once` lets the micro-batches of a step share one quantization.
 
-A weight may be several parameters, as gate and up, or q, k and v, whose rows follow each other:
+A weight may be several parameters with concatenated rows, such as gate and up, or q, k and v:
 
     (G, N1, K) --quantize--> qdata, scales of (G, N1 + N2, K), rowwise or colwise
     (G, N2, K) ------^
@@ -113,7 +113,8 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
 
 
 def quantize_weights_once_a_step() -> "QuantizedOnce":
-    """Open `quantize_weights_once` until `close()` of the result. Each step of a torch optimizer frees what it holds.
+    """Open `quantize_weights_once` until `close()` of the result. Each step of a torch optimizer frees the quantized
+    weights.
 
     For third-party training loops, which have no place to open and close it. Weights may change only in a step. A
     checkpoint that is loaded later raises at the next forward. Raises RuntimeError within `quantize_weights_once`.
@@ -297,7 +298,7 @@ def weights_are_held() -> bool:
 
 
 def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:
-    """`quantize` of w, or what an open `quantize_weights_once` holds of it."""
+    """`quantize` of w, or its result held by an open `quantize_weights_once`."""
     if (once := _open) is None or not is_held(w, recipe):
         return quantize.function(w, recipe=recipe, backend=backend, **how)
     return once._get(quantize, w, recipe, backend, **how)

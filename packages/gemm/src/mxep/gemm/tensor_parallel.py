@@ -6,8 +6,8 @@
     Replicate       Replicate, or Shard of tokens   as x          dw, dbias reduced over ranks where tokens are sharded
 
 So `parallelize_module` with ColwiseParallel and RowwiseParallel works on converted models. If x comes sharded over
-tokens (sequence parallel) and the weight is Shard(0), qdata and scales are gathered, half of bf16's bytes. That takes a
-style that leaves x as it is: `QuantizedColwiseParallel`. Blocks of 32 do not cross ranks, so with MX scales each rank
+tokens (sequence parallel) and the weight is Shard(0), qdata and scales are gathered, half of bf16's bytes. Use
+`QuantizedColwiseParallel` for this: it leaves x sharded. Blocks of 32 do not cross ranks, so with MX scales each rank
 holds a multiple of 32 features.
 
 Tokens need not be a multiple of the ranks, nor need features with recipe "bf16". The last ranks have fewer or none, as

@@ -89,7 +89,7 @@ class BlockFP8:
 
 
 def exponents_of(scale: Tensor) -> Tensor | None:
-    """`BlockFP8.scale_exponents` of any scales."""
+    """`BlockFP8.scale_exponents` for a scale tensor."""
     if scale.dtype == SCALE_DTYPE:
         return scale
     mantissa, exponent = torch.frexp(scale.float())
@@ -139,8 +139,8 @@ def rescale_blocks(x: BlockFP8) -> tuple[BlockFP8, Tensor]:
     """x with power-of-two scales (e8m0), which fold, and the SNR of each matrix against x in dB. No autograd.
 
     `quantize_blocks` quantizes the values a second time, in the same blocks, so every element may change. Random
-    weights have 31.5 dB against x. Against the weights behind x they have 28.5 dB, and x has 31.5. Use it only where a
-    GEMM cannot rescale its sums.
+    weights have 31.5 dB against x. Against the weights that x was quantized from, the result has 28.5 dB and x has
+    31.5. Use it only where a GEMM cannot rescale its sums.
     The SNR is fp64 (...), one number for each (N, K), inf where no element changes. If the scales of x are powers of
     two, its elements stay and its scales become e8m0.
     """

@@ -230,7 +230,7 @@ class MXTensor(Tensor):
     ) -> Any:
         if (handler := HANDLERS.get(func)) is not None:
             return handler(func, *args, **(kwargs or {}))
-        # Within an op of torch.library, composite functions such as `mT` have not been decomposed before.
+        # Inside a torch.library op, composite functions such as `mT` arrive here undecomposed.
         result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
             raise NotImplementedError(f"MXTensor does not implement {func}: call .dequantize() first")
@@ -368,7 +368,7 @@ def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
 
 
 def _in_memory(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> MXTensor:
-    """qdata, scales and index in the requested memory, copied or of any value."""
+    """qdata, scales and index in the requested memory, copied or uninitialised."""
     if dtype not in (None, mx.dtype):
         raise NotImplementedError(f"{func} of an MXTensor as {dtype}: want {mx.dtype}; or call .dequantize({dtype})")
     names = {"device", "non_blocking", "pin_memory", "memory_format"} & kwargs.keys()

@@ -228,7 +228,7 @@ class _Graph:
         self._start = patient_driver().cuGraphLaunch
 
     def run(self, held: list[Any], bases: list[int]) -> None:
-        with self._lock:  # parameters are the graph's, and taken at the launch
+        with self._lock:  # threads share the graph's parameters until a launch reads them
             if not self._exec:
                 with relaxed():
                     self._build(bases)

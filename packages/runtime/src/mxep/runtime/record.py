@@ -304,7 +304,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's own imports Dynamo, which takes seconds
+        return False  # True would import Dynamo, which takes seconds
 
     def refuse(self, why: str) -> None:
         self.why = self.why or why

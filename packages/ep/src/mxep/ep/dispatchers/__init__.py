@@ -66,7 +66,7 @@ class Dispatch:
             own, so none may be given here. A group of one rank has the local one by any name.
         capacity: bound on the rows of a rank's experts; a number c is ``Capacity.factor(c)``. None:
             ``Capacity.worst_case()``. all_to_all's buffers have each step's size: it needs none and drops no row.
-        max_tokens: maximum tokens a rank brings to one call, alike on all ranks. None: the most that any rank brings to
+        max_tokens: maximum tokens a rank brings to one call, equal on all ranks. None: the most that any rank brings to
             the first batch. A larger batch raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see
             SymmetricDispatcher.
         timeout: maximum seconds to wait for a peer, for all layers of the group; None: the process group's. all_to_all

@@ -307,10 +307,10 @@ class TokenDispatcher(ABC):
             self._exchanges.thread.claim()
 
     def close(self) -> None:
-        """Remove one user. After the last one, memory shared with peers is freed. All ranks call it alike.
+        """Remove one user. With the last user, memory shared with peers is freed. All ranks must call it equally often.
 
         A dispatcher has one user, and one more for each layer that :func:`make_dispatcher` gives it to and for each
-        copy of a layer. It is unusable after the last one.
+        copy of a layer. Without users it is unusable.
         """
         self.uses -= 1
         if self.uses < 1:

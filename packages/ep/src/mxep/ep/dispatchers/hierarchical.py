@@ -400,5 +400,5 @@ def _read_tables(tables: Tensor, *, first_expert: int, experts_per_node: int) ->
 def _sum_rows(
     rows: Tensor, values: Tensor | None, slots: Tensor, ids: Tensor, *, experts_per_node: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums (T, D) of nodes' rows (N B, D), and of their values (N B, K) those of each pair (T, K)."""
+    """Sum nodes' rows (N B, D) to (T, D), and pick each pair's value, (T, K), from nodes' values (N B, K)."""
     return sum_slots(rows, slots), None if values is None else pick_values(values, slots, ids, experts_per_node)

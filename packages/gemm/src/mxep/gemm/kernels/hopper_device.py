@@ -215,7 +215,7 @@ def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row,
 
 @gluon.jit
 def _store_wide(staging, out_ptr, row, end, column, N, ADD: gl.constexpr):
-    """Store or add what lies in shared memory, 16 bytes a thread."""
+    """Store or add the tile in shared memory, 16 bytes a thread."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     _store_rows(staging.load(WIDE), out_ptr, row, end, column, N, ADD)
 

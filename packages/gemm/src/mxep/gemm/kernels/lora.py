@@ -46,7 +46,7 @@ def _load_values(
 
 @triton.jit
 def _sources(row, index_ptr, row_mask):
-    """Where rows lie, int64, and whether they do: an index of -1 is a row of zeros."""
+    """Source row of each row, int64, and a mask of those that have one: an index of -1 is a row of zeros."""
     if index_ptr is None:
         return row.to(tl.int64), row_mask
     else:
