@@ -99,6 +99,14 @@ def test_block_fp8_with_scales_that_do_not_fold_keeps_its_bytes(scale_dtype: tor
     assert torch.equal(freeze(w, "fp8_block").dequantize(), quantize_blocks(w).dequantize())
 
 
+@pytest.mark.parametrize("n", [32, 160])
+def test_transposed_blocks_freeze_and_are_transposed_for_dgrad(n: int) -> None:
+    blocks = quantize_blocks(torch.randn(2, 2048, n)).mT  # views; K > 32 N once
+    frozen = freeze(blocks, "fp8_block")
+    assert torch.equal(frozen.dequantize(), blocks.dequantize())
+    assert torch.equal(fold_for_dgrad(frozen.along_k()).dequantize(), blocks.dequantize())
+
+
 @pytest.mark.parametrize("name", ["reference", "hopper"])
 def test_products_with_block_fp8_are_those_of_its_values_both_ways(name: str) -> None:
     """hopper by the reference of its kernels."""

@@ -21,6 +21,7 @@ from integration.tiny_models import force_routing, token_ids
 from mxep.integration.metrics import snr
 from mxep.integration.transformers import FrozenExperts, load_quantized
 from mxep.integration.transformers.experts import weight_names
+from mxep.quant import BlockFP8
 from quant.checkpoints import KINDS
 from ranks import Context, distributed
 
@@ -91,6 +92,29 @@ def test_scales_that_do_not_fold_are_kept_with_their_bytes(tmp_path: Path, model
     assert snr(logits(reference), logits(loaded)) > 40
     again = load_quantized(tmp_path, rescale=True)
     assert again.model.layers[1].mlp.experts.down_proj.format == "mxfp8"
+
+
+def test_one_scale_that_does_not_fold_keeps_the_bytes_of_its_whole_weight(tmp_path: Path) -> None:
+    """The first expert's scales are powers of two, and all of the second layer's. down_proj has 2.5 blocks of rows."""
+    write(tmp_path, "qwen3_moe", "deepseek-v3", hidden_size=320, moe_intermediate_size=128)
+    state = load_file(tmp_path / "model.safetensors")
+    folds = {n for n in state if "scale_inv" in n and (".experts.0." in n or ".layers.1." in n)}
+    change(tmp_path, **{n: state[n].log2().round().exp2() for n in folds})
+    state = load_file(tmp_path / "model.safetensors")
+    for i, layer in enumerate(load_quantized(tmp_path).model.layers):
+        assert {getattr(layer.mlp.experts, each).format for each in ("gate_up_proj", "down_proj")} == {
+            ("fp8_block", "mxfp8")[i]
+        }
+        for e, got in enumerate(layer.mlp.experts.down_proj.shipped().dequantize(torch.float32)):
+            name = f"model.layers.{i}.mlp.experts.{e}.down_proj.weight"
+            assert torch.equal(got, BlockFP8(state[name], state[f"{name}_scale_inv"]).dequantize(torch.float32))
+
+
+@pytest.mark.parametrize(("kind", "block"), [("ct-fp8-block", r"\(64, 128\)"), ("ct-fp8-row", r"\(1, 256\)")])
+def test_scales_of_other_blocks_that_do_not_fold_are_refused(tmp_path: Path, kind: str, block: str) -> None:
+    write(tmp_path, "qwen3_moe", kind, hidden_size=256, moe_intermediate_size=128)
+    with pytest.raises(ValueError, match=rf"whole blocks of \(128, 128\), got \(128, 256\) in blocks of {block}"):
+        load_quantized(tmp_path)
 
 
 def test_ue8m0_scales_stored_as_floats_need_no_rescaling(tmp_path: Path) -> None:

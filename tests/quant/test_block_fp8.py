@@ -224,3 +224,9 @@ def test_an_mxfp4_tensor_keeps_axis_and_index() -> None:
     wide = to_mxfp8(indexed)
     assert wide.row_index is not None
     assert torch.equal(wide.dequantize(), indexed.dequantize())
+
+
+def test_the_transpose_has_the_transposed_values_and_blocks() -> None:
+    x = quantize_blocks(torch.randn(2, 96, 160), block_size=(32, 128))
+    assert x.mT.block_size == (128, 32)
+    assert torch.equal(x.mT.dequantize(), x.dequantize().mT)
