@@ -117,6 +117,14 @@ def test_scales_of_other_blocks_that_do_not_fold_are_refused(tmp_path: Path, kin
         load_quantized(tmp_path)
 
 
+def test_a_model_that_is_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "minimax-m3")
+    with torch.inference_mode():
+        model = load_quantized(tmp_path)
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    assert model.lm_head.weight.grad is not None
+
+
 def test_ue8m0_scales_stored_as_floats_need_no_rescaling(tmp_path: Path) -> None:
     """DeepSeek-V3.1 stores powers of two in fp32: values decide, not dtypes."""
     write(tmp_path, "qwen3_moe", "ue8m0")

@@ -252,7 +252,7 @@ def load_quantized(
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype!r}")
     device = torch.device(device or "cpu")
-    with QuantizedCheckpoint(folder) as checkpoint:
+    with QuantizedCheckpoint(folder) as checkpoint, torch.inference_mode(False):  # a later forward may train
         config = _config(checkpoint)
         kind = _class_of(config)
         with torch.device("meta"):
