@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ep.problem import send, symmetric
-from mxep.comms import Capacity, PeersDisagree, PeerTimeout
+from mxep.comms import Capacity, PeersDisagree, PeerTimeout, tell_failure
 from mxep.ep import MoE, make_dispatcher
 from ranks import Context, distributed
 
@@ -142,15 +142,21 @@ def test_peers_of_a_rank_that_raised_say_why_at_their_time_out(ctx: Context, cas
 def test_a_failure_that_ranks_got_over_is_not_named_later(ctx: Context, name: str) -> None:
     moe, x = spread(ctx, name), torch.ones(16, 64, dtype=torch.bfloat16)
     moe(x)
-    with mock.patch("mxep.ep.layer.pack", side_effect=MemoryError("of this batch")), pytest.raises(MemoryError):
+    for note_of_another_layer in (True, False):
+        with mock.patch("mxep.ep.layer.pack", side_effect=MemoryError("of this batch")), pytest.raises(MemoryError):
+            moe(x)
+        dist.barrier(ctx.group)
+        moe.check()  # nothing was sent since: peers may still wait
+        assert "rank 1 raised MemoryError" in moe.dispatcher.told()
+        dist.barrier(ctx.group)
+        if note_of_another_layer:
+            tell_failure(ctx.group, ValueError("of another layer"))
+        dist.barrier(ctx.group)
         moe(x)
-    dist.barrier(ctx.group)
-    moe.check()  # nothing was sent since: peers may still wait
-    assert "rank 1 raised MemoryError" in moe.dispatcher.told()
-    dist.barrier(ctx.group)
-    moe(x)
-    moe.check()
-    dist.barrier(ctx.group)
+        moe.check()
+        dist.barrier(ctx.group)
+        assert ("rank 1 raised ValueError: of another layer" in moe.dispatcher.told()) is note_of_another_layer
+        dist.barrier(ctx.group)
     assert moe.dispatcher.told() == ""
 
 

@@ -293,13 +293,23 @@ def how_to_make_room(tokens: int) -> str:
     return f"{cure}, or call reserve({tokens}) of a layer made without it"
 
 
-def tell_failure(group: dist.ProcessGroup | None, error: BaseException | None) -> None:
-    """Leave a note of the error that this rank raised. It replaces an earlier note. None: remove that."""
-    key, text = f"mxep/raised/{dist.get_rank(group)}", f"{type(error).__name__}: {error}"[:1000]
-    if error is None:
-        _ask(lambda: _store(group).delete_key(key))
-    else:
-        _ask(lambda: _store(group).set(key, f"{time.time()} {text}"))
+def tell_failure(group: dist.ProcessGroup | None, error: BaseException | str, *, over: bool = False) -> str:
+    """Leave a note of the error that this rank raised, in place of an earlier note. Returns the note's text.
+
+    error: or such a text. over: remove the note instead, unless another error has replaced it.
+    """
+    key = f"mxep/raised/{dist.get_rank(group)}"
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"[:1000]
+
+    def tell() -> None:
+        store = _store(group)
+        if not over:
+            store.set(key, f"{time.time()} {text}")
+        elif store.check([key]) and store.get(key).decode().partition(" ")[2] == text:
+            store.delete_key(key)
+
+    _ask(tell)
+    return text
 
 
 def told_failures(group: dist.ProcessGroup | None, ranks: Iterable[int]) -> str:

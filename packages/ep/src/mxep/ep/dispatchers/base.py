@@ -233,8 +233,8 @@ class TokenDispatcher(ABC):
     """True if `dispatch` takes ``room``. Each class states it itself, because a derived class need not."""
     new_dispatch = NEW
     """Number that the next dispatch sends, see `begin`."""
-    _told: int | None = None
-    """Exchanges begun when peers were told of a failure; None: no note is left."""
+    _told: tuple[int, str] | None = None
+    """Exchanges begun when peers were told of a failure, and the note's text; None: no note is left."""
     blocks = 1
     """Number of blocks in each sender's tokens. Each block has its own source: see :func:`mxep.comms.make_plan`."""
     row_dtype: torch.dtype | None = None
@@ -289,8 +289,7 @@ class TokenDispatcher(ABC):
             raise
         except BaseException as error:
             self._exchanges.failures += self._sent() != sent
-            tell_failure(self.group, error)
-            self._told = self._sent()
+            self._told = self._sent(), tell_failure(self.group, error)
             raise
 
     def _sent(self) -> int:
@@ -412,8 +411,8 @@ class TokenDispatcher(ABC):
                 raise CapacityExceeded(self._what_did_not_fit(each[:owners], each[owners:-1]))
             if each[-1]:
                 raise ValueError(f"rank {self.rank}: {each[-1]} expert ids outside -1..{self.num_experts - 1}")
-        if self._told is not None and self._sent() > self._told:  # peers have met this rank since then
-            tell_failure(self.group, None)
+        if self._told is not None and self._sent() > self._told[0]:  # peers have met this rank since then
+            tell_failure(self.group, self._told[1], over=True)
             self._told = None
 
     def counts(self) -> dict[str, Tensor]:
