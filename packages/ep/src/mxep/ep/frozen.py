@@ -8,7 +8,7 @@ The forward pass and the gradient of x are those of `Experts` with the quantized
 e local experts of E, D model dim, F hidden dim.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor, nn
@@ -110,9 +110,10 @@ def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Raise ValueError if a module of frozen experts is about to load qdata of the same shape that mean other values:
     folded, or block FP8. With strict=False torch would load the qdata and skip their scales. It refuses qdata of other
     shapes itself."""
+    names = dict(module.named_parameters(recurse=False))
     for name in ("gate_up_proj", "down_proj"):
         qdata = state.get(f"{prefix}{name}_qdata")
-        own, got = _kind(module.state_dict(), name), _kind(state, prefix + name)
+        own, got = _kind(names, name), _kind(state, prefix + name)
         if qdata is not None and qdata.shape == getattr(module, f"{name}_qdata").shape and own != got:
             raise ValueError(
                 f"{prefix}{name}: expected a state of experts frozen with {own}, got {got}: freeze the model with "
@@ -120,11 +121,11 @@ def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
             )
 
 
-def _kind(state: Mapping[str, Any], name: str) -> str:
-    """How a weight of a state was frozen."""
-    if f"{name}_column_scale" not in state:
+def _kind(names: Container[str], name: str) -> str:
+    """How a weight was frozen, by the names of a state or of parameters."""
+    if f"{name}_column_scale" not in names:
         return '"fp8_block"'
-    return f"folded={f'{name}_row_scale' in state}"
+    return f"folded={f'{name}_row_scale' in names}"
 
 
 def frozen_weight(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor] = local_tensor) -> FrozenWeight:

@@ -73,7 +73,9 @@ class FrozenWeight(Bundle):
 
     @property
     def shape(self) -> torch.Size:
-        return self.qdata.shape if self.column_scale is None else _with_last(self.qdata, BLOCK * self.scale.shape[-1])
+        if self.column_scale is None:
+            return self.qdata.shape
+        return torch.Size((*self.qdata.shape[:-1], BLOCK * self.scale.shape[-1]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,10 +132,6 @@ class FrozenWeight(Bundle):
 def expanded(w: Any, expand: Callable[[FrozenWeight], Tensor]) -> Any:
     """A weight as a GEMM multiplies it. A frozen one is expanded for this GEMM alone."""
     return expand(w) if isinstance(w, FrozenWeight) else w
-
-
-def _with_last(x: Tensor, size: int) -> torch.Size:
-    return torch.Size((*x.shape[:-1], size))
 
 
 def _unfolded(qdata: Tensor, row_scale: Tensor, scale: Tensor) -> Tensor:

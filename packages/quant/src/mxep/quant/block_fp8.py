@@ -78,7 +78,7 @@ class BlockFP8:
 
     def scale_values(self) -> Tensor:
         """The scales in fp32."""
-        return power_of_two(self.scale.view(torch.uint8)) if self.scale.dtype == SCALE_DTYPE else self.scale.float()
+        return _scale_values(self.scale)
 
     def scale_exponents(self) -> Tensor | None:
         """The scales as e8m0 if all are powers of two in its range, or NaN. Otherwise None.
@@ -128,11 +128,10 @@ def quantize_blocks(
         smallest = torch.finfo(scale_dtype).smallest_normal  # half of it would lose bits
         scale = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=smallest)).to(scale_dtype)
         scale = torch.where(amax.isfinite() & scale.isfinite(), scale, torch.nan)
-    made = BlockFP8(torch.empty_like(values, dtype=E4M3.dtype), scale, block_size)
-    divisor = spread_scale(made.scale_values(), block_size, n, k)
-    made.qdata.copy_((values / divisor).clamp(-E4M3.max, E4M3.max))
-    made.qdata.view(torch.uint8).masked_fill_(divisor.isnan(), NAN_ELEMENT)
-    return made
+    divisor = spread_scale(_scale_values(scale), block_size, n, k)
+    qdata = (values / divisor).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    qdata.view(torch.uint8).masked_fill_(divisor.isnan(), NAN_ELEMENT)
+    return BlockFP8(qdata, scale, block_size)
 
 
 def rescale_blocks(x: BlockFP8) -> tuple[BlockFP8, Tensor]:
@@ -159,6 +158,10 @@ def spread_scale(scale: Tensor, block_size: BlockShape, rows: int, columns: int)
     high, wide = (min(size, whole) for size, whole in zip(block_size, (rows, columns)))
     scale = scale.repeat_interleave(high, -2)[..., :rows, :]
     return scale.repeat_interleave(wide, -1)[..., :columns]
+
+
+def _scale_values(scale: Tensor) -> Tensor:
+    return power_of_two(scale.view(torch.uint8)) if scale.dtype == SCALE_DTYPE else scale.float()
 
 
 def _amax(x: Tensor, block_size: BlockShape) -> Tensor:

@@ -122,23 +122,9 @@ def _tile_counter(device: torch.device) -> Tensor:
 
 
 def _launch(
-    out,
-    a,
-    b,
-    a_scale,
-    b_scale,
-    bias,
-    offs,
-    M: int,
-    N: int,
-    K: int,
-    *,
-    ragged: str,
-    add=False,
-    halves=False,
-    blocks=False,
-    factor=1.0,
-) -> None:
+    out, a, b, a_scale, b_scale, bias, offs, M: int, N: int, K: int, *, ragged: str, add=False, halves=False,
+    blocks=False, factor=1.0,
+) -> None:  # fmt: skip
     a_desc = Descriptor(a, a.shape, a.stride(), (BLOCK_M, BLOCK_K), _QDATA)
     b_desc = Descriptor(b, (b.numel() // K, K), b.stride()[-2:], (BLOCK_N, BLOCK_K), _QDATA)
     out_desc = None
