@@ -246,13 +246,18 @@ def memory(layout: Layout) -> Memory:
         rows = round_up(pairs + own * (align - 1) // 2, align)
     else:
         rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
+    few = rows
+    if capacity.overflow == "recompute" and dispatcher != "all_to_all":
+        few = Capacity.factor(capacity.load).rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
     row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
     copied = dispatcher in ("symmetric", "hierarchical")
     into_wgrad = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
-    saved = 0 if dispatcher == "local" and (not quantized or top_k > 1) else into_wgrad  # 0: made again from x
+    again = dispatcher == "local" and (not quantized or top_k > 1)  # rows are made again from x
+    saved = 0 if again else into_wgrad if quantized or few == rows else slots * row
     gate_up, of_forward = 4 * rows * hidden, 2 * rows * dim  # besides at forward's peak
-    if recipe.saved_gate_up == "fp8":
-        gate_up, of_forward = rows * (2 * hidden + 1), max(gate_up, of_forward)
+    if recipe.saved_gate_up == "fp8" or few < rows:
+        of_forward = max(gate_up, of_forward)
+        gate_up = few * (2 * hidden + 1 if recipe.saved_gate_up == "fp8" else 4 * hidden)
     h, d_h = rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
     plan = 8 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
     plan += 4 * (crossing * (top_k + 1) + tokens * (ranks // layout.near)) if crossing else 0
@@ -267,16 +272,20 @@ def memory(layout: Layout) -> Memory:
     d_slots = slots * row if quantized and not copied else 0  # of d_out
     colwise = 2 * w * quantized  # of gate_up_proj
     swiglu = h + d_gate_up * (not quantized)
+    early = into_wgrad * (few < rows and (again or not quantized))  # rows made again from x or slots, for `rest`
+    rest, rowwise = 4 * (rows - few) * hidden, 2 * w * quantized * (few < rows)  # of gate_up, and its weight
+    of_rest = max((dim + 1) * quantized, (2 * hidden + 1) * (recipe.saved_gate_up == "fp8")) * (rows - few)
     # Live during the last weight gradient: dx, and its rows if an exchange may still hold them.
     late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher == "all_to_all")
     operands = folded * (2 * hidden + dim)
     forward = kept + h + of_forward + 1.5 * colwise  # where there is neither out yet nor slots any more
     backward = [
-        (kept, 1.5 * colwise + d_slots + d_y[0] + d_h),
-        (kept, colwise + d_slots + d_y[1] + d_h + swiglu),
+        (kept + early, 1.5 * colwise + rowwise + d_slots + d_y[0] + d_h),
+        (kept + early, colwise + rowwise + d_slots + d_y[1] + d_h + rest + of_rest),
+        (kept + early, colwise + d_slots + d_y[1] + d_h + rest + swiglu),
         # Then down_proj's gradient, dx's rows, the gradient of gate_up_proj.
-        (saved + plan, colwise + d_slots + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized)),
-        (saved + plan, 2 * w + colwise + d_gate_up + d_rows),
+        (saved + early + plan, colwise + d_slots + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized)),
+        (saved + early + plan, 2 * w + colwise + d_gate_up + d_rows),
         (into_wgrad + plan, 2 * w + late + operands + d_gate_up),
         (plan if quantized else into_wgrad + plan, 6 * w + late + operands + d_gate_up * (not quantized)),
     ]

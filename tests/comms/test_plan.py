@@ -241,11 +241,12 @@ def test_capacities_have_the_sizes_they_promise():
     assert rows(Capacity.factor(1.0)) == 384  # 300 + 62 = 362
     assert rows(Capacity.factor(1.25)) == 448  # 375 + 62 = 437
     assert rows(Capacity.factor(100)) == 864
+    assert rows(Capacity.factor(1.25, overflow="recompute")) == 864
     assert str(Capacity.factor(1.25)) == "Capacity.factor(1.25)"
     assert str(Capacity.factor(1.25, overflow="drop")) == "Capacity.factor(1.25, overflow='drop')"
     with pytest.raises(ValueError, match="got 0, wanted a positive number"):
         Capacity.factor(0)
-    with pytest.raises(ValueError, match="got overflow='forget', wanted 'raise' or 'drop'"):
+    with pytest.raises(ValueError, match="got overflow='forget', wanted 'raise', 'drop' or 'recompute'"):
         Capacity.factor(1.0, overflow="forget")
     for wrong in (("factor", -1.0), ("factor", math.nan), ("factor", True), ("factor", "1.25"), ("twice",)):
         with pytest.raises(ValueError, match=r"Capacity.*: got .*, wanted"):

@@ -108,6 +108,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["train.graph=true", "backend=reference"], "train.graph=true: the host must read no sizes"),
         (["backend=abacus"], "backend: got 'abacus', wanted one of auto, reference"),
         (["dispatcher.overflow=drop"], "nothing overflows worst_case; wanted dispatcher.capacity=factor"),
+        (["dispatcher.overflow=recompute"], "overflow=recompute: nothing overflows worst_case"),
         (
             ["dispatcher.capacity=factor", "dispatcher.overflow=spill"],
             "dispatcher.overflow: got 'spill', wanted one of",

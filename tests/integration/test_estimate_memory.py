@@ -40,7 +40,9 @@ def fake_plan(shape: Shape, ranks: int, recipe: Recipe, capacity: Capacity, *, s
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8", "mxfp8_gate_up_fp8", "fp8_gate_up_fp8"])
 @pytest.mark.parametrize("dispatcher", ["local", "symmetric"])
 @pytest.mark.parametrize("top_k", [1, 4])
-@pytest.mark.parametrize("capacity", [Capacity.worst_case(), Capacity.factor(1.25)], ids=str)
+@pytest.mark.parametrize(
+    "capacity", [Capacity.worst_case(), Capacity.factor(1.25), Capacity.factor(0.5, "recompute")], ids=str
+)
 def test_kept_is_what_the_layer_saves_on_hopper(recipe: str, dispatcher: str, top_k: int, capacity: Capacity):
     shape, ranks = Shape(96, 128, 64, 8, top_k), 1 if dispatcher == "local" else 2
     made, own = Recipe.named(recipe), shape.experts // ranks
@@ -50,7 +52,7 @@ def test_kept_is_what_the_layer_saves_on_hopper(recipe: str, dispatcher: str, to
         weights = torch.empty(own, 2 * shape.hidden, shape.dim), torch.empty(own, shape.dim, shape.hidden)
         keep_rows = dispatcher == "symmetric" or (recipe != "bf16" and top_k == 1)
         args = x, plan, weights, LayerConfig(made, Hopper(), SwiGLU()), keep_rows
-        saved = tensors_in(fake_saved(*args, copied=dispatcher == "symmetric"))
+        saved = tensors_in(fake_saved(*args, kept_rows=capacity.kept_rows(plan), copied=dispatcher == "symmetric"))
         del mode
     of_plan = sum(x.nbytes for x in (plan.row_slot, plan.row_weight, plan.slot_rows))
     layout = Layout(shape, ranks, case(recipe, dispatcher), capacity)
@@ -86,14 +88,16 @@ class Alive(TorchDispatchMode):
         return sum(self.sizes.values())
 
 
+@pytest.mark.parametrize("overflow", ["raise", "recompute"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8", "mxfp8_gate_up_fp8"])
 @pytest.mark.parametrize(
     "shape", [(8192, 7168, 2048, 32, 8), (16384, 2048, 768, 32, 8), (8192, 4096, 14336, 4, 2), (8192, 5120, 8192, 8, 1)]
 )
-def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[int, ...]):
+def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[int, ...], overflow: str):
     """Of MoE layers of real size on one rank, where it is in forward, in SwiGLU's backward, or in a product."""
     tokens, dim, hidden, experts, top_k = sizes = Shape(*shape)
-    capacity, bf16 = Capacity.factor(1.25), {"dtype": torch.bfloat16}
+    capacity = Capacity.factor(1.25 if overflow == "raise" else 0.5, overflow)
+    bf16 = {"dtype": torch.bfloat16}
     with FakeTensorMode(), Alive() as alive:
         leaves = (
             torch.empty(tokens, dim, **bf16),
@@ -110,7 +114,7 @@ def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[
         alive.all = alive.peak = 0
         torch.autograd.grad(out, (x, weights, w13, w2), d_out)
         found = memory(Layout(sizes, 1, case(recipe, "local"), capacity))
-    assert found.kept == pytest.approx(kept, rel=0.005)
+    assert found.kept == pytest.approx(kept, rel=0.006)
     assert found.kept + found.work == pytest.approx(max(of_forward, alive.peak - before), rel=0.005)
 
 

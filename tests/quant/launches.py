@@ -50,11 +50,13 @@ def swiglu_quantize(
 
 
 def swiglu_backward_quantize(
-    F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, h: bool = True, activation=None, fp8: bool = False
-):
-    """fp8: of gate_up in qdata with one scale a row."""
+    F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, h: bool = True, activation=None, fp8: bool = False,
+    apart: bool = False,
+):  # fmt: skip
+    """fp8: of gate_up in qdata with one scale a row. apart: of gate_up in two tensors."""
     scale = x(T, 1, dtype=torch.uint8) if fp8 else None
-    how = MODE, block, folded, E4M3 if h else None, activation, scale
+    rest = (x(64, 2 * F, dtype=E4M3 if fp8 else torch.bfloat16), scale) if apart else (None, None)
+    how = MODE, block, folded, E4M3 if h else None, activation, scale, *rest
     given = gate_up(F, E4M3) if fp8 else gate_up(F)
     return lambda: swiglu.swiglu_backward(x(T, F), *given, x(T, 2 * F, dtype=fmt), *how)
 
@@ -134,6 +136,7 @@ LAUNCHES = {
     "fold E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends()),
     "fold rows of one scale": lambda: fold.fold(*mx(D), None, ends()),
     "fold odd blocks": lambda: fold.fold(*mx(4), None, None),
+    "ends_from": lambda: groups.ends_from(ends(), T),
     "materialize": lambda: groups.materialize(*mx(), index()),
     "pad_rows": lambda: groups.pad_rows(x(), index()),
     "unpad_rows": lambda: groups.unpad_rows(x(), index(), T),
@@ -173,6 +176,12 @@ LAUNCHES = {
     "swiglu_backward_quantize and h 2880 folded gpt-oss of FP8": swiglu_backward_quantize(
         2880, 32, True, activation=GPT_OSS, fp8=True
     ),
+    **{
+        f"swiglu_backward_quantize and h {F} folded{' of FP8' * fp8} apart": swiglu_backward_quantize(
+            F, 32, True, fp8=fp8, apart=True
+        )
+        for F, fp8 in ((768, False), (2048, False), (2048, True), (14336, False))
+    },
     "swiglu_quantize 2880 folded gpt-oss": swiglu_quantize(2880, 32, True, activation=GPT_OSS),
     **{
         f"swiglu_backward_quantize and h 2880{how} gpt-oss": swiglu_backward_quantize(

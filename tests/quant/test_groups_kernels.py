@@ -79,6 +79,15 @@ def test_pad_index_spreads_groups(sizes: list[int], alignment: int, dtype: torch
     assert_same(tuple(x.view(torch.uint8) for x in got), tuple(x.view(torch.uint8) for x in want))
 
 
+@pytest.mark.parametrize("sizes", [[3, 0, 2], [0], [130, 1, 0, 40], MANY], ids=len)
+@pytest.mark.parametrize("first", [0, 4, 1000])
+def test_ends_of_the_groups_from_a_row_on(sizes: list[int], first: int) -> None:
+    offs = ends_of(*sizes)
+    want = groups.ends_from(offs, first)
+    assert want.tolist() == [max(0, end - first) for end in offs.tolist()]
+    assert torch.equal(kernels.ends_from(offs.to(DEVICE), first).cpu(), want)
+
+
 @pytest.mark.parametrize("shape", [(128, 128), (130, 96), (2, 5, 32), (40, 5)], ids=str)
 def test_scales_are_swizzled(shape: tuple[int, ...]) -> None:
     scale = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

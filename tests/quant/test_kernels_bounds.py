@@ -52,6 +52,9 @@ KERNELS: dict[str, Callable[..., Any]] = READERS | {
     "swiglu_backward": lambda ends, _: swiglu.swiglu_backward(
         values()[:, : D // 2], values(), None, ends, values(), None, 0, False, torch.bfloat16
     ),
+    "swiglu_backward of two parts": lambda ends, _: swiglu.swiglu_backward(
+        values()[:, : D // 2], values()[:32], None, ends, values(), None, 0, False, torch.bfloat16, rest=values()[32:]
+    ),
     "group_sums": lambda ends, _: groups.group_sums(*mx(), 32, ends),
 }
 

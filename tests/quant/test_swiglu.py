@@ -318,6 +318,28 @@ def test_backward_of_gate_up_with_one_scale_a_row_is_that_of_its_values(
     assert not got[1][:5].isnan().any(), "the NaN of row 5 stays there"
 
 
+@pytest.mark.parametrize("first", [1, 4])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_gate_up_may_lie_in_two_tensors(in_fp8: bool, first: int) -> None:
+    gate_up, w, d_h = gaussian(6, 256, dtype=torch.bfloat16), gaussian(6, seed=1), gaussian(6, 128, seed=2)
+    kept, rest = gate_up[:first].clone(), gate_up[first:].clone()
+    if in_fp8:
+        gate_up, kept, rest = (quantize(x, block_size=None) for x in (gate_up, kept, rest))
+    else:
+        want, got = (
+            swiglu_backward(d_h, x, w, offs=ends_of(2, 3), with_h=True, rest=y)
+            for x, y in ((gate_up, None), (kept, rest))
+        )
+        assert all(map(torch.equal, want, got))
+    how: dict[str, Any] = {"folded": True, "h_fmt": E4M3, "offs": ends_of(2, 3)}
+    want = swiglu_backward_quantize(d_h, gate_up, w, **how)
+    got = swiglu_backward_quantize(d_h, kept, w, rest=rest, **how)
+    for a, b in ((got[0], want[0]), (got[2], want[2])):
+        assert_bytes(a.qdata, raw(b.qdata))
+        assert_bytes(a.scale, raw(b.scale))
+    assert_same_bits(got[1], want[1])
+
+
 @pytest.mark.parametrize("how", [{"folded": True}, {"block_size": None, "fmt": E5M2}], ids=str)
 def test_codes_with_one_scale_a_row_may_take_the_gradients_memory(how: dict[str, Any]) -> None:
     gate_up, w, d_h = gaussian(6, 256), gaussian(6, seed=1), gaussian(6, 128, seed=2, dtype=torch.bfloat16)
@@ -406,11 +428,27 @@ def test_swiglu_ops_pass_opcheck() -> None:
         check_op(ops.swiglu, gate_up, w, ends_of(2, 3), e4m3, "rceil", 32, folded, None)
     for dtype, how in ((torch.bfloat16, rounded), (e4m3, ("rceil", 32, False)), (e4m3, ("rceil", 32, True))):
         for h_dtype, activation in ((None, None), (dtype, None), (dtype, clamped)):
-            args = d_h, gate_up, w, ends_of(2, 3), torch.empty(6, 128, dtype=dtype), *how, h_dtype, activation, None
+            args = (
+                d_h,
+                gate_up,
+                w,
+                ends_of(2, 3),
+                torch.empty(6, 128, dtype=dtype),
+                *how,
+                h_dtype,
+                activation,
+                None,
+                None,
+                None,
+            )
             torch.library.opcheck(ops.swiglu_backward, args, test_utils=WITHOUT_SCHEMA)
     mx = quantize(gate_up.bfloat16(), block_size=None)
     how = torch.empty(6, 128, dtype=e4m3), "rceil", 32, True, e4m3, None, mx.scale.view(torch.uint8)
-    torch.library.opcheck(ops.swiglu_backward, (d_h, mx.qdata, w, ends_of(2, 3), *how), test_utils=WITHOUT_SCHEMA)
+    whole = d_h, mx.qdata, w, ends_of(2, 3), *how, None, None
+    torch.library.opcheck(ops.swiglu_backward, whole, test_utils=WITHOUT_SCHEMA)
+    apart = (*how[:-1], how[-1][:4].clone(), mx.qdata[4:].clone(), how[-1][4:].clone())
+    given = d_h, mx.qdata[:4].clone(), w, ends_of(2, 3), *apart
+    torch.library.opcheck(ops.swiglu_backward, given, test_utils=WITHOUT_SCHEMA)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
@@ -425,6 +463,13 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
         swiglu(gate_up, w.bfloat16())
     with pytest.raises(ValueError, match=r"d_h: got torch\.float32 of shape \(4, 64\), want \(4, 32\)"):
         swiglu_backward(gate_up, gate_up)
+    for rest in (gate_up.half(), gate_up[:, :32], gaussian(4, 128)[:, ::2], quantize(gate_up), gate_up.to("meta")):
+        with pytest.raises(
+            ValueError, match=r"rest: got torch.* of shape .*, want dense rows like those of dense gate_up, torch"
+        ):
+            swiglu_backward(gaussian(8, 32), gate_up, rest=rest)
+    with pytest.raises(ValueError, match=r"d_h: got torch\.float32 of shape \(4, 32\), want \(6, 32\)"):
+        swiglu_backward(gaussian(4, 32), gate_up, rest=gate_up[:2])
     with pytest.raises(ValueError, match=r"row_weight: got device meta, want cpu"):
         swiglu(gate_up, w.to("meta"))
     with pytest.raises(ValueError, match="want axis -1 a multiple of the block, 32"):

@@ -68,11 +68,12 @@ def check(
     direction: str = WITH_H,
     activation: SwiGLU = PLAIN,
     gate_up_scale: Tensor | None = None,
+    first: int | None = None,
     **tuning: int,
 ) -> None:
     """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written.
 
-    gate_up_scale: (R, 1) bytes, where the problem's gate_up is qdata.
+    gate_up_scale: (R, 1) bytes, where the problem's gate_up is qdata. first: rows of gate_up from it on lie apart.
     """
     d_h, gate_up, row_weight = problem
     valid = gate_up.shape[0] if ends is None else int(ends[-1])
@@ -84,7 +85,7 @@ def check(
     how = scaled if backward else (dtype, *scaled)
     if backward:  # h in E4M3, whatever the gradient is in
         how = (*scaled, None if direction != WITH_H else E4M3 if quantized else gate_up.dtype)
-    of_rows = {"gate_up_scale": gate_up_scale} if backward else {}
+    of_rows = {"gate_up_scale": gate_up_scale, "rest": None, "rest_scale": None} if backward else {}
     want = list(getattr(torch.ops.mxep, name)(*inputs, ends, *out, *how, activation=activation.packed, **of_rows))
     if direction == WITH_H and gate_up_scale is None:
         of_h = how[-1], scaled[0], min(scaled[1], d_h.shape[1]), scaled[2]
@@ -95,8 +96,14 @@ def check(
         if part is not None:
             part[valid:] = NAN
     if gate_up_scale is not None:
-        of_rows = {"gate_up_scale": gate_up_scale.to(DEVICE, copy=True)}
+        of_rows["gate_up_scale"] = gate_up_scale.to(DEVICE, copy=True)
         of_rows["gate_up_scale"][valid:] = 255
+    if first is not None:
+        for i, what in ((1, "rest"), (None, "rest_scale")):
+            both = of_rows.get("gate_up_scale") if i is None else moved[i]
+            if both is not None:
+                of_rows[what] = both[first:].clone()
+                both.resize_(first, both.shape[1])
     moved_out = [torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in out]
     with pytest.MonkeyPatch.context() as patch:
         set_constants(patch, tuning)
@@ -149,7 +156,7 @@ def test_codes_written_over_the_gradient(
     d_h, gate_up, row_weight = problem(rows, F)
     how = "rceil", 32 if folded else 2 * F, folded
     qdata, ends = torch.empty(gate_up.shape, dtype=E4M3), ends_of(7, rows - 10)
-    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, ends, qdata, *how, E4M3, None, None)
+    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, ends, qdata, *how, E4M3, *[None] * 4)
     moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends)]
     got = kernels.swiglu_backward(*moved, moved[0].view(E4M3), *how, E4M3)
     for a, b in zip((moved[0].view(E4M3), *got), (qdata, *want), strict=True):
@@ -237,6 +244,20 @@ def test_rows_past_the_last_group_are_neither_read_nor_written(sizes: tuple[int,
         check(problem(20, 64), *quantized, ends=ends_of(*sizes), direction=direction, PROGRAMS_PER_SM=3)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("first", [1, 4, 6])
+@pytest.mark.parametrize("quantized", [(), (E5M2, "floor", 32, True), (E4M3, "rceil", 192, False)], ids=str)
+def test_rows_of_gate_up_that_lie_apart(quantized: Any, first: int, in_fp8: bool) -> None:
+    d_h, gate_up, row_weight = problem(7, 96)
+    scale, ends = None, ends_of(2, 3) if first < 6 else None
+    if in_fp8:
+        mx = quantize(gate_up, block_size=None)
+        gate_up, scale = mx.qdata, mx.scale.view(torch.uint8)
+        quantized = quantized or (torch.bfloat16, None, 0, False)
+    for direction in (BACKWARD, WITH_H):
+        check((d_h, gate_up, row_weight), *quantized, ends=ends, direction=direction, gate_up_scale=scale, first=first)
+
+
 @pytest.mark.parametrize("quantized", [(), (E5M2, "floor", 32, True)], ids=str)
 def test_without_row_weights(quantized: Any) -> None:
     d_h, gate_up, _ = problem(7, 64)
@@ -264,7 +285,7 @@ def test_inputs_with_strides_or_at_odd_addresses(in_fp8: bool) -> None:
     if in_fp8:
         mx = quantize(gate_up, block_size=None)
         gate_up, scale = mx.qdata, mx.scale.view(torch.uint8)
-    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None, out, *how, scale)
+    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None, out, *how, scale, None, None)
 
     def strided(x: Tensor) -> Tensor:
         return torch.stack([x.to(DEVICE)] * 2, dim=-1)[..., 1] if x.ndim > 1 else x.to(DEVICE)  # not vectors

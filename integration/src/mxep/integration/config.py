@@ -204,9 +204,9 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"recipe.linear={linear} wants model.dim in {alignment}s, got {model.dim}"
     if (decay := config.optimizer.weight_decay) > (most := 1 / config.optimizer.lr):
         yield f"optimizer.weight_decay: got {decay}, wanted at most {most:g}, which is 1 / optimizer.lr"
-    if config.dispatcher.overflow == "drop" and config.dispatcher.capacity != "factor":
-        capacity = config.dispatcher.capacity
-        yield f"dispatcher.overflow=drop: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
+    if config.dispatcher.overflow != "raise" and config.dispatcher.capacity != "factor":
+        overflow, capacity = config.dispatcher.overflow, config.dispatcher.capacity
+        yield f"dispatcher.overflow={overflow}: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
     if trains and config.dispatcher.name != "hierarchical":
         for key in ("nodes_per_token", "ranks_per_node"):
             if (nodes := getattr(config.dispatcher, key)) is not None:

@@ -154,7 +154,7 @@ class DispatcherConfig:
     name: Annotated[str, OneOf(DISPATCHERS)]
     capacity: Annotated[str, OneOf(("worst_case", "exact", "factor"))]
     factor: Positive
-    overflow: Annotated[str, OneOf(("raise", "drop"))]
+    overflow: Annotated[str, OneOf(("raise", "drop", "recompute"))]
     timeout: Seconds
     ranks_per_node: Count | None
     nodes_per_token: Count | None

@@ -35,7 +35,8 @@ class Options:
             ranks of the ep mesh. Without EP nothing travels. Set max_tokens to local_batch_size * seq_len / context
             parallel degree. torch.compile with EP needs max_tokens.
         capacity: rows that fit on a rank, in balanced loads. None: the worst case.
-        overflow: what happens to rows over the capacity: "raise" before the optimizer steps, or "drop".
+        overflow: what happens to rows over the capacity: "raise" before the optimizer steps, "drop", or "recompute",
+            which drops none and keeps less than the worst case for backward.
         dtype: the activations': "bfloat16", or "float32" if training.mixed_precision_param is float32.
         backend: the grouped GEMM's.
         quantize_once: whether the micro-batches of a step share quantized weights.
@@ -44,7 +45,7 @@ class Options:
     recipe: str = "mxfp8"
     dispatcher: str = "symmetric"
     capacity: float | None = None
-    overflow: Literal["raise", "drop"] = "raise"
+    overflow: Literal["raise", "drop", "recompute"] = "raise"
     max_tokens: int | None = None
     timeout: float | None = None
     ranks_per_node: int | None = None

@@ -66,6 +66,8 @@ class Capacity:
       fit are dropped and counted. overflow="raise" makes that an error, "drop" does not.
       All experts of a rank are capped at one number of rows, the largest that fits after padding. An expert shares its
       rows evenly between the source ranks. Each source keeps its first rows.
+      overflow="recompute" leaves none out: R_max is the worst case, and the factor bounds what a layer keeps from
+      forward to backward (`kept_rows`). Backward computes what was not kept again.
     - :meth:`exact`: the rows this step needs, read from the device (a device-to-host sync).
     """
 
@@ -79,8 +81,8 @@ class Capacity:
         number = isinstance(self.load, numbers.Real) and not isinstance(self.load, bool)
         if self.kind == "factor" and not (number and 0 < self.load < math.inf):
             raise ValueError(f"Capacity.factor: got {self.load!r}, wanted a positive number")
-        if self.overflow not in ("raise", "drop"):
-            raise ValueError(f"Capacity.factor: got overflow={self.overflow!r}, wanted 'raise' or 'drop'")
+        if self.overflow not in ("raise", "drop", "recompute"):
+            raise ValueError(f"Capacity.factor: got overflow={self.overflow!r}, wanted 'raise', 'drop' or 'recompute'")
         object.__setattr__(self, "load", float(self.load))
 
     @staticmethod
@@ -111,10 +113,21 @@ class Capacity:
         assert self.kind != "exact"
         padding = num_local_experts * (alignment - 1)
         worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, alignment)
-        if self.kind == "worst_case":
+        if self.kind == "worst_case" or self.overflow == "recompute":
             return worst
+        return self._bounded(worst, max_tokens, top_k, num_local_experts, alignment)
+
+    def kept_rows(self, plan: "RoutingPlan") -> int:
+        """Rows of which backward needs everything kept, a multiple of the alignment. Without "recompute": R_max."""
+        slots, top_k = plan.slot_rows.shape
+        if self.overflow != "recompute":
+            return plan.max_rows
+        max_tokens = slots // len(plan.num_tokens)
+        return self._bounded(plan.max_rows, max_tokens, top_k, len(plan.group_sizes), plan.alignment)
+
+    def _bounded(self, most: int, max_tokens: int, top_k: int, num_local_experts: int, alignment: int) -> int:
         balanced = math.ceil(self.load * max_tokens * top_k)
-        return min(worst, round_up(balanced + padding, alignment))
+        return min(most, round_up(balanced + num_local_experts * (alignment - 1), alignment))
 
     @staticmethod
     def enough(needed: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> float:
@@ -125,8 +138,8 @@ class Capacity:
     def __str__(self) -> str:
         if self.kind != "factor":
             return f"Capacity.{self.kind}()"
-        drop = ", overflow='drop'" if self.overflow == "drop" else ""
-        return f"Capacity.factor({self.load:g}{drop})"
+        overflow = "" if self.overflow == "raise" else f", overflow={self.overflow!r}"
+        return f"Capacity.factor({self.load:g}{overflow})"
 
 
 @dataclass(frozen=True)

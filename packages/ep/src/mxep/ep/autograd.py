@@ -172,8 +172,8 @@ class Layer(torch.autograd.Function):
         mine, made = parameters.local(), state.made
         gate, up = mine.gate_up_proj, mine.up_proj
         proj = state.frozen or (gate if up is None else (gate, up), mine.down_proj)
-        again = x if state.rows_again else None
-        tensors, ctx.form = take_apart((again, proj, made.saved, join_lora(mine, state.lora_scale)))
+        again, bias = x if state.rows_again else None, mine.gate_up_bias if state.dispatcher.recomputes else None
+        tensors, ctx.form = take_apart((again, proj, made.saved, join_lora(mine, state.lora_scale), bias))
         ctx.save_for_backward(*tensors)
         given = x, weights, *parameters
         ctx.places = [sum(each is not None for each in given[:i]) for i in range(len(given))]
@@ -198,20 +198,21 @@ class Layer(torch.autograd.Function):
         later = NONE
         if retained and not needs.lora:
             later = Needs(*(need and not want for need, want in zip(needs, wanted)))
-        x, (gate_up, down), saved, lora = build(ctx.form, iter(ctx.saved_tensors))
+        x, (gate_up, down), saved, lora, bias = build(ctx.form, iter(ctx.saved_tensors))
         rows_again, dense = x is not None, d_out
         if routing.room is not None:
             dense, x = d_out.contiguous(), x if x is None else x.contiguous()
-        given = BackwardInput(dense, x, routing, saved, gate_up, down, *main_grads, lora)
+        given = BackwardInput(dense, x, routing, saved, gate_up, down, *main_grads, lora, bias)
         del gate_up, down, saved, lora, dense, x
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, tensors are freed once they are used
         for share in ctx.shares:
-            if share is not None and share is not ctx.shares.gate_up_bias:  # the bias is not read
+            if share is not None and (share is not ctx.shares.gate_up_bias or bias is not None):
                 share.check()
         backward = pass_of(dispatcher, backward_pass, whole=wanted == needs)
         how: dict[str, Any] = {"config": config, "wanted": wanted, "later": later, "rows_again": rows_again}
         with dispatcher.watched():
-            colwise = held_colwise(given.gate_up_proj, given.down_proj, given.saved, config)
+            again = given.saved.num_rows < routing.plan.max_rows
+            colwise = held_colwise(given.gate_up_proj, given.down_proj, given.saved, config, recompute=again)
             grads = backward(given, colwise, **how, wgrad_scale=ctx.wgrad_scale, room=routing.room)
         if grads.deferred != (None, None):
             ctx.saved_operands = SavedOperands.of(grads.deferred, d_out)
@@ -369,7 +370,7 @@ def forward_op(
     saved = tensors_in(made.saved)
     if weights_are_held():
         # The graph may overwrite its outputs, so held tensors, which come last, are returned as copies.
-        own = sum(num_parts(config.recipe, which.keep_rows(rows_again)))
+        own = sum(num_parts(config.recipe, which.keep_rows(rows_again, found.recomputes)))
         saved[own:] = [part.clone() for part in saved[own:]]
     return [made.out, *saved, *(getattr(made.routing.plan, name) for name in PLAN), *kept]
 
@@ -385,7 +386,8 @@ def _(x: Tensor, weights: Tensor, ids: Tensor, parameters: list[Tensor], counts:
     of = _OpParameters.of(parameters, counts, lora_scale)
     lora = of.lora if which.lora else None
     both = of.gate_up_proj, of.down_proj
-    saved = fake_saved(x, plan, both, config, which.keep_rows(rows_again), copied=found.borrows, lora=lora)
+    keep_rows, sizes = which.keep_rows(rows_again, found.recomputes), {"kept_rows": found.capacity.kept_rows(plan)}
+    saved = fake_saved(x, plan, both, config, keep_rows, **sizes, copied=found.borrows, lora=lora)
     return [out, *tensors_in(saved), *(getattr(plan, name) for name in PLAN), *kept]
 
 
@@ -410,11 +412,12 @@ def backward_op(
     plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
     routing, which = Routing(plan, expert_ids, found.num_local_experts), Needs(*needs)
     rows_again, of = x is not None, _OpParameters.of(parameters, counts, lora_scale)
-    how: dict[str, Any] = {"keep_rows": which.keep_rows(rows_again), "lora": which.lora}
+    how: dict[str, Any] = {"keep_rows": which.keep_rows(rows_again, found.recomputes), "lora": which.lora}
     kept = join_saved(saved[: -len(PLAN)], d_out.dtype, of.down_proj.dtype, config.recipe, **how)
     with found.watched(), torch.no_grad():
-        given = BackwardInput(d_out, x, routing, kept, of.gate_up_proj, of.down_proj, lora=of.lora)
-        colwise = held_colwise(of.gate_up_proj, of.down_proj, kept, config)
+        bias = of.gate_up_bias if found.recomputes else None
+        given = BackwardInput(d_out, x, routing, kept, of.gate_up_proj, of.down_proj, None, None, of.lora, bias)
+        colwise = held_colwise(of.gate_up_proj, of.down_proj, kept, config, recompute=kept.num_rows < plan.max_rows)
         how = {"config": config, "wanted": which, "rows_again": rows_again}
         made = pass_of(found, backward_pass)(given, colwise, **how, wgrad_scale=wgrad_scale)
     return tensors_in(made)
@@ -442,21 +445,18 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, _, expert_ids, parameters, counts, *ctx.names, _, rows_again, drops = inputs
     saved = output[1:-1] if drops else output[1:]
-    before, of_bias, ctx.counts = counts[0] + counts[1], counts[2], counts
-    ctx.bias_dtype = parameters[before].dtype if of_bias else None
-    read = *parameters[:before], *parameters[before + of_bias :]
-    ctx.save_for_backward(x if rows_again else None, expert_ids, *read, *saved)
+    ctx.bias_dtype, ctx.counts = parameters[sum(counts[:2])].dtype if counts[2] else None, counts
+    ctx.save_for_backward(x if rows_again else None, expert_ids, *parameters, *saved)
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     x, expert_ids, *found = ctx.saved_tensors  # may be read only once
-    counts = [*ctx.counts[:2], 0, ctx.counts[3]]
+    counts, needs = ctx.counts, ctx.names[-1]
     parameters, saved = found[: sum(counts)], found[sum(counts) :]
     del found
-    *_, needs = ctx.names
     dx, d_weights, *rest = backward_op(grads[0], x, saved, expert_ids, parameters, counts, *ctx.names)
     made: list[Any] = []
-    for need, count in zip(needs, ctx.counts):
+    for need, count in zip(needs, counts):
         if not need:
             made += [None] * count
         elif count == 2:  # gate and up apart

@@ -85,11 +85,24 @@ class Wire(Bundle):
             row_index=index,
         )
 
+    def copied(self, slots: Payload) -> Tensor:
+        """Plain slots (S, D), copied from a buffer."""
+        return gather_rows(slots, None)[0].view(self.dtype)
+
 
 def keeps_rows(max_rows: int, num_slots: int, *, copied: bool) -> bool:
     """Whether backward gets quantized rows instead of slots under an index: if they must be `copied`, as the slots are
     the dispatcher's, and there are no more rows than slots (top-1)."""
     return copied and max_rows <= num_slots
+
+
+def rows_from(rows: Tensor, first: int) -> Tensor:
+    """rows[first:], in the same memory. rows: of `Wire.rows`."""
+    if not isinstance(rows, MXTensor):
+        return rows[first:]
+    if rows.row_index is not None:
+        return rows.with_parts(rows.qdata, rows.scale, rows.row_index[first:])
+    return rows.with_parts(rows.qdata[first:], rows.scale[first:])
 
 
 PLAIN = SwiGLU()
@@ -113,9 +126,10 @@ class Needs(NamedTuple):
     gate_up_bias: bool = False
     lora: bool = False
 
-    def keep_rows(self, rows_again: bool) -> bool:
-        """Whether forward keeps rows: gradients of gate_up_proj and LoRA read them. rows_again: `makes_rows_again`."""
-        return (self.gate_up_proj or self.lora) and not rows_again
+    def keep_rows(self, rows_again: bool, recomputes: bool) -> bool:
+        """Whether forward keeps rows: gradients of gate_up_proj and LoRA read them, and so does a layer that recomputes
+        gate_up. rows_again: `makes_rows_again`."""
+        return (self.gate_up_proj or self.lora or recomputes) and not rows_again
 
 
 NONE = Needs()
@@ -137,9 +151,11 @@ class Saved(Operands):
     """The tensors that forward leaves to backward besides the weights themselves.
 
     Attributes:
-        rows: (S, D) slots, or (R_max, D) where `keeps_rows`. None if no gradient needs them (those of gate_up_proj and
-            LoRA do), and where backward makes them again.
-        gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8.
+        rows: (S, D) slots, or (R_max, D) where `keeps_rows`. Plain rows are (R_max, D), or slots if not all of gate_up
+            is kept. None if nothing needs them (`Needs.keep_rows`), and where
+            backward makes them again.
+        gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8. Its first rows alone, if the capacity
+            says "recompute": `TokenDispatcher.kept_rows`.
         gate_up_columns, down_columns: see `saved_columns`.
         gate_up_inner, down_inner: (R_max, r) inner rows of LoRA, if it has gradients.
     """
@@ -150,6 +166,18 @@ class Saved(Operands):
     down_columns: Any
     gate_up_inner: Tensor | None = None
     down_inner: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of gate_up."""
+        return len(self.gate_up.qdata if isinstance(self.gate_up, MXParts) else self.gate_up)
+
+
+@replayed
+def rows_of_tokens(x: Tensor, row_slot: Tensor, offs: Tensor, *, config: LayerConfig, room: int | None) -> Any:
+    """Recompute forward's rows (R_max, D) from tokens x (T, D), if they are the slots, or from plain slots."""
+    payload = pack.function(x, recipe=config.recipe, fmt=config.recipe.fmt, room=room)
+    return Wire.of(x, config.recipe, config.recipe.fmt).rows(payload, row_slot, offs, copy=False)
 
 
 def fake_plan(expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher, config: LayerConfig) -> RoutingPlan:
@@ -177,15 +205,19 @@ def fake_saved(
     config: LayerConfig,
     keep_rows: bool,
     *,
+    kept_rows: int | None = None,
     copied: bool,
     lora: LoRAWeights | None = None,
 ) -> Saved:
     """The tensors that forward would leave to backward, as fake tensors.
 
-    copied: whether slots are copied because the dispatcher `borrows` them. lora: None if it has no gradients.
+    kept_rows: those of gate_up, default all. copied: whether slots are copied because the dispatcher `borrows` them.
+    lora: None if it has no gradients.
     """
     recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
-    slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
+    kept_rows = plan.max_rows if kept_rows is None else kept_rows
+    slots = not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
+    slots = kept_rows < plan.max_rows if recipe.scaling == "none" else slots
     num_rows, wide = plan.slot_rows.shape[0] if slots else plan.max_rows, 2 * hidden_dim
 
     def quantized(rows: int, width: int, block: int) -> MXParts:
@@ -197,7 +229,7 @@ def fake_saved(
         plain = recipe.scaling == "none"
         rows = x.new_empty(num_rows, dim) if plain else quantized(num_rows, dim, recipe.block_size or dim)
     fp8 = recipe.saved_gate_up == "fp8"
-    gate_up = quantized(plan.max_rows, wide, wide) if fp8 else x.new_empty(plan.max_rows, wide)
+    gate_up = quantized(kept_rows, wide, wide) if fp8 else x.new_empty(kept_rows, wide)
     later = (rowwise_and_saved(w, recipe, config.backend, dgrad=True)[1] for w in weights)
     columns = (w.weight if isinstance(w.weight, MXTensor) else w.amax for w in later)
     inner = () if lora is None else (x.new_empty(plan.max_rows, A.shape[1]) for A in (lora.gate_up_A, lora.down_A))
@@ -249,10 +281,11 @@ class RowwiseWeights(Bundle):
 
 @dataclass(frozen=True)
 class ColwiseWeights(Bundle):
-    """Both weights, prepared for dgrad."""
+    """Both weights, prepared for dgrad. gate_up_rowwise: prepared for forward, if gate_up is recomputed."""
 
     gate_up: Any
     down: Any
+    gate_up_rowwise: Any = None
 
 
 @replayed
@@ -266,10 +299,16 @@ def quantize_rowwise(
 
 
 @replayed
-def quantize_colwise(gate_up_proj: SavedWeight, down_proj: SavedWeight, *, config: LayerConfig) -> ColwiseWeights:
-    """The weights for dgrad. 2-D blocks are used unchanged."""
-    down = down_proj.colwise(config.recipe, config.backend)
-    return ColwiseWeights(gate_up_proj.colwise(config.recipe, config.backend), down)
+def quantize_colwise(
+    gate_up_proj: SavedWeight, down_proj: SavedWeight, *, config: LayerConfig, recompute: bool = False
+) -> ColwiseWeights:
+    """The weights for dgrad. 2-D blocks are used unchanged. recompute: and gate_up_proj for forward."""
+    down, rowwise = down_proj.colwise(config.recipe, config.backend), None
+    if recompute:
+        rowwise = gate_up_proj.weight
+        if not isinstance(rowwise, MXTensor):
+            rowwise, _ = rowwise_and_saved(rowwise, config.recipe, config.backend, dgrad=False)
+    return ColwiseWeights(gate_up_proj.colwise(config.recipe, config.backend), down, rowwise)
 
 
 def held_rowwise(
@@ -282,12 +321,13 @@ def held_rowwise(
 
 
 def held_colwise(
-    gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved, config: LayerConfig
+    gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved, config: LayerConfig, *, recompute: bool = False
 ) -> ColwiseWeights | None:
     """The same for dgrad."""
     if not is_held(gate_up_proj, config.recipe):
         return None
-    return quantize_colwise.direct(*saved_weights(gate_up_proj, down_proj, saved), config=config)  # type: ignore[no-any-return]
+    both = saved_weights(gate_up_proj, down_proj, saved)
+    return quantize_colwise.direct(*both, config=config, recompute=recompute)  # type: ignore[no-any-return]
 
 
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
@@ -308,9 +348,13 @@ def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -
 # ── SwiGLU in the recipe's formats ────────────────────────────────────────────────────────────────────────────────
 
 
-def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
+def saved_gate_up(gate_up: Tensor, recipe: Recipe, count: int | None = None, offs: Tensor | None = None) -> Tensor:
     """gate_up (R_max, 2F) as saved for backward: unchanged, or quantized with one scale per row. Rows past the valid
-    ones are unspecified. Each row is quantized by itself."""
+    ones are unspecified. Each row is quantized by itself. count: its first rows alone, in memory of their own."""
+    if count is not None and count < len(gate_up):
+        gate_up = gate_up[:count]
+        if recipe.saved_gate_up == "unquantized":
+            return gather_rows((gate_up,), None, offs)[0]
     if recipe.saved_gate_up == "unquantized":
         return gate_up
     return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)
@@ -345,15 +389,17 @@ def swiglu_backward(
     folded: bool = False,
     overwrite: bool = False,
     with_h: bool = False,
+    rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(d_gate_up (R_max, 2F) as the recipe quantizes gradients, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
 
-    gate_up: from `saved_gate_up`. overwrite: d_h is not needed any more. with_h: recompute h bit for bit, else None.
-    Forward does not keep h, because this kernel reads gate_up anyway.
+    gate_up: from `saved_gate_up`. rest: its last rows, if they lie apart. overwrite: d_h is not needed any more.
+    with_h: recompute h bit for bit, else None. Forward does not keep h, because this kernel reads gate_up anyway.
     """
     if recipe.scaling == "none":
-        return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, with_h=with_h, activation=activation)
+        how: dict[str, Any] = {"offs": offs, "with_h": with_h, "rest": rest, "activation": activation}
+        return quant.swiglu_backward(d_h, gate_up, row_weight, **how)
     options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block_size": recipe.block_size}
     options |= {"activation": activation, "folded": folded and recipe.scaling == "mx"}
-    options |= {"h_fmt": recipe.fmt if with_h else None}
+    options |= {"h_fmt": recipe.fmt if with_h else None, "rest": rest}
     return quant.swiglu_backward_quantize(d_h, gate_up, row_weight, offs=offs, overwrite=overwrite, **options)

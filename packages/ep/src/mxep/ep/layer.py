@@ -14,7 +14,8 @@
                                                            meanwhile: GEMM d_gate_up^T rows -> d_gate_up_proj
                                                          dx (T, D), d_weights (T, K)
 
-h is not kept for backward: the backward kernel of SwiGLU reads gate_up anyway, and writes h again. Functions release
+h is not kept for backward: the backward kernel of SwiGLU reads gate_up anyway, and writes h again. If the capacity says
+"recompute", rows of gate_up over its factor are not kept either: backward's GEMM makes them again. Functions release
 tensors after use, so that later allocations reuse their memory.
 
 A pass is one record (`mxep.runtime.replay`) if its dispatcher needs nothing from the host. With other dispatchers each
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from mxep.comms import RoutingPlan
 from mxep.gemm.frozen import expanded
-from mxep.quant import MXParts, group_sums
+from mxep.quant import MXParts, ends_from, group_sums
 from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import Replayed, replayed
 
@@ -53,6 +54,8 @@ from .formats import (
     pack,
     quantize_colwise,
     quantize_rowwise,
+    rows_from,
+    rows_of_tokens,
     saved_columns,
     saved_gate_up,
     saved_weights,
@@ -115,7 +118,7 @@ def forward_pass(
     The exchanges and dx are made in any case, as ranks do not know what the others need. rows_again: see
     `makes_rows_again`. drops: return `kept`. room: from the dispatcher's `room_for`; then tokens are contiguous.
     """
-    recipe, keep_rows = config.recipe, needs is not None and needs.keep_rows(rows_again)
+    recipe, keep_rows = config.recipe, needs is not None and needs.keep_rows(rows_again, dispatcher.recomputes)
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
     how: dict[str, Any] = {"alignment": recipe.group_alignment} | ({} if room is None else {"room": room})
     arriving = dispatcher.dispatch(payload, given.expert_ids, given.weights, overlap=True, **how)
@@ -131,7 +134,8 @@ def forward_pass(
     del arriving, slots
     # The next exchange overwrites borrowed slots, and the gradients of gate_up_proj and its LoRA need them.
     keep: dict[str, Any] = {"copy": keep_rows and dispatcher.borrows, "keep_rows": keep_rows}
-    mlp = mlp_forward(into_mlp, config=config, wire=wire, keep_gate_up=needs is not None, **keep)
+    keep["keep_gate_up"] = None if needs is None else dispatcher.kept_rows(routing)
+    mlp = mlp_forward(into_mlp, config=config, wire=wire, **keep)
     out, kept = dispatcher.combine(mlp.y, routing, torch.ones_like(plan.row_weight) if drops else None).wait()
     saved = None
     if needs is not None:
@@ -156,8 +160,8 @@ class MLPInput(Operands):
 
 
 class MLPOutput(NamedTuple):
-    """y (R_max, D), and what backward needs or None: rows, gate_up (R_max, 2F) of `saved_gate_up`, LoRA's inner rows
-    (R_max, r)."""
+    """y (R_max, D), and what backward needs or None: rows, gate_up (kept rows, 2F) of `saved_gate_up`, LoRA's inner
+    rows (R_max, r)."""
 
     y: Tensor
     rows: Any
@@ -168,26 +172,33 @@ class MLPOutput(NamedTuple):
 
 @replayed
 def mlp_forward(
-    given: MLPInput, *, config: LayerConfig, wire: Wire, copy: bool, keep_rows: bool, keep_gate_up: bool
+    given: MLPInput, *, config: LayerConfig, wire: Wire, copy: bool, keep_rows: bool, keep_gate_up: int | None
 ) -> MLPOutput:
-    """Both GEMMs and SwiGLU. copy: as in `Wire.rows`."""
+    """Both GEMMs and SwiGLU. copy: as in `Wire.rows`. keep_gate_up: number of its rows that backward gets, or None."""
     recipe, backend, offs, lora = config.recipe, config.backend, given.offs, given.lora
-    gate_up_inner = down_inner = None
     rows: Any = wire.rows(given.slots, given.row_slot, offs, copy=copy)
-    w = expanded(given.gate_up_proj, backend.expand_rowwise)
-    gate_up = backend.forward(rows, w, offs, bias=given.gate_up_bias, out_dtype=wire.dtype)
-    del w
-    if lora is not None:
-        gate_up_inner = add_lora(gate_up, rows, lora.gate_up_A, lora.gate_up_B, offs, scale=lora.scale)
+    gate_up, gate_up_inner = gate_up_of(rows, offs, given.gate_up_proj, given.gate_up_bias, lora, config, wire)
+    if keep_rows and wire.qdata is None and (keep_gate_up or 0) < len(rows):
+        rows = wire.copied(given.slots)
     given.release("slots")
     rows = rows if keep_rows else None
     h = swiglu_forward(gate_up, given.row_weight, offs, recipe, config.activation, folded=backend.wants_rowwise)
-    kept = saved_gate_up(gate_up, recipe) if keep_gate_up else None
+    kept = saved_gate_up(gate_up, recipe, keep_gate_up, offs) if keep_gate_up is not None else None
     del gate_up
     y = backend.forward(h, expanded(given.down_proj, backend.expand_rowwise), offs, bias=None, out_dtype=wire.dtype)
-    if lora is not None:
-        down_inner = add_lora(y, h, lora.down_A, lora.down_B, offs, scale=lora.scale)
+    down_inner = None if lora is None else add_lora(y, h, lora.down_A, lora.down_B, offs, scale=lora.scale)
     return MLPOutput(y, rows, kept, gate_up_inner, down_inner)
+
+
+def gate_up_of(
+    rows: Any, offs: Tensor, w: Any, bias: Tensor | None, lora: LoRAWeights | None, config: LayerConfig, wire: Wire
+) -> tuple[Tensor, Tensor | None]:
+    """gate_up (R, 2F) of rows (R, D), and LoRA's inner rows (R, r) or None. w: gate_up_proj, prepared for forward."""
+    w = expanded(w, config.backend.expand_rowwise)
+    gate_up = config.backend.forward(rows, w, offs, bias=bias, out_dtype=wire.dtype)
+    if lora is None:
+        return gate_up, None
+    return gate_up, add_lora(gate_up, rows, lora.gate_up_A, lora.gate_up_B, offs, scale=lora.scale)
 
 
 # ── backward ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,7 +207,8 @@ def mlp_forward(
 @dataclass(frozen=True)
 class BackwardInput(Operands):
     """Tensors of backward: d_out (T, D), forward's x if rows are made again, the weights and LoRA as in `ForwardInput`,
-    and main_grads of the weights' shapes. Weight gradients are added to a main_grad, in its dtype, and not returned."""
+    and main_grads of the weights' shapes. Weight gradients are added to a main_grad, in its dtype, and not returned.
+    gate_up_bias: read only where gate_up is recomputed."""
 
     d_out: Tensor
     x: Tensor | None
@@ -207,6 +219,7 @@ class BackwardInput(Operands):
     gate_up_main_grad: Tensor | None = None
     down_main_grad: Tensor | None = None
     lora: LoRAWeights | None = None
+    gate_up_bias: Tensor | None = None
 
 
 class DeferredWgrads(NamedTuple):
@@ -254,10 +267,15 @@ def backward_pass(
     wire = Wire.of(given.d_out, recipe, recipe.grad_fmt)
     arriving = dispatcher.redispatch(payload, routing, overlap=True)
     del payload
+    recompute = saved.num_rows < plan.max_rows
     if colwise is None:
-        colwise = quantize_colwise(*saved_weights(given.gate_up_proj, given.down_proj, saved), config=config)
+        both = saved_weights(given.gate_up_proj, given.down_proj, saved)
+        colwise = quantize_colwise(*both, config=config, recompute=recompute)
     index = None if keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=borrows) else plan.row_slot
     rows, gate_up_main_grad = _under(index, saved.rows), given.gate_up_main_grad
+    if recompute and (given.x is not None or type(rows) is Tensor):
+        tokens, of_x = (rows, None) if given.x is None else (given.x, room)
+        rows = rows_of_tokens(tokens, plan.row_slot, plan.offs, config=config, room=of_x)
     halves, dtypes = type(given.gate_up_proj) is tuple, (_dtype(given.gate_up_proj), _dtype(given.down_proj))
     into_mlp = [
         MLPGradientInput(
@@ -270,7 +288,9 @@ def backward_pass(
             colwise.gate_up,
             given.down_main_grad,
             given.lora,
-            *((rows, saved.gate_up_inner, saved.down_inner) if wanted.lora else ()),
+            rows if wanted.lora or recompute else None,
+            *((saved.gate_up_inner, saved.down_inner) if wanted.lora else (None, None)),
+            *((colwise.gate_up_rowwise, given.gate_up_bias) if recompute else ()),
         )
     ]
     given.release("saved")
@@ -282,7 +302,7 @@ def backward_pass(
     arriving_home = dispatcher.combine(mlp.d_rows, routing, mlp.d_row_weight, overlap=True)
     d_gate_up, d_down_proj, d_lora, down_operands = mlp.d_gate_up, mlp.d_down_proj, mlp.d_lora, mlp.operands
     del mlp
-    if given.x is not None and (wanted.gate_up_proj or later.gate_up_proj):
+    if given.x is not None and not recompute and (wanted.gate_up_proj or later.gate_up_proj):
         # x is not released: others hold it, and a record would count its bytes as freed here.
         rows = rows_of_tokens(given.x, plan.row_slot, plan.offs, config=config, room=room)
     gate_up_operands = (d_gate_up, rows) if later.gate_up_proj else None
@@ -303,7 +323,8 @@ def backward_pass(
 @dataclass(frozen=True)
 class MLPGradientInput(Operands):
     """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, and the weights prepared for dgrad,
-    with LoRA. rows, gate_up_inner, down_inner: forward's, if the gradients of LoRA are wanted."""
+    with LoRA. rows, gate_up_inner, down_inner: forward's, if the gradients of LoRA are wanted. gate_up_rowwise,
+    gate_up_bias: with rows, to recompute the last rows of gate_up, if it lacks them."""
 
     slots: Payload
     row_slot: Tensor
@@ -317,6 +338,8 @@ class MLPGradientInput(Operands):
     rows: Any = None
     gate_up_inner: Tensor | None = None
     down_inner: Tensor | None = None
+    gate_up_rowwise: Any = None
+    gate_up_bias: Tensor | None = None
 
 
 class MLPGradients(NamedTuple):
@@ -348,19 +371,24 @@ def mlp_backward(
     down_grad: compute the gradient of down_proj, of `dtype`. later: return its operands.
     """
     backend, offs, lora, gate_up = config.backend, given.offs, given.lora, given.gate_up
-    lora_grads, d_inner, d_down_A, d_down_B, d_lora = given.down_inner is not None, None, None, None, None
+    lora_grads, d_inner, d_down_A, d_down_B, d_lora, rest = given.down_inner is not None, None, None, None, None, None
     of_lora: dict[str, Any] = {"scale": 0.0 if lora is None else lora.scale, "wgrad_scale": scale}
     d_y = wire.rows(given.slots, given.row_slot, offs, copy=copy)
     d_h = backend.dgrad(d_y, expanded(given.down_proj, backend.expand_colwise), offs, out_dtype=wire.dtype)
     if lora is not None:
         d_inner, d_down_B = lora_backward(d_y, d_h, lora.down_A, lora.down_B, given.down_inner, offs, **of_lora)
     given.release("slots", "down_proj", "gate_up", "down_inner")
+    if given.gate_up_rowwise is not None:
+        others = rows_from(given.rows, len(gate_up)), ends_from(offs, len(gate_up))
+        rest, _ = gate_up_of(*others, given.gate_up_rowwise, given.gate_up_bias, lora, config, wire)
+        rest = saved_gate_up(rest, config.recipe)
+        given.release("gate_up_rowwise")
     with_h = down_grad or later or lora_grads
-    how: dict[str, Any] = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h}
+    how: dict[str, Any] = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h, "rest": rest}
     d_gate_up, d_row_weight, h = swiglu_backward(
         d_h, gate_up, given.row_weight, offs, config.recipe, config.activation, **how
     )
-    del d_h, gate_up
+    del d_h, gate_up, rest, how
     if lora is not None and lora_grads:
         assert d_inner is not None
         assert h is not None
@@ -382,13 +410,6 @@ def mlp_backward(
             d_gate_up_A = gradient_of_A(d_inner, given.rows, lora.gate_up_A, offs, wgrad_scale=scale)
             d_lora = LoRAGradients(d_gate_up_A, d_gate_up_B, d_down_A, d_down_B)
     return MLPGradients(d_rows, d_row_weight, d_gate_up, d_down_proj, d_lora, operands)
-
-
-@replayed
-def rows_of_tokens(x: Tensor, row_slot: Tensor, offs: Tensor, *, config: LayerConfig, room: int | None) -> Any:
-    """Recompute forward's rows from the tokens x (T, D), where these are the slots."""
-    payload = pack.function(x, recipe=config.recipe, fmt=config.recipe.fmt, room=room)
-    return Wire.of(x, config.recipe, config.recipe.fmt).rows(payload, row_slot, offs, copy=False)
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def _backward(
     d_y = backend.quantize_rows(d_out, recipe.grad_fmt, recipe)
     down = down_proj.colwise(recipe, backend) if colwise is None else colwise.down
     d_h = backend.dgrad(d_y, down, None, out_dtype=d_out.dtype)
-    options = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": wanted[2]}
+    options: dict[str, Any] = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": wanted[2]}
     d_gate_up, _, h = swiglu_backward(d_h, gate_up, None, None, recipe, config.activation, **options)
     dw2 = None if h is None else wgrad(d_y, h, given.down_proj, given.down_main_grad)
     dx = None

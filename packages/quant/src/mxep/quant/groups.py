@@ -69,6 +69,18 @@ def check_offs(offs: Tensor | None, *tensors: Tensor) -> None:
             raise ValueError(f"offs: got device {offs.device}, want {tensor.device}, that of the rows")
 
 
+def ends_from(offs: Tensor, first: int) -> Tensor:
+    """(G,) int32 ends of the groups among rows [first:]: offs - first, or 0 for a group that ends before."""
+    check_offs(offs)
+    ends: Tensor = _ends_from(offs, first)
+    return ends
+
+
+@op("mxep::ends_from", fake=lambda offs, first: torch.empty_like(offs), launcher="mxep.quant.kernels.groups:ends_from")
+def _ends_from(offs: Tensor, first: int) -> Tensor:
+    return (offs - first).clamp(min=0)
+
+
 def fill_rows(valid: Tensor, capacity: int) -> Tensor:
     """valid (..., n, D) followed by zero rows: (..., capacity, D). Nobody needs these rows, but with zeros two runs
     of a reference are equal in every byte."""

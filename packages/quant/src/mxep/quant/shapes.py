@@ -93,15 +93,16 @@ def empty_swiglu(
 
 
 def empty_swiglu_backward(
-    gate_up: Tensor, mode: str | None, block_size: int, folded: bool, h_dtype: torch.dtype | None
+    d_h: Tensor, mode: str | None, block_size: int, folded: bool, h_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scale of d_gate_up (R, 2F), d_row_weight (R,), and `empty_swiglu`, which is empty without h_dtype."""
-    rows, width = gate_up.shape
-    scale = _scale_of_rows(gate_up, width, mode, block_size, folded)
-    h, h_scale = gate_up.new_empty(0), gate_up.new_empty(0, dtype=torch.uint8)
+    """Scale of d_gate_up (R, 2F), d_row_weight (R,), h (R, F) and its scale, which are empty without h_dtype."""
+    rows, width = d_h.shape
+    scale = _scale_of_rows(d_h, 2 * width, mode, block_size, folded)
+    h, h_scale = d_h.new_empty(0), d_h.new_empty(0, dtype=torch.uint8)
     if h_dtype is not None:
-        h, h_scale = empty_swiglu(gate_up, h_dtype, mode, min(block_size, width // 2), folded)
-    return scale, gate_up.new_empty(rows, dtype=torch.float32), h, h_scale
+        h = d_h.new_empty((rows, width), dtype=h_dtype)
+        h_scale = _scale_of_rows(d_h, width, mode, min(block_size, width), folded)
+    return scale, d_h.new_empty(rows, dtype=torch.float32), h, h_scale
 
 
 def _scale_of_rows(x: Tensor, width: int, mode: str | None, block_size: int, folded: bool) -> Tensor:

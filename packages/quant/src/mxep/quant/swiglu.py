@@ -88,6 +88,7 @@ def swiglu_backward(
     *,
     offs: Tensor | None = None,
     with_h: bool = False,
+    rest: Tensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32, h).
@@ -95,11 +96,12 @@ def swiglu_backward(
     d_h: (R, F) bf16 | fp32 | fp16, the gradient of h. Without row_weight, d_row_weight is that of a weight of 1.
     h: bitwise the result of `swiglu` for these arguments, if `with_h`, else None. So forward need not save it, for one
     write of h.
+    rest: the last rows of gate_up, where gate_up has only those before them. Both are dense.
     Other arguments and errors as for `swiglu`.
     """
-    _check(gate_up, row_weight, offs, d_h)
-    d_gate_up = gate_up.new_empty(gate_up.shape)
-    how = None, 0, False, gate_up.dtype if with_h else None, activation.packed, None
+    _check(gate_up, row_weight, offs, d_h, rest)
+    d_gate_up = gate_up.new_empty(len(d_h), gate_up.shape[1])
+    how = None, 0, False, gate_up.dtype if with_h else None, activation.packed, None, rest, None
     _, d_row_weight, h, _ = _swiglu_backward(d_h, gate_up, row_weight, offs, d_gate_up, *how)
     return d_gate_up, d_row_weight, h if with_h else None
 
@@ -116,6 +118,7 @@ def swiglu_backward_quantize(
     folded: bool = False,
     overwrite: bool = False,
     h_fmt: MXFormat | str | None = None,
+    rest: Tensor | MXTensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> tuple[MXTensor, Tensor, MXTensor | None]:
     """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32, h).
@@ -125,19 +128,14 @@ def swiglu_backward_quantize(
     overwrite: d_h is no longer needed. With one scale per row, qdata take its memory if it is contiguous, has 16 bits
     per element and requires no grad. h: bitwise the result of `swiglu_quantize` for these arguments with fmt=h_fmt;
     None without `h_fmt`. gate_up may be an MXTensor with one scale per row: results are those of its fp32 values.
+    rest: as in `swiglu_backward`, of gate_up's format.
     Other arguments and errors as for `swiglu_backward`. Also raises ValueError if 2F, or with `h_fmt` F, is no multiple
     of `block_size`, on CUDA for a block that is neither the row nor a power of two that divides F, and for an MXTensor
     of other blocks.
     """
-    _check(gate_up, row_weight, offs, d_h)
-    values, gate_up_scale, outer = gate_up, None, gate_up.dtype
-    if isinstance(gate_up, MXTensor):
-        if gate_up.axis != -1 or gate_up.block_size != gate_up.shape[1] or gate_up.row_index is not None:
-            raise ValueError(
-                f"gate_up: got {gate_up}, want one scale a row, as block_size=None gives, and no row index"
-            )
-        check_byte_elements("gate_up", gate_up)
-        values, gate_up_scale = gate_up.qdata, gate_up.scale.view(torch.uint8)
+    _check(gate_up, row_weight, offs, d_h, rest)
+    (values, gate_up_scale), outer = _bytes_of_rows(gate_up), gate_up.dtype
+    rest, rest_scale = (None, None) if rest is None else _bytes_of_rows(rest)
     if h_fmt is not None:
         check_block(block_size, -1, d_h)
     block_size = check_block(block_size, -1, gate_up)
@@ -147,8 +145,8 @@ def swiglu_backward_quantize(
     if overwrite and fits and (folded or block_size == gate_up.shape[1]):
         qdata = d_h.view(dtype)
     else:
-        qdata = values.new_empty(values.shape, dtype=dtype)
-    how = check_mode(mode), block_size, folded, h_dtype, activation.packed, gate_up_scale
+        qdata = values.new_empty((len(d_h), values.shape[1]), dtype=dtype)
+    how = check_mode(mode), block_size, folded, h_dtype, activation.packed, gate_up_scale, rest, rest_scale
     scale, d_row_weight, *h = _swiglu_backward(d_h, values, row_weight, offs, qdata, *how)
     d_gate_up = _mx((qdata, scale), outer, gate_up.shape[1] if folded else block_size)
     if h_dtype is None:
@@ -157,18 +155,45 @@ def swiglu_backward_quantize(
     return d_gate_up, d_row_weight, _mx(h, outer, width if folded else min(block_size, width))
 
 
+def _bytes_of_rows(gate_up: Tensor | MXTensor) -> tuple[Tensor, Tensor | None]:
+    """(values, None), or qdata and scale bytes of rows with one scale each."""
+    if not isinstance(gate_up, MXTensor):
+        return gate_up, None
+    if gate_up.axis != -1 or gate_up.block_size != gate_up.shape[1] or gate_up.row_index is not None:
+        raise ValueError(f"gate_up: got {gate_up}, want one scale a row, as block_size=None gives, and no row index")
+    check_byte_elements("gate_up", gate_up)
+    return gate_up.qdata, gate_up.scale.view(torch.uint8)
+
+
 def _mx(parts: Sequence[Tensor], dtype: torch.dtype, block_size: int) -> MXTensor:
     """MXTensor of rows (R, n) and their scale bytes. block_size is given, because a compiler's sizes are symbols."""
     qdata, scale = parts
     return MXTensor(qdata, scale.view(SCALE_DTYPE), None, -1, block_size, dtype, trusted=True)
 
 
-def _check(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, d_h: Tensor | None = None) -> None:
+def _check(
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    d_h: Tensor | None = None,
+    rest: Tensor | None = None,
+) -> None:
     if gate_up.ndim != 2 or gate_up.shape[1] == 0 or gate_up.shape[1] % 2 or gate_up.dtype not in VALUE_DTYPES:
         raise ValueError(
             f"gate_up: got {gate_up.dtype} of shape {tuple(gate_up.shape)}, want (R, 2F) of one of {VALUE_DTYPES}"
         )
     rows, width = gate_up.shape
+    if rest is not None:
+        given, wanted = (
+            (*((x.qdata.dtype,) if isinstance(x, MXTensor) else ()), x.dtype, *x.shape[1:], x.device, x.is_contiguous())
+            for x in (rest, gate_up)
+        )
+        if given != wanted or not gate_up.is_contiguous():
+            raise ValueError(
+                f"rest: got {rest.dtype} of shape {tuple(rest.shape)} on {rest.device}, want dense rows like those of "
+                f"dense gate_up, {gate_up.dtype} of shape {tuple(gate_up.shape)} on {gate_up.device}"
+            )
+        rows += len(rest)
     if row_weight is not None and (row_weight.shape != (rows,) or row_weight.dtype != torch.float32):
         raise ValueError(
             f"row_weight: got {row_weight.dtype} of shape {tuple(row_weight.shape)}, want torch.float32 of ({rows},)"
@@ -261,7 +286,7 @@ def _swiglu(
 
 @op(
     "mxep::swiglu_backward",
-    fake=lambda d_h, gate_up, row_weight, offs, out, *how: empty_swiglu_backward(gate_up, *how[:4]),
+    fake=lambda d_h, gate_up, row_weight, offs, out, *how: empty_swiglu_backward(d_h, *how[:4]),
     launcher="mxep.quant.kernels.swiglu:swiglu_backward",
     mutates_args=("out",),
 )
@@ -277,16 +302,21 @@ def _swiglu_backward(
     h_dtype: torch.dtype | None,
     activation: Sequence[float] | None,
     gate_up_scale: Tensor | None,
+    rest: Tensor | None,
+    rest_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,), and the results of `mxep::swiglu` with
     h_dtype; empty if that is None. Its scale is per row if d_gate_up's is.
 
     d_gate_up goes to `out` (R, 2F): new memory or, with one scale per row, d_h's. gate_up may be qdata; then
-    gate_up_scale has their scale bytes (R, 1).
+    gate_up_scale has their scale bytes (R, 1). rest, rest_scale: the rows behind those of gate_up.
     """
-    rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
-    _, _, h, h_scale = empty_swiglu_backward(gate_up, scale_mode, block_size, folded, h_dtype)
+    rows, valid = d_h.shape[0], valid_rows(offs, d_h.shape[0])
+    _, _, h, h_scale = empty_swiglu_backward(d_h, scale_mode, block_size, folded, h_dtype)
+    if rest is not None:
+        gate_up = torch.cat([rows.view(torch.uint8) for rows in (gate_up, rest)]).view(gate_up.dtype)
     if gate_up_scale is not None:
+        gate_up_scale = gate_up_scale if rest_scale is None else torch.cat((gate_up_scale, rest_scale))
         gate_up = decode(gate_up[:valid], gate_up_scale[:valid], (1, gate_up.shape[1]), None)
     d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
     if h_dtype is not None:

@@ -140,6 +140,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     borrows = True
     """Slots are columns of the received rows. Copies of them are dense."""
+    recomputes = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -216,6 +217,9 @@ class AllToAllDispatcher(TokenDispatcher):
             return Done((out, None))
         (of_pairs,) = gather_rows(values, routing.position.flatten())
         return Done((out, of_pairs.view(torch.float32).view(routing.position.shape)))
+
+    def kept_rows(self, routing: Routing) -> int:
+        return routing.plan.max_rows
 
     def _sent(self) -> int:
         return 0 if self._exchanges is None else self._exchanges.collectives

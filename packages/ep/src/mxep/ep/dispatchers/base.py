@@ -97,10 +97,8 @@ _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.Weak
 
 
 def find_dispatcher(key: str) -> "TokenDispatcher":
-    """The live dispatcher with this ``key``. Ops of a compiled graph take this key, as they cannot take objects.
-
-    Raises KeyError if it is gone.
-    """
+    """The live dispatcher with this ``key``, which ops of a compiled graph take, as they cannot take objects. Raises
+    KeyError if it is gone."""
     return _dispatchers[key]
 
 
@@ -391,6 +389,15 @@ class TokenDispatcher(ABC):
         """State on which a record of exchanges depends, in addition to tensors. None: no record can be replayed now."""
         return None
 
+    @property
+    def recomputes(self) -> bool:
+        """True if a layer may keep fewer rows than it has (`Capacity`, "recompute")."""
+        return self.capacity.overflow == "recompute"
+
+    def kept_rows(self, routing: Routing) -> int:
+        """Rows of which a layer keeps everything for backward."""
+        return self.capacity.kept_rows(routing.plan)
+
     def launched(self, exchanges: int) -> None:  # noqa: B027  without an order there is nothing to count
         """Count the exchanges of a record that was replayed."""
 
@@ -440,7 +447,7 @@ class TokenDispatcher(ABC):
             f"{rows} on rank {rank}, which needed {needed[rank]}" for rank, rows in enumerate(overflow) if rows
         )
         cure = "a token names an expert twice"
-        if self.capacity.kind == "factor":
+        if self.capacity.kind == "factor" and not self.recomputes:
             sizes = {"num_local_experts": self.num_local_experts, "alignment": alignment}
             enough = Capacity.enough(max(needed), max_tokens, top_k, **sizes)
             cure = f"Capacity.factor({enough:g}) would have been enough"

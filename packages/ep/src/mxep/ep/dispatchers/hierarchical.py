@@ -265,6 +265,10 @@ class HierarchicalDispatcher(TokenDispatcher):
             raise RuntimeError("dispatcher: got a routing from before it was closed, wanted close() after backward")
         return self._within[num_slots]
 
+    def kept_rows(self, routing: Routing) -> int:
+        assert isinstance(routing, HierarchicalRouting)
+        return self._within_by(routing).kept_rows(routing)
+
     def _join(self, payload: Payload, tokens: Tensor, number: Tensor, step: str) -> Tensor:
         """(T, n_i) each -> (N B, n), rows of slots, with headers if there is another node."""
         return join_rows(payload, tokens, None, None if self.nodes.across is None else number, STEPS.index(step))
@@ -359,7 +363,7 @@ def share_of_node(nodes: int, nodes_per_token: int, experts_per_node: int, top_k
 
 def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:
     """C, from T_max and the share of tokens that need a node."""
-    if capacity.kind != "factor":
+    if capacity.kind != "factor" or capacity.overflow == "recompute":
         return max_tokens
     return min(max_tokens, max(1, math.ceil(capacity.load * max_tokens * share)))
 

@@ -53,6 +53,20 @@ def _group_tile(tile, offs_ptr, num_groups, rows, BLOCK_M: tl.constexpr, GROUPS:
         return row, tl.sum(tl.where(mask, end, 0)) - row
 
 
+@triton.jit(do_not_specialize=["num_groups", "first"])
+def ends_kernel(offs_ptr, ends_ptr, num_groups, first, BLOCK: tl.constexpr):
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(offs_ptr + group, mask=group < num_groups)
+    tl.store(ends_ptr + group, tl.maximum(end - first, 0), mask=group < num_groups)
+
+
+def ends_from(offs, first):
+    """mxep::ends_from."""
+    ends = torch.empty_like(offs)
+    launch(ends_kernel, (cdiv(len(offs), 128),), offs, ends, len(offs), first, BLOCK=128)
+    return ends
+
+
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def pick_kernel(
     x_ptr, scale_ptr, index_ptr, offs_ptr, out_ptr, out_scale_ptr, stride, scale_batch_stride, scale_stride,

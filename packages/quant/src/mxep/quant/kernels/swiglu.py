@@ -258,16 +258,16 @@ def _finish(
             store_chunk(first, joined(part_scales), 0, F // BLOCK)
 
 
-@triton.jit(do_not_specialize=["rows", "num_groups"])
+@triton.jit(do_not_specialize=["rows", "num_groups", "first"])
 def swiglu_kernel(
     gate_up_ptr, gate_up_scale_ptr, weight_ptr, offs_ptr, h_ptr, h_scale_ptr, d_h_ptr, out_ptr, scale_ptr, d_weight_ptr,
-    rows, num_groups,
+    rest_ptr, rest_scale_ptr, rows, num_groups, first,
     F: tl.constexpr, CHUNK: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
     AHEAD: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Compute h if there is an h_ptr, backward if there is a d_h_ptr. weight_ptr and offs_ptr may be None, too.
 
-    gate_up_scale_ptr: one scale per row if gate_up is qdata, or None.
+    gate_up_scale_ptr: one scale per row if gate_up is qdata, or None. rest_ptr: gate_up from row `first` on, or None.
 
     MODE None: round to h_ptr's or out_ptr's dtype. Other modes quantize with one scale per row (BLOCK 0) or per
     BLOCK elements. BLOCK divides CHUNK. FOLDED: then fold to one per row. AHEAD: chunks loaded ahead of time.
@@ -279,11 +279,16 @@ def swiglu_kernel(
     valid = valid_rows(offs_ptr, num_groups, rows)
     for row in range(tl.program_id(0), valid, tl.num_programs(0)):
         row64 = tl.cast(row, tl.int64)
-        gate_up = gate_up_ptr + row64 * (2 * F)
+        gate_up, gate_up_scale = gate_up_ptr + row64 * (2 * F), gate_up_scale_ptr
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + row)
+        if rest_ptr is not None:
+            gate_up = tl.where(row < first, gate_up, rest_ptr + (row64 - first) * (2 * F))
         if gate_up_scale_ptr is not None:
-            factor = power_of_two(tl.load(gate_up_scale_ptr + row).to(tl.int32))
+            gate_up_scale = gate_up_scale_ptr + row
+            if rest_ptr is not None:
+                gate_up_scale = tl.where(row < first, gate_up_scale, rest_scale_ptr + row - first)
+            factor = power_of_two(tl.load(gate_up_scale).to(tl.int32))
         gates, ups, d_hs, sums = (), (), (), ()
         saved, scales, h_saved, h_scales = (), (), (), ()
         for step in tl.static_range(CHUNKS + AHEAD):
@@ -338,14 +343,15 @@ def swiglu(gate_up, row_weight, offs, dtype, mode, block_size, folded, activatio
 
 
 def swiglu_backward(
-    d_h, gate_up, row_weight, offs, out, mode, block_size, folded, h_dtype, activation=None, gate_up_scale=None
-):
+    d_h, gate_up, row_weight, offs, out, mode, block_size, folded, h_dtype, activation=None, gate_up_scale=None,
+    rest=None, rest_scale=None,
+):  # fmt: skip
     """mxep::swiglu_backward. Its reference has the types. `_launch` lists the blocks it takes.
 
     out may be d_h's memory if a row has one scale: the row's maximum comes after its loads and before its stores.
     """
-    results = scale, d_row_weight, h, h_scale = empty_swiglu_backward(gate_up, mode, block_size, folded, h_dtype)
-    backward = d_h, out, scale, d_row_weight
+    results = scale, d_row_weight, h, h_scale = empty_swiglu_backward(d_h, mode, block_size, folded, h_dtype)
+    backward = d_h, out, scale, d_row_weight, rest, rest_scale
     h = None if h_dtype is None else h
     _launch(gate_up, gate_up_scale, row_weight, offs, h, h_scale, backward, mode, block_size, folded, activation)
     return results
@@ -354,11 +360,13 @@ def swiglu_backward(
 def _launch(
     gate_up, gate_up_scale, row_weight, offs, h, h_scale, backward, mode, block_size, folded, activation
 ) -> None:
-    """Write h, if there is one, and the last three of backward = (d_h, out, scale, d_row_weight). Scales need a mode.
+    """Write h, if there is one, and three of backward = (d_h, out, scale, d_row_weight, rest, rest_scale). Scales need
+    a mode.
 
     Raises ValueError for a block that is neither the whole row nor a power of two that divides F.
     """
-    rows, F, how = gate_up.shape[0], gate_up.shape[1] // 2, SwiGLU.unpacked(activation)
+    d_h, out, scale, d_row_weight, rest, rest_scale = backward or (None,) * 6
+    rows, F, how = (gate_up if d_h is None else d_h).shape[0], gate_up.shape[1] // 2, SwiGLU.unpacked(activation)
     width = F if backward is None else 2 * F
     by_row = block_size == width or mode is None
     if not by_row and (block_size & (block_size - 1) or F % block_size):
@@ -386,13 +394,12 @@ def _launch(
     plain = activation is None and gate_up.itemsize == 2  # others would spill
     if backward is not None and h is None and folded and not by_row and plain:
         max_registers = _max_registers(cdiv(F, chunk) * chunk // (32 * num_warps), num_warps)
-    d_h, out, scale, d_row_weight = backward or (None, None, None, None)
     if mode is None:
         scale = None
     launch(swiglu_kernel, (min(rows, PROGRAMS_PER_SM * num_sms(gate_up.device)),),
         gate_up.contiguous(), None if gate_up_scale is None else gate_up_scale.contiguous(), row_weight, offs,
         h, None if h is None or mode is None else h_scale, None if d_h is None else d_h.contiguous(), out, scale,
-        d_row_weight, rows, 0 if offs is None else offs.shape[0],
+        d_row_weight, rest, rest_scale, rows, 0 if offs is None else offs.shape[0], gate_up.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK=0 if by_row else block_size,
         FOLDED=folded and not by_row, AHEAD=AHEAD, ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift,
         INTERLEAVED=how.interleaved, num_warps=num_warps, maxnreg=max_registers, enable_fp_fusion=False,
