@@ -204,6 +204,13 @@ def test_columns_are_rows_of_the_transposed_tensor() -> None:
     assert a.shape == b.shape == (64, 48)
 
 
+def test_a_transposed_tensor_is_made_contiguous() -> None:
+    mx = quantize(gaussian(64, 96), fmt=E2M1).mT
+    for made in (mx.contiguous(), mx.to(mx.device, copy=True, memory_format=torch.contiguous_format)):
+        assert made.qdata.is_contiguous()
+        assert torch.equal(made.dequantize(), mx.dequantize())
+
+
 def test_rows_by_an_index_views_and_one_scale_a_row() -> None:
     mx = quantize(gaussian(6, 64), fmt=E2M1)
     values = mx.dequantize()

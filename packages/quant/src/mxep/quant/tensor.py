@@ -372,7 +372,8 @@ def _in_memory(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **k
     if dtype not in (None, mx.dtype):
         raise NotImplementedError(f"{func} of an MXTensor as {dtype}: want {mx.dtype}; or call .dequantize({dtype})")
     names = {"device", "non_blocking", "pin_memory", "memory_format"} & kwargs.keys()
-    return _each(mx, lambda part: func(part, **{name: kwargs[name] for name in names}))
+    how = {name: kwargs[name] for name in names}
+    return _each(mx, lambda part: bytewise(lambda bytes_: func(bytes_, **how), part))
 
 
 def _from_end(mx: MXTensor, dim: int) -> int:
@@ -458,9 +459,8 @@ def _select(func: Any, mx: MXTensor, dim: int, index: int) -> MXTensor:
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.clone.default), _same_parts),
-    aten._pin_memory.default: _same_parts,
-    **dict.fromkeys((aten._to_copy.default, aten.empty_like.default), _in_memory),
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten._pin_memory.default), _same_parts),
+    **dict.fromkeys((aten._to_copy.default, aten.clone.default, aten.empty_like.default), _in_memory),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _transpose),
