@@ -23,6 +23,7 @@ from mxep.quant import (
     quantize,
     requantize,
     swiglu_backward_quantize,
+    to_mxfp8,
 )
 from mxep.quant import e2m1 as subject
 from quant import exact
@@ -209,6 +210,12 @@ def test_a_transposed_tensor_is_made_contiguous() -> None:
     for made in (mx.contiguous(), mx.to(mx.device, copy=True, memory_format=torch.contiguous_format)):
         assert made.qdata.is_contiguous()
         assert torch.equal(made.dequantize(), mx.dequantize())
+
+
+@both_axes
+def test_it_may_have_no_elements_along_its_blocks(axis: int) -> None:
+    mx = quantize(torch.empty(0, 0), fmt=E2M1, axis=axis)
+    assert mx.dequantize().shape == to_mxfp8(mx).dequantize().shape == (0, 0)
 
 
 def test_rows_by_an_index_views_and_one_scale_a_row() -> None:

@@ -72,7 +72,7 @@ def widen(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     bytes_ = scale.view(torch.uint8).int().unsqueeze(-1)
     nan = bytes_ == NAN_SCALE
     up = bytes_.clamp(max=HEADROOM)
-    blocks = torch.unflatten(decode(unpack(qdata)), -1, (scale.shape[-1], -1))
+    blocks = _blocks(decode(unpack(qdata)), scale)
     wide = (blocks * power_of_two(127 + up)).to(E4M3.dtype)
     wide.view(torch.uint8).masked_fill_(nan, NAN_ELEMENT)
     new_scale = torch.where(nan, NAN_SCALE, bytes_ - up).to(torch.uint8).squeeze(-1)
@@ -113,6 +113,10 @@ def dequantize(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: to
     row_index (int32 (R,)) or None: 2-D qdata only, result (R, K), -1 a row of zeros.
     """
     qdata, scale = pick_mx(qdata, scale, row_index)
-    values = decode(unpack(qdata))
-    blocks = torch.unflatten(values, -1, (scale.shape[-1], values.shape[-1] // scale.shape[-1]))
+    blocks = _blocks(decode(unpack(qdata)), scale)
     return (blocks * power_of_two(scale).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _blocks(values: Tensor, scale: Tensor) -> Tensor:
+    """values (..., K), scale (..., K/block) -> (..., K/block, block). K may be 0."""
+    return torch.unflatten(values, -1, (scale.shape[-1], values.shape[-1] // max(1, scale.shape[-1])))

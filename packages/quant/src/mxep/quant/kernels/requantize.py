@@ -135,7 +135,7 @@ def dequantize_kernel(
 
 def dequantize_e2m1(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """mxep::dequantize_e2m1."""
-    block = qdata.shape[-1] // scale.shape[-1]
+    block = qdata.shape[-1] // max(1, scale.shape[-1])
     values: Tensor = dequantize(qdata.view(torch.uint8), scale, 1, block, row_index, dtype, per_byte=2)
     return values
 
