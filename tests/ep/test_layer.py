@@ -1,5 +1,6 @@
 """The layer in one autograd function: bit for bit the composed one, dx on its way before the last weight gradient."""
 
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -9,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ep.problem import NAMES, composed, in_one, inputs, make_ranks
 from mxep.comms import Capacity
-from mxep.ep import dispatch, make_dispatcher, run_experts
+from mxep.ep import SharedExpert, combine, dispatch, expert_mlp, make_dispatcher, run_experts, swiglu
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher
-from mxep.gemm import Recipe
+from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends.reference import Reference
 from ranks import distributed
 
@@ -222,6 +223,29 @@ def test_a_layer_on_one_rank_keeps_x_and_no_rows_of_it(recipe: str, top_k: int) 
     assert any(t.data_ptr() == x.data_ptr() for t in saved) == again
     of_rows = [t.dtype for t in saved if t.shape[1:] == x.shape[1:] and t.data_ptr() != x.data_ptr()]
     assert (torch.float8_e4m3fn in of_rows or torch.bfloat16 in of_rows) != again
+
+
+def test_a_recipe_may_be_given_by_name() -> None:
+    whole = make_ranks([40], seed=3).whole
+    x, how = whole.x.to(torch.bfloat16), {"dispatcher": LocalDispatcher(len(whole.down_proj)), "recipe": "mxfp8"}
+    rows, row_weight, routing = dispatch(x, whole.expert_ids, whole.weights, **how)
+    proj = whole.gate_up_proj, whole.down_proj
+    y = expert_mlp(rows, *proj, routing.plan.offs, row_weight=row_weight, **how)
+    out, _ = run_experts(x, whole.expert_ids, whole.weights, *proj, **how)
+    assert torch.equal(combine(y, routing, **how), out)
+
+
+def test_what_is_no_recipe_is_refused_with_the_names() -> None:
+    x, weights, offs = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(1, 64, 64), torch.tensor([32]).int()
+    calls = (
+        partial(expert_mlp, x, weights, weights, offs),
+        partial(swiglu, x, None, None),
+        partial(grouped_mm, x, weights, offs),
+    )
+    for call in (*calls, partial(SharedExpert(64, 32), x)):
+        for wrong in ("mx", None):
+            with pytest.raises(ValueError, match=r"recipe: got .*, want bf16, fp8, mxfp8"):
+                call(recipe=wrong)
 
 
 def test_x_changed_before_backward_is_an_error() -> None:

@@ -98,7 +98,7 @@ def run_experts(
     down_proj: Tensor | FrozenWeight,
     *,
     dispatcher: TokenDispatcher,
-    recipe: Recipe,
+    recipe: Recipe | str,
     backend: str | Backend = "auto",
     wgrad_scale: float = 1.0,
     activation: SwiGLU = PLAIN,
@@ -117,7 +117,7 @@ def run_experts(
             in `Experts`; their gradients are then DTensors, too. If a whole weight has an attribute ``main_grad``, fp32
             of its shape or of this rank's share, its gradient is added there and not to `.grad`. Or both frozen
             (`mxep.gemm.freeze`): they have no gradients, and each is expanded for one GEMM at a time.
-        wgrad_scale: factor for gradients of weights and biases.
+        recipe: a Recipe or its name. wgrad_scale: factor for gradients of weights and biases.
         activation: a `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by
             the routing weight; ranks gather it. Biases may be DTensors. Their gradients are ordinary.
         score_before_experts: apply the routing weight to an expert's input, not to its output (Llama 4). The dispatcher
@@ -140,6 +140,7 @@ def run_experts(
     """
     if not torch.compiler.is_compiling():
         check_no_transform()
+    recipe = Recipe.named(recipe)
     main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
     config = LayerConfig(recipe, select(backend, x.device), activation)
     frozen = frozen_pair(gate_up_proj, down_proj)

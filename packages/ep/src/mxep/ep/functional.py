@@ -52,7 +52,8 @@ def _between_graphs(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*tensors: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() and ("dispatcher" in options or options["recipe"].scaling != "none"):
+        quantizes = Recipe.named(options["recipe"]).scaling != "none"
+        if torch.compiler.is_compiling() and ("dispatcher" in options or quantizes):
             if not torch.compiler.is_dynamo_compiling():  # torch.export, which allows no breaks
                 raise RuntimeError(f"{function.__name__} is in no exported graph: export run_experts, or an MoE")
             return between_graphs(function, *tensors, **options)
@@ -63,7 +64,7 @@ def _between_graphs(function: _Function) -> _Function:
 
 @_between_graphs
 def dispatch(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, *, dispatcher: TokenDispatcher, recipe: Recipe
+    x: Tensor, expert_ids: Tensor, weights: Tensor, *, dispatcher: TokenDispatcher, recipe: Recipe | str
 ) -> tuple[Tensor, Tensor, Routing]:
     """Dispatch tokens to their experts.
 
@@ -71,6 +72,7 @@ def dispatch(
         x: (T, D) bf16 or fp32. It is quantized before the wire, if the recipe says so.
         expert_ids: (T, K) int32 or int64, -1 for "not routed".
         weights: (T, K) fp32.
+        recipe: a Recipe or its name, as in all functions here.
 
     Returns:
         rows (R_max, D) in expert-major order (MXTensor with an index, or plain), row_weight (R_max,) fp32, and the
@@ -78,13 +80,14 @@ def dispatch(
 
     Raises ValueError on wrong shapes or dtypes, and on CPU for expert ids outside -1 .. E-1.
     """
+    recipe = Recipe.named(recipe)
     ids = checked_tokens(x, expert_ids, weights, dispatcher)
     rows, row_weight, routing = _Dispatch.apply(x, weights, ids, dispatcher, recipe)  # type: ignore[no-untyped-call]
     return rows, row_weight, routing
 
 
 @_between_graphs
-def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
+def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe | str) -> Tensor:
     """Combine the experts' rows: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums.
 
     Raises ValueError for another number of rows than the routing's.
@@ -92,7 +95,7 @@ def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe:
     max_rows = routing.plan.max_rows
     if y.dim() != 2 or len(y) != max_rows:
         raise ValueError(f"combine: expected y ({max_rows}, D), the rows of this routing, got {tuple(y.shape)}")
-    out: Tensor = _Combine.apply(y, routing, dispatcher, recipe, False)[0]  # type: ignore[no-untyped-call]
+    out: Tensor = _Combine.apply(y, routing, dispatcher, Recipe.named(recipe), False)[0]  # type: ignore[no-untyped-call]
     return out
 
 
@@ -110,7 +113,7 @@ def swiglu(
     row_weight: Tensor | None,
     offs: Tensor | None,
     *,
-    recipe: Recipe,
+    recipe: Recipe | str,
     activation: SwiGLU = PLAIN,
     dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
@@ -119,7 +122,8 @@ def swiglu(
     offs None: all rows are valid. The gradient of ``gate_up`` is an MXTensor if the recipe quantizes.
     dispatcher: the layer's. It tells peers of errors in backward.
     """
-    h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, recipe, activation, dispatcher)  # type: ignore[no-untyped-call]
+    how = Recipe.named(recipe), activation, dispatcher
+    h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, *how)  # type: ignore[no-untyped-call]
     return h
 
 
@@ -131,7 +135,7 @@ def expert_mlp(
     offs: Tensor,
     *,
     row_weight: Tensor | None = None,
-    recipe: Recipe,
+    recipe: Recipe | str,
     backend: str | Backend = "auto",
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
     wgrad_scale: float = 1.0,

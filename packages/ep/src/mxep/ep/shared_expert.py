@@ -85,10 +85,10 @@ class SharedExpert(nn.Module):
         return f"dim={dim}, hidden_dim={hidden_dim}{gate}, dtype={self.down_proj.dtype}"
 
     def forward(
-        self, x: Tensor, *, recipe: Recipe, backend: str | Backend = "auto", activation: SwiGLU = PLAIN
+        self, x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto", activation: SwiGLU = PLAIN
     ) -> Tensor:
         """``x`` (T, D) bf16 or fp32 -> (T, D). Raises ValueError for sizes that the recipe does not take."""
-        weights = self.gate_up_proj, self.down_proj
+        recipe, weights = Recipe.named(recipe), (self.gate_up_proj, self.down_proj)
         main_grads = tuple(getattr(weight, "main_grad", None) for weight in weights)
         chosen = select(backend, x.device)
         out: Tensor

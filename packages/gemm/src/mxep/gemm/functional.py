@@ -94,7 +94,7 @@ def grouped_mm(
     Under torch.compile it is part of the graph. Only an MXTensor with a gradient breaks the graph, and it must not be
     made inside the graph, which raises. Pass the plain tensor instead: its qdata are the same.
     """
-    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    recipe = Recipe.named(recipe)
     frozen = isinstance(w, FrozenWeight)
     check_tensors(a=a, **({} if frozen else {"w": w}))
     if torch.compiler.is_compiling() and (frozen or (isinstance(a, MXTensor) and a.requires_grad)):
@@ -310,7 +310,7 @@ def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = 
 
     Returns x itself with recipe "bf16". The gradient passes unchanged. On "hopper" each row has one scale.
     """
-    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    recipe = Recipe.named(recipe)
     return select(backend, x.device).quantize_rows(x, recipe.fmt, recipe)
 
 

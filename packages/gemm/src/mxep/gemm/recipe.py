@@ -108,13 +108,16 @@ class Recipe:
         return cls("mx", **changes)
 
     @staticmethod
-    def named(name: str) -> "Recipe":
-        """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16".
+    def named(name: "Recipe | str") -> "Recipe":
+        """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16". A Recipe
+        is returned as it is.
 
         Changes, in this order: e5m2 (gradients), 32x32 (weight tiles) or mxfp4_weights (rounding), both of mxfp8 alone,
         wgrad_bf16, gate_up_fp8 (saved), and one of floor, ceil, even (scale mode). Raises ValueError, listing these,
         for any other name.
         """
+        if isinstance(name, Recipe):
+            return name
         if not isinstance(name, str) or name not in _NAMED:
             words = sorted(str(name).split("_"))
             meant = "".join(f"; did you mean {each}?" for each in _NAMED if sorted(each.split("_")) == words)
@@ -242,13 +245,11 @@ def recipe_of_experts(rows: float, dim: int, hidden_dim: int) -> tuple[Recipe, s
 
 def recipe_of(recipe: Recipe | str) -> Recipe | str:
     """The Recipe of a name. "auto" stays, because it needs a shape. Raises ValueError for unknown names."""
-    return recipe if isinstance(recipe, Recipe) or recipe == AUTO else Recipe.named(recipe)
+    return recipe if recipe == AUTO else Recipe.named(recipe)
 
 
 def recipe_for(recipe: Recipe | str, x: Tensor, out_features: int) -> Recipe:
     """The recipe for a linear of x (..., K)."""
-    if isinstance(recipe, Recipe):
-        return recipe
     if recipe != AUTO:
         return Recipe.named(recipe)
     features = x.shape[-1] if x.dim() else 1

@@ -50,7 +50,7 @@ def check_shards(name: str, w: Any, recipe: Recipe | str) -> None:
     """
     if recipe == AUTO:
         return
-    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    recipe = Recipe.named(recipe)
     placement, ranks = w.placements[-1], w.device_mesh.size(w.device_mesh.ndim - 1)
     if type(placement) is Shard and (shard := _misfit(w.shape[placement.dim], ranks, recipe)):
         axis = ("N", "K")[placement.dim]
