@@ -14,6 +14,7 @@ from mxep.gemm import (
     quantize_after_step,
     quantize_once,
     quantize_weights_once,
+    quantize_weights_once_a_step,
 )
 
 
@@ -99,6 +100,32 @@ def test_joined_weights_and_two_dimensional_blocks_stay_as_they_are_used() -> No
     assert after == 2 * made
     assert torch.equal(run(ws), expected)
     assert once.quantizations == after
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_a_closure_may_compute_the_gradients_within_the_step(after: bool) -> None:
+    ws, alone = weights(), weights()
+    optimizer, plain = sgd(ws), sgd(alone)
+
+    def two_steps(ws: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def closure() -> float:
+            found.extend(micro_batches(ws, 1))
+            return 0.0
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.step(closure)
+            found.extend(micro_batches(ws, 1))
+        return found
+
+    expected = two_steps(alone, plain)
+    if after:
+        quantize_after_step(optimizer)
+    else:
+        quantize_weights_once_a_step()
+    assert all(map(torch.equal, two_steps(ws, optimizer), expected))
 
 
 def test_a_weight_of_no_optimizer_is_quantized_when_it_is_used() -> None:

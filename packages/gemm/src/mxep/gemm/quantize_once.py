@@ -18,6 +18,7 @@ G groups, N out features, K in features.
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.frozen import FrozenWeight
@@ -137,7 +138,7 @@ def quantize_after_step(optimizer: torch.optim.Optimizer) -> "QuantizedOnce":
     several optimizers, pass the one that steps last. `close()` of the result ends it.
     """
     once = quantize_weights_once_a_step()
-    once._hooks.append(optimizer.register_step_post_hook(once._after_step))
+    once._optimizers.add(optimizer)
     return once
 
 
@@ -150,7 +151,10 @@ class QuantizedOnce:
         self._steps = steps
         self._held: dict[tuple[Any, ...], _Held] = {}
         self._used: dict[tuple[Any, ...], _Used] = {}  # in the last step
+        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # quantize their weights after steps
         self._hooks = [register_optimizer_step_pre_hook(_before_step)]
+        if steps:
+            self._hooks.append(register_optimizer_step_post_hook(self._after_step))
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +196,7 @@ class QuantizedOnce:
         return held.made
 
     def _forget(self) -> None:
-        """Free all that is held, before a step; `_after_step` quantizes it again."""
+        """Free all that is held, before and after a step; `_after_step` quantizes it again."""
         for (quantize, *_), held in self._held.items():
             key = held.places, held.recipe, id(held.backend)
             used = self._used.setdefault(key, _Used(held.places, held.recipe, held.backend))
@@ -200,6 +204,10 @@ class QuantizedOnce:
         self._held.clear()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with _lock:
+            self._forget()  # a closure has quantized the weights before they changed
+        if optimizer not in self._optimizers:
+            return
         own: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
         local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in own]
         storages = {x.untyped_storage()._cdata: x for x in local}
@@ -228,6 +236,7 @@ class QuantizedOnce:
             hook.remove()
         self._held.clear()
         self._used.clear()
+        self._optimizers.clear()
 
 
 _lock = threading.RLock()
