@@ -4,7 +4,7 @@
 
 Eight MoE layers with residuals, Qwen3-30B's sizes: D 2048, F 768, 128 experts, top-8, 4096 tokens a rank, eager,
 forward and backward. Imports and the process group come before the clock starts. "one by one": as it would be without
-`mxep.ep.rehearse`. "full cache": the step of a second process. Times are rank 0's. Each row has ranks of its own.
+`mxep.ep.rehearse`. "full cache": the step of a second process. Each row has ranks of its own.
 """
 
 import hashlib
@@ -16,6 +16,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+from triton import knobs
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.script import rank, save, seconds, started_ranks
+from mxep.ep import MoE, rehearse
+
 ROWS = [(recipe, how) for recipe in ("mxfp8", "bf16") for how in ("one by one", "side by side", "full cache")]
 SIZES = {"dim": 2048, "hidden_dim": 768, "num_experts": 128, "top_k": 8}
 TOKENS, LAYERS = 4096, 8
@@ -23,49 +31,38 @@ TOKENS, LAYERS = 4096, 8
 
 def step(recipe: str, how: str) -> None:
     """Print rank 0's row."""
-    import torch
-    import torch.distributed as dist
-    from triton import knobs
-
-    from mxep.ep import MoE, rehearse
-
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    torch.cuda.set_device(rank)
-    if ranks > 1:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     if how == "one by one":
         rehearse._rehearse = lambda *_: None
     compiled: list[bool] = []
     knobs.compilation.listener = lambda cache_hit, **_: compiled.append(not cache_hit)
     torch.manual_seed(0)
     layers = [MoE(*SIZES.values(), recipe=recipe, device="cuda", max_tokens=TOKENS) for _ in range(LAYERS)]
-    x = torch.randn(TOKENS, SIZES["dim"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    if ranks > 1:
-        dist.barrier()
-    torch.cuda.synchronize()
-    began, out = time.perf_counter(), x
-    for layer in layers:
-        out = out + layer(out)
-    torch.cuda.synchronize()
-    forward = time.perf_counter() - began
-    out.backward(x.detach())
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
+    out = x = torch.randn(TOKENS, SIZES["dim"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    row: dict[str, object] = {"recipe": recipe, "how": how}
+
+    def forward() -> None:
+        nonlocal out
+        began = time.perf_counter()
+        for layer in layers:
+            out = out + layer(out)
+        torch.cuda.synchronize()
+        row["forward"] = round(time.perf_counter() - began, 2)
+
+    def whole() -> None:
+        forward()
+        out.backward(x.detach())
+
+    row["seconds"] = round(seconds(whole), 2)
     digest = hashlib.sha256()
     for each in (out, x.grad, *(weight.grad for layer in layers for weight in layer.experts.parameters())):
         assert each is not None
         local = each.to_local() if hasattr(each, "to_local") else each
         digest.update(local.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    if rank == 0:
-        row = {"recipe": recipe, "how": how, "seconds": round(seconds, 2), "forward": round(forward, 2)}
+    if rank() == 0:
         print("row", json.dumps(row | {"compiled": sum(compiled), "digest": digest.hexdigest()[:16]}), flush=True)
-    if ranks > 1:
-        dist.destroy_process_group()
 
 
 def main() -> None:
-    from mxep.integration.report import provenance, write_json
-
     ranks, rows = int(sys.argv[1]), []
     start = [sys.executable]
     if ranks > 1:
@@ -80,9 +77,12 @@ def main() -> None:
             found = [line[4:] for line in done.stdout.splitlines() if line.startswith("row ")]
             rows.append(json.loads(found[0]) if found else {"recipe": recipe, "how": how, "error": done.stderr[-400:]})
             print(rows[-1], flush=True)
-    if sys.argv[2:]:
-        write_json(provenance(f"first_step.py {ranks}", None) | {"ranks": ranks, "rows": rows}, [Path(sys.argv[2])])
+    save(next(iter(sys.argv[2:]), None), rows, ranks=ranks)
 
 
 if __name__ == "__main__":
-    step(*sys.argv[2:4]) if sys.argv[1] == "--step" else main()
+    if sys.argv[1] == "--step":
+        with started_ranks():
+            step(*sys.argv[2:4])
+    else:
+        main()

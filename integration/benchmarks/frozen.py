@@ -17,7 +17,7 @@ The host launches the calls in turn. Times are medians of five stretches.
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import BaselineLayer
+from benchmarks.script import free_memory
 from benchmarks.timer import Alternative, Call, Timer
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.ep.lora import LoRAWeights
 from mxep.gemm import Recipe, freeze
 from mxep.gemm.backends import BACKENDS
-from mxep.integration.report import provenance, write_json
+from mxep.integration.metrics import snr
+from mxep.integration.results import provenance, write_json
 from mxep.quant import quantize
 
 RANK = 16
@@ -75,12 +77,6 @@ def join_lora(gate_up: Tensor, down: Tensor) -> LoRAWeights:
     return LoRAWeights(made[0], made[1], made[2], made[3], 1.0)
 
 
-def gradient(
-    layer: Callable[..., Tensor], lora: Sequence[Tensor], x: Tensor, ids: Tensor, weights: Tensor, d_out: Tensor
-) -> Tensor:
-    return torch.autograd.grad(layer(x, ids, weights), [x, *lora], d_out)[0]
-
-
 def measure(name: str) -> dict[str, Any]:
     dim, hidden, experts, top_k, tokens = SHAPES[name]
     torch.manual_seed(0)
@@ -89,22 +85,23 @@ def measure(name: str) -> dict[str, Any]:
     ids = torch.arange(tokens * top_k, device="cuda", dtype=torch.int32).remainder_(experts).view(tokens, top_k)
     weights = torch.rand(tokens, top_k, device="cuda", dtype=torch.float32)
     x = normal(tokens, dim).requires_grad_()
-    given, lora = (x, ids, weights, torch.randn_like(x)), join_lora(gate_up, down)
+    d_out, lora = torch.randn_like(x), join_lora(gate_up, down)
     pairs: dict[str, Any] = {"grouped_mm": (gate_up, down), "bf16": (gate_up, down)}
     pairs |= {fmt: (freeze(gate_up, fmt), freeze(down, fmt)) for fmt in FROZEN}  # type: ignore[arg-type]
     steps: dict[str, Call] = {}
+
+    def gradient(call: Callable[..., Tensor], *adapters: Tensor) -> Tensor:
+        return torch.autograd.grad(call(x, ids, weights), [x, *adapters], d_out)[0]
+
     for kind, pair in pairs.items():
-        steps[kind] = functools.partial(gradient, layer(kind, *pair), (), *given)
+        steps[kind] = functools.partial(gradient, layer(kind, *pair))
         if kind != "grouped_mm":
-            steps[f"{kind} + lora"] = functools.partial(
-                gradient, layer(kind, pair[0], pair[1], lora), lora.tensors, *given
-            )
+            steps[f"{kind} + lora"] = functools.partial(gradient, layer(kind, pair[0], pair[1], lora), *lora.tensors)
     found: dict[str, Any] = {}
-    wanted = steps["grouped_mm"]().double()
+    wanted = steps["grouped_mm"]()
     for kind, step in steps.items():
         if kind in ("bf16", *FROZEN):
-            noise = (step().double() - wanted).norm() / wanted.norm()
-            found[f"{kind} dx dB"] = round(-20 * float(noise.log10()), 1)
+            found[f"{kind} dx dB"] = round(snr(wanted, step()), 1)
         for _ in range(4):
             step()
         torch.cuda.reset_peak_memory_stats()
@@ -146,7 +143,7 @@ def main() -> None:
     for name in SHAPES:
         result["shapes"][name] = measure(name)
         print(name, json.dumps(result["shapes"][name]), flush=True)
-        torch.cuda.empty_cache()
+        free_memory()
     write_json(result, [Path(file) for file in sys.argv[1:]])
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 integration/benchmarks/lengths.py [FILE.json]
 
 D 2048, F 768, 64 experts, top-8, T drawn from 512 to 4096. Over several GPUs each rank draws its own lengths, and
-`max_tokens` is 4096. Times are rank 0's.
+`max_tokens` is 4096. Times are the slowest rank's.
 
 - "called", "recorded", "first play", "second play": four steps of one length, for which there is no record yet. The
   device is idle before each. Medians over lengths.
@@ -17,36 +17,24 @@ The others are ms a step over 100 lengths in a row:
 - "these again": the same other lengths once more. Median of three times.
 """
 
-import os
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.script import rank, ranks, save, seconds, started_ranks
 from mxep.ep import MoE
-from mxep.integration.report import provenance, write_json
 from mxep.runtime.lengths import room_for
 from mxep.runtime.replay import no_replays
 
 LENGTHS, LEAST, MOST = 100, 512, 4096
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def milliseconds(step: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    if RANKS > 1:
-        dist.barrier()
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
 
 
 class Case:
@@ -55,7 +43,7 @@ class Case:
     def __init__(self, recipe: str) -> None:
         torch.manual_seed(0)
         where: dict[str, Any] = {"dispatcher": "local"}
-        if RANKS > 1:
+        if ranks() > 1:
             where = {"group": dist.group.WORLD, "max_tokens": MOST}
         self.layer = MoE(2048, 768, 64, 8, recipe=recipe, device="cuda", **where)
 
@@ -64,45 +52,40 @@ class Case:
         self.layer(x).backward(x.detach())
         self.layer.zero_grad(set_to_none=True)
 
-    def each(self, lengths: Sequence[int]) -> float:
-        """Milliseconds a step over these lengths, one after the other."""
-        return milliseconds(lambda: [self.step(length) for length in lengths]) / len(lengths)
+    def milliseconds(self, lengths: Sequence[int]) -> float:
+        """Of a step, over these lengths one after the other. Collective."""
+        return 1e3 * seconds(lambda: [self.step(length) for length in lengths]) / len(lengths)
 
 
 def measure(recipe: str) -> dict[str, float]:
-    drawn = random.Random(RANK).sample(range(LEAST, MOST + 1), 2 * LENGTHS)
+    drawn = random.Random(rank()).sample(range(LEAST, MOST + 1), 2 * LENGTHS)
     drawn, others = drawn[:LENGTHS], drawn[LENGTHS:]
     case, found = Case(recipe), {}
     with no_replays():
-        case.each(drawn)  # kernels compile
-        found["without records"] = statistics.median(case.each(others) for _ in range(3))
+        case.milliseconds(drawn)  # kernels compile
+        found["without records"] = statistics.median(case.milliseconds(others) for _ in range(3))
     rooms = sorted({room_for(tokens) for tokens in range(LEAST, MOST + 1)})
     random.Random(1).shuffle(rooms)
-    times = [[milliseconds(lambda tokens=tokens: case.step(tokens)) for _ in range(4)] for tokens in rooms]  # type: ignore[misc]
+    times = [[case.milliseconds([tokens]) for _ in range(4)] for tokens in rooms]
     found |= dict(zip(("called", "recorded", "first play", "second play"), map(statistics.median, zip(*times))))
     case = Case(recipe)
-    found["never before"] = case.each(drawn)
-    found["others, never before"] = case.each(others)
-    found["these again"] = statistics.median(case.each(others) for _ in range(3))
+    found["never before"] = case.milliseconds(drawn)
+    found["others, never before"] = case.milliseconds(others)
+    found["these again"] = statistics.median(case.milliseconds(others) for _ in range(3))
     found["rooms"] = len(rooms)
     found["replays"] = sum(each.replays for each in case.layer.dispatcher.passes.values())
     return found
 
 
 def main() -> None:
-    if RANKS > 1:
-        torch.cuda.set_device(RANK)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
-    rows = []
-    for recipe in ("mxfp8", "bf16"):
-        found = measure(recipe)
-        rows.append({"recipe": recipe} | {name: round(ms, 3) for name, ms in found.items()})
-        if RANK == 0:
-            print(rows[-1], flush=True)
-    if RANK == 0 and sys.argv[1:]:
-        write_json(provenance("lengths.py", None) | {"ranks": RANKS, "rows": rows}, [Path(sys.argv[1])])
-    if RANKS > 1:
-        dist.destroy_process_group()
+    with started_ranks():
+        rows = [
+            {"recipe": recipe} | {name: round(ms, 3) for name, ms in measure(recipe).items()}
+            for recipe in ("mxfp8", "bf16")
+        ]
+        if rank() == 0:
+            print(*rows, sep="\n")
+        save(next(iter(sys.argv[1:]), None), rows)
 
 
 if __name__ == "__main__":

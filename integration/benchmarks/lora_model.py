@@ -18,7 +18,6 @@ peak GiB     most memory of a step
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -34,16 +33,15 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mxep.integration.transformers  # registers names, and LoRA on experts
+from benchmarks.script import GIB, free_memory, save
 from benchmarks.step import SIZES
 from mxep.ep.frozen import register_frozen
 from mxep.gemm import freeze
 from mxep.gemm.frozen import FORMATS
-from mxep.integration.report import provenance, write_json
 from mxep.integration.transformers.experts import is_experts, weight_names
 from mxep.integration.transformers.quantized import keep_names, strip
 from mxep.quant import MXTensor, quantize
 
-GIB = 2**30
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-30b": (Qwen3MoeConfig, SIZES["qwen3"] | {"num_hidden_layers": 48, "norm_topk_prob": True}),
     "gpt-oss-120b": (
@@ -62,8 +60,7 @@ def normal(*shape: int, device: torch.device) -> Tensor:
 def quantized(experts: int, n: int, k: int, fmt: str, device: torch.device) -> MXTensor:
     """Random (experts, n, k) in `fmt`, quantized expert after expert."""
     each = [quantize(normal(n, k, device=device), fmt=FORMATS[fmt]) for _ in range(experts)]
-    parts = (torch.stack([getattr(x, name).view(torch.uint8) for x in each]) for name in ("qdata", "scale"))
-    qdata, scale = parts
+    qdata, scale = (torch.stack([getattr(x, name).view(torch.uint8) for x in each]) for name in ("qdata", "scale"))
     return MXTensor.from_qdata_and_scales(qdata.view(each[0].qdata.dtype), scale.view(each[0].scale.dtype))
 
 
@@ -108,8 +105,9 @@ def adapted(model: Any, rank: int) -> Any:
 
 def measure(config: Any, kind: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
-    on_gpu = device.type == "cuda"
     began = time.perf_counter()
+    if on_gpu := device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     model = adapted(build(config, kind, device), args.rank).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
@@ -117,9 +115,7 @@ def measure(config: Any, kind: str, args: argparse.Namespace, device: torch.devi
     row: dict[str, Any] = {"kind": kind, "layers": config.num_hidden_layers, "tokens": args.tokens}
     row["trained, million"] = round(sum(p.numel() for p in trained) / 1e6, 1)
     if on_gpu:
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
         row["peak GiB while built"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
         row["model GiB"] = round(torch.cuda.memory_allocated() / GIB, 2)
         torch.cuda.reset_peak_memory_stats()
@@ -160,21 +156,15 @@ def main(given: list[str] | None = None) -> list[dict[str, Any]]:
     sizes = args.sizes | ({} if args.layers is None else {"num_hidden_layers": args.layers})
     config_class, own = MODELS[args.model]
     config = config_class(**own | {"use_cache": False} | sizes)
-    about = provenance(" ".join(["lora_model.py", *sys.argv[1:]]), None)
-    about |= {"model": args.model, "peft": peft.__version__}
     rows: list[dict[str, Any]] = []
     for kind in args.kinds:
         try:
             rows.append(measure(config, kind, args, device))
         except torch.OutOfMemoryError as error:
             rows.append({"kind": kind, "layers": config.num_hidden_layers, "error": str(error).partition("\n")[0]})
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        free_memory()
         print(json.dumps(rows[-1]), flush=True)
-        if args.out:
-            write_json(about | {"rows": rows}, [args.out])
+        save(args.out, rows, model=args.model, peft=peft.__version__)
     return rows
 
 

@@ -9,22 +9,19 @@
 
 Models with a name that starts with DEEPSEEK are like DeepSeek-V3: sigmoid routers, two shared experts, a dense first
 layer, latent attention with whole queries. All others are like Qwen3-MoE. One model with random bf16 weights serves all
-cases. Parameters other than experts are replicated on every rank. Attention and norms are compiled on GPUs. Only
-experts communicate.
+cases. Parameters other than experts are replicated. Attention and norms are compiled on GPUs.
 
-A step is forward and backward. bench.optimizer=adamw adds torch's fused step, with moments in the parameters' dtype.
-Its learning rate is 0, so all cases have the same weights. bench.activation_checkpointing: each decoder layer keeps
-only its input.
+A step is forward and backward. bench.optimizer=adamw adds torch's fused step, with learning rate 0, so that all cases
+have the same weights. bench.activation_checkpointing: each decoder layer keeps only its input.
 
 tokens/s       of all ranks together; TFLOP/s: of a rank, as Megatron-LM counts them (mxep.integration.flops)
 ms             a step: median over sustained stretches, slowest rank; x bf16: how many times as fast as the baseline
 of step        share of the step beyond the time of `no experts`, whose experts get no gradients
-loss           mean over ranks
 dB             SNR of the head's gradient against the baseline's, least over ranks; below LEAST_SNR fails
 held GiB       a rank's parameters and optimizer moments, which stay between steps; not counted in the peak
 peak GiB       most memory of a step beyond held GiB, gradients included
 
-T tokens of a rank, in two sequences, V vocabulary, D model dim, F hidden dim, E experts, K experts a token.
+T tokens of a rank, in two sequences, D model dim, F hidden dim, E experts, K experts a token.
 """
 
 from __future__ import annotations
@@ -39,27 +36,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from mxep.comms import Capacity
 from mxep.ep import parameter_groups
-from mxep.ep.dtensors import local_tensor
-from mxep.gemm import Recipe
+from mxep.ep.dtensors import local_tensor, local_weight
 from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
 from mxep.integration.mesh import FailedOnRanks, from_all_ranks, on_all_ranks
 from mxep.integration.metrics import snr
 from mxep.integration.report import Row
 from mxep.integration.schema import RECIPES
-from mxep.integration.transformers import Implementation, check, expert_parallel, register
+from mxep.integration.transformers import check, expert_parallel
 from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, layers, own_expert_parallel
 from mxep.integration.transformers.optimize import CAUSAL, multiply_by
 
-from .layer import GIB, memory_of
+from .layer import memory_of
 from .runner import ANY, Bench, models, table
-from .step import all_to_all_experts, baseline_experts
+from .script import GIB
+from .step import register_experts
 from .timer import Alternative, Timer, failure
 
 BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
@@ -169,21 +166,15 @@ class Subject:
         """Make model, optimizer and batch. Collective."""
         rank = bench.rank
         config = _config(name, shape)
-        limits: dict[str, Any] = {"max_tokens": shape.tokens, "capacity": Capacity.factor(CAPACITY)}
-        for recipe in RECIPES:
-            register(Implementation(f"bench mxep {recipe}", Recipe.named(recipe), **limits))
-        ALL_EXPERTS_FUNCTIONS.register(f"bench {BASELINE}", baseline_experts)
-        ALL_EXPERTS_FUNCTIONS.register(f"bench {PLAIN}", lambda experts, hidden_states, *_: hidden_states)
+        register_experts(RECIPES, max_tokens=shape.tokens, capacity=Capacity.factor(CAPACITY))
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=CAUSAL)
         if rank.world_size > 1:
             mesh = init_device_mesh(rank.device.type, (rank.world_size,))
-            expert_parallel(model, mesh, "bench mxep bf16")
+            expert_parallel(model, mesh, "bench bf16")
             if own_expert_parallel is not None:
                 alone = init_device_mesh(rank.device.type, (rank.world_size, 1), mesh_dim_names=("ep", "tp"))["tp"]
-                ALL_EXPERTS_FUNCTIONS.register(
-                    f"bench {TRANSFORMERS}", functools.partial(all_to_all_experts, mesh, alone)
-                )
+                ALL_EXPERTS_FUNCTIONS.register("bench own", functools.partial(all_to_all_experts, mesh, alone))
         model.to_empty(device=rank.device)
         for buffer in model.buffers():
             buffer.zero_()
@@ -233,8 +224,10 @@ class Subject:
             for attention in attentions:
                 multiply_by("mxfp8", attention, "auto")
                 self.converted.append(_compile(attention, self.rank.device))
-        case = name.removesuffix(", graph").removesuffix(LINEAR)
-        implementation = "grouped_mm" if case == TRANSFORMERS and not parallel else f"bench {case}"
+        own = "bench own" if parallel else "grouped_mm"
+        recipe = name.removeprefix("mxep ").removesuffix(", graph").removesuffix(LINEAR)
+        named = {BASELINE: "bench baseline", PLAIN: "bench none", TRANSFORMERS: own}
+        implementation = named.get(name, f"bench {recipe}")
 
         def step() -> tuple[Tensor, Tensor]:
             self.model.config._experts_implementation = implementation
@@ -254,6 +247,19 @@ class Subject:
         """Close dispatchers. Collective."""
         for _, layer in layers(self.model):
             layer.dispatcher.close()
+
+
+def all_to_all_experts(
+    ep: DeviceMesh, tp: DeviceMesh, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' own expert parallelism, on the experts that are here. tp: of this rank alone."""
+    here = copy.copy(experts)
+    here.__dict__["_parameters"] = {name: local_weight(weight) for name, weight in experts.named_parameters()}
+    here.num_experts = len(here.down_proj)
+    exchange = own_expert_parallel.AllToAllEP(here, ep, tp)
+    exchange.experts_forward = functools.partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], here)
+    out: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
+    return out.to(hidden_states.dtype)
 
 
 def _config(name: str, shape: Shape) -> Any:

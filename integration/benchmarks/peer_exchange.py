@@ -10,7 +10,7 @@ directions are first compared with what was sent, bit by bit.
 us      median over rounds of the slowest rank; vdev_2d is launched by the host, and NCCL is in a CUDA graph
 """
 
-import os
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +24,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.comms import BLOCK, PAUSE, Collective, Problem, Shape
+from benchmarks.script import rank, ranks, save, started_ranks
 from benchmarks.timer import Alternative, Timer
 from mxep.integration.mesh import all_gather_tensor
-from mxep.integration.report import provenance, write_json
 
 SHAPES = [Shape(8192, 7168, 16, 4), Shape(8192, 5120, 16, 1), Shape(4096, 4096, 16, 1)]
 
@@ -79,7 +79,7 @@ class VDev:
 def measure(device: torch.device) -> list[dict[str, Any]]:
     """A row for each shape and call. Collective."""
     rows, flag = [], torch.zeros(1, device=device, dtype=torch.float32)
-    here: Any = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
+    here: Any = SimpleNamespace(rank=rank(), world_size=ranks(), device=device)
 
     def start() -> None:
         dist.all_reduce(flag)
@@ -93,14 +93,12 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
         nccl.sent.copy_(p.bf16[0].view(torch.bfloat16)[order])
         peer = VDev(p, nccl.sent)
         peer.check(p)
-        calls = {"NCCL bf16": nccl.dispatch, "NCCL bf16, combine": nccl.combine}
-        found = timer.compare(
-            {name: Alternative(lambda call=call: [call], "may") for name, call in calls.items()}  # type: ignore[misc]
-            | {
-                "vdev_2d bf16": Alternative(lambda: [peer.dispatch], "never"),  # noqa: B023
-                "vdev_2d bf16, combine": Alternative(lambda: [peer.combine], "never"),  # noqa: B023
-            }
-        )
+        calls = {
+            f"{name} bf16{suffix}": Alternative(functools.partial(list, [call]), graph)
+            for name, of, graph in (("NCCL", nccl, "may"), ("vdev_2d", peer, "never"))
+            for suffix, call in (("", of.dispatch), (", combine", of.combine))
+        }
+        found = timer.compare(calls)
         rows += [{"shape": list(shape), "what": name, **row} for name, row in found.items()]
         if here.rank == 0:
             print(*rows[-4:], sep="\n", flush=True)
@@ -108,17 +106,10 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    symm_mem.set_backend("NVSHMEM")
-    symm_mem.enable_symm_mem_for_group(group_name())
-    rows = measure(device)
-    if dist.get_rank() == 0 and sys.argv[1:]:
-        write_json(
-            provenance("peer_exchange.py", None) | {"ranks": dist.get_world_size(), "rows": rows}, [Path(sys.argv[1])]
-        )
-    dist.destroy_process_group()
+    with started_ranks() as device:
+        symm_mem.set_backend("NVSHMEM")
+        symm_mem.enable_symm_mem_for_group(group_name())
+        save(next(iter(sys.argv[1:]), None), measure(device))
 
 
 if __name__ == "__main__":

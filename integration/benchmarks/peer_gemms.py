@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import gemm
-from benchmarks.peer_layers import Shape, snr
+from benchmarks.peer_layers import Shape
 from benchmarks.timer import Alternative, Call, Timer
 from mxep.gemm import backends
+from mxep.integration.metrics import snr
 
 Row = dict[str, Any]
 

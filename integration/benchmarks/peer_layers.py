@@ -92,17 +92,6 @@ def reference(given: Inputs) -> dict[str, Tensor]:
     return {name: getattr(found, field.name).float().cpu() for name, field in zip(RESULTS, dataclasses.fields(found))}
 
 
-def snr(wanted: Tensor, got: Tensor) -> float:
-    """dB of `got`, on any device, against `wanted`, part by part, as fp64 of all would not fit."""
-    rows = max(1, 2**26 // max(1, wanted[0].numel()))
-    signal = noise = 0.0
-    for a, b in zip(wanted.split(rows), got.split(rows)):
-        exact = a.to(b.device).double()
-        signal += float(exact.square().sum())
-        noise += float((exact - b.double()).square().sum())
-    return 10 * float(torch.tensor(signal / max(noise, 1e-300), dtype=torch.float64, device="cpu").log10())
-
-
 def same(w13: Tensor) -> Tensor:
     return w13
 

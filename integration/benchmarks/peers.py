@@ -7,21 +7,15 @@
 docs/lab/peers.md lists the peers, their packages, and the method. Each run writes one JSON file; `table` makes OUT.md
 and OUT.svg from such files.
 
-layers: each peer has one process for the whole run. Each shape and number of tokens takes three stages:
-
-- reference: One process computes the layer in fp64 and writes the result to a file.
-- prepare: Each peer makes the same inputs from the same seed, compiles, runs, and reports SNR and memory. Peers cache
-  compiled and tuned kernels for the next run.
-- stretch: All peers are timed in turn, `rounds` times, in shuffled orders.
-
-A peer that exceeds its limit is ended, and its row says so. The JSON file is written after each number of tokens.
+layers: each peer has one process for the whole run. At each shape and number of tokens one more process computes the
+layer in fp64. Then each peer makes the same inputs from the same seed, compiles, runs, and reports SNR and memory. Then
+all are timed in turn, `rounds` times, in shuffled orders. A peer that exceeds its limit is ended, and its row says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import importlib
 import importlib.metadata
 import json
@@ -33,7 +27,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +38,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.peer_layers import PACKAGES, PEERS, RESULTS, SHAPES, Inputs, Layer, Shape, reference, snr
+from benchmarks.peer_layers import PACKAGES, PEERS, RESULTS, SHAPES, Inputs, Layer, Shape, reference
 from benchmarks.peer_table import by_cell, markdown, picture
-from mxep.integration.report import provenance, shortened
-from mxep.integration.report import write_json as write
+from benchmarks.script import free_memory, synchronize
+from mxep.integration.metrics import snr
+from mxep.integration.results import provenance, shortened
+from mxep.integration.results import write_json as write
 
 Row = dict[str, Any]
 
@@ -53,21 +51,28 @@ REFERENCE = "reference"
 WARM_STEPS = 4  # after the first; mxep replays from the third call of a shape on
 LEAD_SECONDS = 0.1  # of a stretch, not timed
 LEAST_FREE = 0.45  # of the device; with less, a process gives its inputs back until its next stretch
-LEAST_SECONDS = 40  # that must be left to start a shape
 LATE = "no answer within"
 CACHES = {"TRITON_CACHE_AUTOTUNING": "1", "QUACK_CACHE_AUTOTUNING": "1"}
 """Environment of a measurement: peers cache their autotuning for the next run."""
+
+worker: Worker  # of this process
 
 
 class Worker:
     """A peer within its own process, at one shape and number of tokens at a time."""
 
     def __init__(self, peer: str, device: torch.device) -> None:
-        self.peer, self.device = peer, device
+        self.peer, self.device, self.cuda = peer, device, device.type == "cuda"
         self.stack = contextlib.ExitStack()
         self.at: tuple[Shape, int] | None = None
         self.layer: Layer | None = None
         self.d_out: Tensor | None = None
+
+    def refer(self, shape: str, tokens: int, file: str) -> Row:
+        """Write the exact results into a file."""
+        torch.serialization.set_crc32_options(False)  # gigabytes
+        torch.save(reference(Inputs.draw(SHAPES[shape], tokens, self.device)), file)
+        return self.release()
 
     def prepare(self, shape: str, tokens: int, file: str | None) -> Row:
         """Compile and warm up. Returns SNR against the reference in `file`, and bytes above inputs."""
@@ -76,32 +81,26 @@ class Worker:
             importlib.import_module("torch._dynamo").reset()  # other widths would be variables of its code
         self.at = SHAPES[shape], tokens
         began = time.perf_counter()
-        if self.peer == REFERENCE:
-            torch.serialization.set_crc32_options(False)  # gigabytes
-            torch.save(reference(Inputs.draw(*self.at, self.device)), file)  # type: ignore[arg-type]
-            self.release()
-            return {}
-        layer = self._make()
-        before = self._bytes()
+        layer, before = self._make(), torch.cuda.memory_allocated()
         self.step()
-        self._wait()
+        synchronize()
         row: Row = {"first step s": time.perf_counter() - began}
         for _ in range(WARM_STEPS):
             self.step()
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         got = self.step()
-        self._wait()
-        if self.device.type == "cuda":
+        synchronize()
+        if self.cuda:
             row["peak"] = torch.cuda.max_memory_allocated() - before
         if file:
             wanted = torch.load(file, mmap=True)
             got[3] = layer.gate_first(got[3])
             row["dB"] = {name: snr(wanted[name], each) for name, each in zip(RESULTS, got)}
         del got
-        if self.device.type == "cuda":
+        if self.cuda:
             out = layer.call()
-            row["kept"] = self._bytes() - before - out.nbytes
+            row["kept"] = torch.cuda.memory_allocated() - before - out.nbytes
             torch.autograd.grad(out, layer.leaves, self.d_out)
         self._make_room()
         return row
@@ -113,12 +112,12 @@ class Worker:
             for _ in range(WARM_STEPS):
                 self.step()
         for least in (LEAD_SECONDS, seconds):
-            self._wait()
+            synchronize()
             began, steps = time.perf_counter(), 0
             while (took := time.perf_counter() - began) < min(least, seconds) or not steps:
                 for _ in range(5):
                     self.step()
-                self._wait()
+                synchronize()
                 steps += 5
             took = time.perf_counter() - began
         self._make_room()
@@ -127,9 +126,7 @@ class Worker:
     def release(self) -> Row:
         self.layer = self.d_out = None
         self.stack.close()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
         return {}
 
     def step(self) -> list[Tensor]:
@@ -145,36 +142,31 @@ class Worker:
 
     def _make_room(self) -> None:
         """Give the allocator's cache back, and the inputs too if other processes could run short."""
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
             if free < LEAST_FREE * total:
                 self.release()
 
-    def _bytes(self) -> int:
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def serve(connection: Any, peer: str, device: str, log: str) -> None:
-    """A process's main: answer (method, arguments) until the other end closes. Output of libraries goes to `log`."""
+def begin(peer: str, device: str, log: str) -> None:
+    """Start a peer's process. What libraries print goes to the file `log`."""
+    global worker
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     worker = Worker(peer, torch.device(device))
-    with contextlib.suppress(EOFError):
-        while True:
-            method, args = connection.recv()
-            try:
-                row = getattr(worker, method)(*args)
-            except Exception as error:
-                traceback.print_exc()
-                row = {"error": last_line(f"{type(error).__name__}: {error}")}
-                worker.release()
-            connection.send(row)
+
+
+def call(method: str, *args: Any) -> Row:
+    """Run a method of this process's worker."""
+    try:
+        row: Row = getattr(worker, method)(*args)
+    except Exception as error:
+        traceback.print_exc()
+        row = {"error": last_line(f"{type(error).__name__}: {error}")}
+        worker.release()
+    return row
 
 
 def last_line(text: str) -> str:
@@ -188,114 +180,83 @@ class Process:
 
     def __init__(self, peer: str, device: str, logs: Path) -> None:
         self.peer, self.device, self.log = peer, device, logs / f"{peer.replace(' ', '_')}.log"
-        self.process: Any = None
-        self.connection: Any = None
-
-    def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, self.peer, self.device, str(self.log)))
-        self.process.start()
-        theirs.close()
+        self.pool: ProcessPoolExecutor | None = None
 
     def ask(self, limit: float, method: str, *args: Any) -> Row:
         """The answer; {"error": why} if there is none within `limit` seconds."""
-        if self.process is None:
-            self.start()
+        if self.pool is None:
+            given = self.peer, self.device, str(self.log)
+            self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin, given)
         try:
-            self.connection.send((method, args))
-            if self.connection.poll(limit):
-                answer: Row = self.connection.recv()
-                if "error" in answer:
-                    log(f"{self.peer}: {self._said()}")
-                    if "CUDA error" in self._said():  # which stays
-                        self.close()
-                return answer
-            why = f"{method}: {LATE} {limit:.0f} s"
-        except (EOFError, OSError):
-            self.process.join(5)
-            why = f"{method}: ended with exit code {self.process.exitcode}: {last_line(self._said())}"
-        log(f"{self.peer}: {why}: {self._said()}")
-        self.close()
-        return {"error": why}
+            answer = self.pool.submit(call, method, *args).result(limit)
+            ended = "CUDA error" in answer.get("error", "")  # which stays
+        except (TimeoutError, BrokenProcessPool) as error:
+            late = isinstance(error, TimeoutError)
+            why = f"{LATE} {limit:.0f} s" if late else f"the process ended: {last_line(self._said())}"
+            answer, ended = {"error": f"{method}: {why}"}, True
+        if "error" in answer:
+            log(f"{self.peer}: {answer['error']}: {self._said()}")
+        if ended:
+            self.close()
+        return answer
 
     def _said(self) -> str:
         """The last 2000 characters of its log."""
         return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.connection.close()
-        self.process = None
+        if self.pool is not None:
+            for process in list(self.pool._processes.values()):
+                process.kill()
+            self.pool.shutdown()
+        self.pool = None
 
 
 def cells(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """Shapes and token counts, the middle one first: Liger tunes its kernels once per width, at the first count."""
     counts = sorted(given.tokens)
     counts.insert(0, counts.pop(len(counts) // 2))
-    for shape in given.shapes:
-        for tokens in counts:
-            yield shape, tokens
+    return ((shape, tokens) for shape in given.shapes for tokens in counts)
 
 
 def layers(given: argparse.Namespace) -> None:
     os.environ |= CACHES
-    began = time.monotonic()
-    result = about(given)
-
-    def left() -> float:
-        return float(given.total) - (time.monotonic() - began)
-
-    with tempfile.TemporaryDirectory() as folder:
+    began, result = time.monotonic(), about(given)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes = {peer: Process(peer, given.device, Path(folder)) for peer in (*given.peers, REFERENCE)}
-        file, tried = str(Path(folder, "reference.pt")), dict[tuple[str, str], Row]()
-        try:
-            for process in processes.values():
-                process.start()
-            for shape, tokens in cells(given):
-                if left() < LEAST_SECONDS:
-                    log(f"{shape}, {tokens} tokens: not started, {left():.0f} s of --total are left")
-                    continue
-                found = cell(given, processes, tried, shape, tokens, file, left)
-                result["layers"] += [shortened(row) for row in found]
-                result["seconds"] = round(time.monotonic() - began)
-                if given.out:
-                    write(result, [given.out])
-        finally:
-            for process in processes.values():
-                process.close()
+        for process in processes.values():
+            stack.callback(process.close)
+        late: dict[tuple[str, str], Row] = {}
+        for shape, tokens in cells(given):
+            found = cell(given, processes, late, shape, tokens, str(Path(folder, "reference.pt")))
+            result["layers"] += [shortened(row) for row in found]
+            result["seconds"] = round(time.monotonic() - began)
+            if given.out:
+                write(result, [given.out])
     print(markdown([result]), flush=True)
 
 
 def cell(
     given: argparse.Namespace,
     processes: dict[str, Process],
-    tried: dict[tuple[str, str], Row],
+    late: dict[tuple[str, str], Row],
     shape: str,
     tokens: int,
     file: str,
-    left: Callable[[], float],
 ) -> list[Row]:
-    """Rows of all peers at a shape and number of tokens.
-
-    tried: (peer, shape) -> its last answer there; filled here. A peer that exceeded its limit is not asked again.
-    """
+    """Rows of all peers at a shape and number of tokens. late: (peer, shape) that are not tried again -> why."""
     sizes = SHAPES[shape]
     name = {"shape": shape, "sizes": list(sizes), "tokens": tokens}
     name["rows an expert"] = tokens * sizes.arriving * sizes.top_k / sizes.experts
-    made = processes[REFERENCE].ask(given.limit, "prepare", shape, tokens, file)
-    reference_file = None if "error" in made else file
+    made = processes[REFERENCE].ask(given.limit, "refer", shape, tokens, file)
+    note = {"note": f"no reference: {made['error']}"} if "error" in made else {}
     rows: dict[str, Row] = {}
     for peer in given.peers:
-        process, last = processes[peer], tried.get((peer, shape), {"error": ""})
-        limit = max(10.0, min(given.first if "error" in last else given.limit, left()))
-        row = last if LATE in last.get("error", "") else process.ask(limit, "prepare", shape, tokens, reference_file)
-        rows[peer] = name | {"peer": peer} | row
-        tried[peer, shape] = row
-        if "error" in made:
-            rows[peer].setdefault("note", f"no reference: {made['error']}")
+        args = shape, tokens, None if note else file
+        row = late.get((peer, shape)) or processes[peer].ask(given.limit, "prepare", *args)
+        if LATE in row.get("error", ""):
+            late[peer, shape] = row
+        rows[peer] = name | {"peer": peer} | note | row
         log(f"{shape}, {tokens}: {peer} {json.dumps(shortened(row))}")
     times: dict[str, list[float]] = {peer: [] for peer, row in rows.items() if "error" not in row}
     for turn in range(given.rounds):
@@ -309,9 +270,8 @@ def cell(
             median = statistics.median(ms)
             rows[peer] |= {"ms": median, "spread": max(ms) / min(ms) - 1, "TF": sizes.flop(tokens) / median / 1e9}
     for process in processes.values():
-        if process.process is not None:
+        if process.pool is not None:
             process.ask(given.limit, "release")
-    log(f"{shape}, {tokens}: " + ", ".join(f"{peer} {row['ms']:.2f} ms" for peer, row in rows.items() if "ms" in row))
     return list(rows.values())
 
 
@@ -319,7 +279,7 @@ def products(given: argparse.Namespace) -> None:
     """GEMMs alone, operands ready: mxep, torch, DeepGEMM. Imports hydra, as the benches do."""
     from benchmarks import peer_gemms
 
-    result = about(given) | {"layers": []}
+    result = about(given)
     for row in peer_gemms.measure([SHAPES[name] for name in given.shapes], given.shapes, given.tokens, result):
         result.setdefault("products", []).append(shortened(row))
         log(json.dumps(shortened(row)))
@@ -363,9 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[1024, 4096, 16384])
     run.add_argument("--seconds", type=float, default=0.3, help="of a stretch")
     run.add_argument("--rounds", type=int, default=3)
-    run.add_argument("--first", type=float, default=200, help="seconds for a peer's first steps at a shape")
-    run.add_argument("--limit", type=float, default=90, help="seconds for any other answer")
-    run.add_argument("--total", type=float, default=540, help="seconds for all")
+    run.add_argument("--limit", type=float, default=200, help="seconds for an answer of a peer")
     run.add_argument("--device", default="cuda")
     run.add_argument("--commit", help="the code's version, where there is no git")
     for action in (layers, products):

@@ -16,10 +16,10 @@ from rich.console import Console
 from mxep.integration.config import ConfigError, unknown
 from mxep.integration.launch import Rank
 from mxep.integration.report import Report, Row, Section
-from mxep.integration.report import write_json as write
+from mxep.integration.results import write_json as write
 from mxep.integration.schema import BenchConfig
 
-from .timer import free_memory
+from .script import free_memory
 
 T = TypeVar("T")
 ANY = "*"
@@ -124,7 +124,7 @@ def models(bench: Bench, shape_of: Callable[..., T]) -> Iterator[tuple[Row, T]]:
                 # Compiled code has one shape's widths as constants. With a second shape they would become variables.
                 importlib.import_module("torch._dynamo").reset()
             yield {"model": model, "shape": list(sizes), "ranks": bench.rank.world_size}, shape_of(*sizes)
-            free_memory(bench.device)
+            free_memory()
 
 
 def table(title: str, labels: str, figures: str) -> Section:

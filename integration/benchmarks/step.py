@@ -3,56 +3,48 @@
     python integration/benchmarks/step.py --layers 4 8 --kinds baseline "mxep_mxfp8 + optimize" --out FILE.json
     torchrun --nproc-per-node 2 integration/benchmarks/step.py --layers 8 16 --out FILE.json
 
-A kind names the experts, and changes to the rest of the model:
+A kind names the experts, `baseline` (baseline.BaselineLayer) or `mxep_RECIPE`, and changes to the rest of the model:
 
-    baseline      baseline.BaselineLayer            transformers   its own grouped_mm
-    mxep_RECIPE   mxep, each weight quantized once a step
     + optimize    mxep.integration.transformers.optimize: loss in chunks, causal SDPA, decoder layers compiled
     + linears     attention's projections in MXFP8 too (with + optimize)
 
-Without "+ optimize" the model is as transformers makes it, SDPA with its check of the mask. Parameters are bf16. On
-several GPUs experts are spread over all ranks (EP). The rest is sharded by FSDP2 and gathered once a step.
-BaselineLayer reads sizes on the host there, so with other experts than mxep's "+ optimize" compiles only attention and
-norms.
+Without "+ optimize" the model is as transformers makes it. Parameters are bf16. On several GPUs experts are spread over
+all ranks (EP), and the rest is sharded by FSDP2 and gathered once a step. BaselineLayer reads sizes on the host there,
+so with it "+ optimize" compiles only attention and norms.
 
 Weights are random. `--routing forced` gives every expert equally many tokens, as Megatron's
---moe-router-force-load-balancing does. `--routing natural` is the router's choice. `most of mean` says how uneven it
-is: rows of the busiest GPU / mean, by layer. Batches differ from micro-batch to micro-batch. Labels are the ids.
+--moe-router-force-load-balancing does. Labels are the ids.
 
-ms            a step: median; min and max beside it in JSON
+ms            a step: median
 TFLOP/s       of a GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
 peak GiB      most memory of a rank, states included
+most of mean  rows of the busiest GPU / mean, by layer
 shares        of a step: kernels of one profiled step, by name and by the autograd node that launched them, over `ms`;
               `idle`: what is left of `ms`. Overlapping kernels each count in full
 t(48)         t(N2) + (48 - N2) (t(N2) - t(N1)) / (N2 - N1), for two numbers of layers; the optimizer is scaled with it
 
-Weights, gradients and moments take 5.0 GB a layer, and 5.0 GB for head and embedding. With --moments fp32 both are
-7.5 GB. Kept quantized weights take 1.25 GB a layer. Over two GPUs each has half. So 8 layers fit one GPU of 80 GB, and
-16 fit two. With fp32 moments it is 6 and 12.
+8 layers fit one GPU of 80 GB, and 16 fit two. With fp32 moments it is 6 and 12.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
-import copy
 import functools
-import gc
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -60,17 +52,18 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import BaselineLayer
+from benchmarks.script import GIB, busy, free_memory, rank, ranks, save, seconds, started_ranks, synchronize
 from mxep.comms import Capacity
 from mxep.ep import accumulate_in_place, clip_grad_norm_, parameter_groups
 from mxep.ep.dtensors import local_tensor, local_weight
-from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
+from mxep.gemm import Recipe, quantize_weights_once
 from mxep.integration.flops import count_name, flops_per_token
+from mxep.integration.mesh import all_gather
 from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register
-from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, layers, own_expert_parallel
+from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, layers
 
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 CAPACITY = 2.0  # times the balanced load of a rank
-KINDS = ("baseline", "baseline + optimize", "transformers", "mxep_bf16", "mxep_mxfp8", "mxep_bf16 + optimize")
+KINDS = ("baseline", "baseline + optimize", "mxep_bf16", "mxep_mxfp8", "mxep_bf16 + optimize")
 KINDS += ("mxep_mxfp8 + optimize", "mxep_mxfp8 + optimize + linears")
 SIZES: dict[str, dict[str, int]] = {
     "qwen3": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -88,9 +81,8 @@ SHARES = {
     "linears": r"gemm|nvjet|cutlass|xmma|MmBackward|aten::mm|aten::linear",
 }
 """Share of a step -> patterns in the names of its kernels, or of the autograd nodes that launched them. The first match
-counts. Kernels without a match are "norms, element-wise". MXFP8 linears run the experts' GEMM kernels and count there.
-An eager head's GEMMs count as linears.
-"""
+counts. MXFP8 linears run the experts' GEMM kernels and count there. An eager head's GEMMs count as linears."""
+REST = "norms, element-wise"
 
 
 def baseline_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -106,24 +98,19 @@ def baseline_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, t
     return out
 
 
-def all_to_all_experts(
-    ep: DeviceMesh, tp: DeviceMesh, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """transformers' own expert parallelism, on the experts that are here. tp: of this rank alone."""
-    here = copy.copy(experts)
-    here.__dict__["_parameters"] = {name: local_weight(weight) for name, weight in experts.named_parameters()}
-    here.num_experts = len(here.down_proj)
-    exchange = own_expert_parallel.AllToAllEP(here, ep, tp)
-    exchange.experts_forward = functools.partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], here)
-    out: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
-    return out.to(hidden_states.dtype)
+def register_experts(recipes: Iterable[str], **limits: Any) -> None:
+    """Register experts for transformers: `bench RECIPE`, `bench baseline`, and `bench none`, which do nothing."""
+    for recipe in recipes:
+        register(Implementation(f"bench {recipe}", Recipe.named(recipe), **limits))
+    ALL_EXPERTS_FUNCTIONS.register("bench baseline", baseline_experts)
+    ALL_EXPERTS_FUNCTIONS.register("bench none", lambda experts, hidden_states, *_: hidden_states)
 
 
 def draw_weights(model: Any, device: torch.device) -> None:
     """Move a model from meta to the device, with random weights, which differ from rank to rank."""
     model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
-    torch.manual_seed(RANK)
+    torch.manual_seed(rank())
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
@@ -153,17 +140,13 @@ class AdamWFP32(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["steps"] += 1
-            corrections = torch.tensor([1 - 0.9 ** group["steps"], 1 - 0.95 ** group["steps"]], dtype=torch.float32)
+            corrections = torch.tensor([1 - beta ** group["steps"] for beta in (0.9, 0.95)], dtype=torch.float32)
             for p in group["params"]:
                 weight, grad = local_tensor(p).view(-1), local_tensor(p.grad).view(-1)
-                state = self.state[p]
-                if not state:
-                    state |= {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-                run = _compiled_adamw if weight.is_cuda else _adamw
-                corrections = corrections.to(weight.device)
-                run(
-                    weight, grad, state["exp_avg"], state["exp_avg_sq"], corrections, group["lr"], group["weight_decay"]
-                )
+                if not (state := self.state[p]):
+                    state["moments"] = torch.zeros(2, len(weight), dtype=torch.float32, device=weight.device)
+                run, corrections = _compiled_adamw if weight.is_cuda else _adamw, corrections.to(weight.device)
+                run(weight, grad, *state["moments"], corrections, group["lr"], group["weight_decay"])
 
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, corrections: Tensor, lr: float, decay: float) -> None:
@@ -181,70 +164,50 @@ class Subject:
     """A model of one kind, its optimizer and its batches."""
 
     def __init__(self, kind: str, depth: int, args: argparse.Namespace, device: torch.device) -> None:
-        self.args, self.device, self.kind = args, device, kind
+        self.args, self.device = args, device
         experts, *rest = kind.split(" + ")
+        self.mxep = experts.startswith("mxep")
+        recipe = experts.removeprefix("mxep_")
         self.config = Qwen3MoeConfig(
             **SIZES[args.sizes], num_hidden_layers=depth, norm_topk_prob=True, tie_word_embeddings=False,
             max_position_embeddings=args.length,
         )  # fmt: skip
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        mesh = init_device_mesh(device.type, (RANKS,))
-        name = self._implementation(experts, mesh)
-        if RANKS > 1:
-            expert_parallel(model, mesh, name if experts.startswith("mxep") else "step mxep_bf16")
+        limits = {"capacity": Capacity.factor(CAPACITY)} if ranks() > 1 else {}
+        register_experts({"bf16", recipe if self.mxep else "bf16"}, max_tokens=args.tokens, **limits)
+        mesh = init_device_mesh(device.type, (ranks(),)) if ranks() > 1 else None
+        if mesh:
+            expert_parallel(model, mesh, f"bench {recipe if self.mxep else 'bf16'}")
         draw_weights(model, device)
-        if RANKS > 1:
-            for each, weight in model.named_parameters():
-                if ".experts." not in each:
-                    dist.broadcast(weight.detach(), 0)
+        own = {weight for name, weight in model.named_parameters() if ".experts." in name}
+        for weight in model.parameters() if mesh else ():
+            if weight not in own:
+                dist.broadcast(weight.detach(), 0)
         if args.routing == "forced":
             for layer in model.model.layers:
                 layer.mlp.gate.__class__ = ForcedRouter
-        model.config._experts_implementation = name
+        model.config._experts_implementation = f"bench {recipe}"
         model.train()
         self.changed: dict[str, str] = {}
         if "optimize" in rest:
-            whole = RANKS == 1 or experts.startswith("mxep")
+            whole = self.mxep or not mesh
             linears = "mxfp8" if "linears" in rest else None
-            how: dict[str, Any] = {"loss_rows": args.loss_rows, "head_gradient": getattr(torch, args.head_gradient)}
-            self.changed = optimize(model, experts=None, linears=linears, attention="causal", compile=whole, **how)
+            self.changed = optimize(model, experts=None, linears=linears, attention="causal", compile=whole)
             for layer in () if whole else model.model.layers:
                 for part in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
                     part.forward = torch.compile(part.forward)
-        if RANKS > 1:
-            alone = {weight for each, weight in model.named_parameters() if ".experts." in each}
+        if mesh:
             for module in (*model.model.layers, model):
-                fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=alone)
+                fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=own)
         self.model = model
         kwargs: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.1}
         if args.moments == "fp32":
             self.optimizer: torch.optim.Optimizer = AdamWFP32(parameter_groups(model), **kwargs)
         else:
             self.optimizer = torch.optim.AdamW(parameter_groups(model), fused=True, betas=(0.9, 0.95), **kwargs)
-        self.contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
-        if experts.startswith("mxep"):
-            self.contexts = [accumulate_in_place] if args.accumulate == "gemm" else []
-            if args.after_step:
-                quantize_after_step(self.optimizer)
-            else:
-                self.contexts.append(quantize_weights_once)
         shape = args.micro_batches, args.tokens // args.length, args.length
         self.ids = torch.randint(self.config.vocab_size, shape, device=device, dtype=torch.int64)
-
-    def _implementation(self, experts: str, mesh: DeviceMesh) -> str:
-        limits: dict[str, Any] = {"max_tokens": self.args.tokens}
-        if RANKS > 1:
-            limits["capacity"] = Capacity.factor(CAPACITY)
-        for recipe in {"bf16", experts.removeprefix("mxep_") if experts.startswith("mxep_") else "bf16"}:
-            register(Implementation(f"step mxep_{recipe}", Recipe.named(recipe), **limits))
-        ALL_EXPERTS_FUNCTIONS.register("step baseline", baseline_experts)
-        if experts == "transformers" and RANKS > 1:
-            if own_expert_parallel is None:
-                raise NotImplementedError("transformers' experts on several ranks: expected transformers 5.23 or newer")
-            alone = init_device_mesh(self.device.type, (RANKS, 1), mesh_dim_names=("ep", "tp"))["tp"]
-            ALL_EXPERTS_FUNCTIONS.register("step transformers", functools.partial(all_to_all_experts, mesh, alone))
-        return "grouped_mm" if experts == "transformers" and RANKS == 1 else f"step {experts}"
 
     def step(self) -> Tensor:
         """A whole step; the mean loss."""
@@ -252,10 +215,12 @@ class Subject:
         items = args.micro_batches * args.tokens
         total = torch.zeros((), device=self.device, dtype=torch.float32)
         with contextlib.ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context())
+            if self.mxep:
+                stack.enter_context(quantize_weights_once())
+                if args.accumulate == "gemm":
+                    stack.enter_context(accumulate_in_place())
             for i, ids in enumerate(self.ids):
-                if RANKS > 1:
+                if ranks() > 1:
                     last = i == args.micro_batches - 1
                     model.set_requires_gradient_sync(last)
                     model.set_reshard_after_backward(last)
@@ -263,7 +228,7 @@ class Subject:
                 loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=items).loss
                 loss.backward()
                 total += loss.detach()
-        if self.kind.startswith("mxep"):
+        if self.mxep:
             check(model)
         with torch.profiler.record_function("clip"):
             clip_grad_norm_(model.parameters(), 1.0)
@@ -274,10 +239,10 @@ class Subject:
     @torch.no_grad()
     def most_of_mean(self) -> list[float]:
         """The rows of the busiest GPU divided by the mean, by layer. Collective."""
-        counts = torch.zeros(len(self.model.model.layers), RANKS, device=self.device, dtype=torch.float32)
+        counts = torch.zeros(len(self.model.model.layers), ranks(), device=self.device, dtype=torch.float32)
 
         def count(i: int, _: Any, __: Any, routed: tuple[Tensor, Tensor, Tensor]) -> None:
-            counts[i] = (routed[2].flatten() // (self.config.num_experts // RANKS)).bincount(minlength=RANKS)
+            counts[i] = (routed[2].flatten() // (self.config.num_experts // ranks())).bincount(minlength=ranks())
 
         gates = [layer.mlp.gate for layer in self.model.model.layers]
         hooks = [gate.register_forward_hook(functools.partial(count, i)) for i, gate in enumerate(gates)]
@@ -285,20 +250,13 @@ class Subject:
             self.model(input_ids=self.ids[0], use_cache=False, logits_to_keep=1)
         for hook in hooks:
             hook.remove()
-        if RANKS > 1:
+        if ranks() > 1:
             dist.all_reduce(counts)
         return [round(float(c.max() / c.mean()), 3) for c in counts]
 
     def close(self) -> None:
         for _, layer in layers(self.model):
             layer.dispatcher.close()
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    if RANKS > 1:
-        dist.barrier()
 
 
 def measure(kind: str, depth: int, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -312,84 +270,50 @@ def measure(kind: str, depth: int, args: argparse.Namespace, device: torch.devic
         times: list[float] = []
         ready = time.perf_counter() - began
         while len(times) < 3 or (sum(times) < args.seconds and len(times) < 100):
-            synchronize(device)
-            start = time.perf_counter()
-            subject.step()
-            synchronize(device)
-            times.append(_slowest(time.perf_counter() - start, device))
+            times.append(seconds(subject.step))
         ms, tokens = 1e3 * statistics.median(times), args.micro_batches * args.tokens
         flops = sum(flops_per_token(subject.config, args.length).values())
-        row: dict[str, Any] = {"kind": kind, "layers": depth, "ranks": RANKS, "ms": round(ms, 2)}
+        row: dict[str, Any] = {"kind": kind, "layers": depth, "ranks": ranks(), "ms": round(ms, 2)}
         row |= {"min ms": round(1e3 * min(times), 2), "max ms": round(1e3 * max(times), 2), "steps": len(times)}
         row |= {"tokens/s a GPU": round(tokens / ms * 1e3, 1), "TFLOP/s a GPU": round(tokens * flops / ms / 1e9, 1)}
         row |= {"count": count_name(subject.config, args.length), "losses": losses, "optimize": subject.changed}
         if device.type == "cuda":
-            row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            row["peak GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
             row["allocator retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         row["seconds until timed"] = round(ready, 1)
         if args.profile:
-            row["shares"] = shares(subject.step, ms, device)
+            row["shares"] = shares(subject.step, ms)
         row["most of mean"] = subject.most_of_mean()
         return row
     finally:
         subject.close()
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
-    if RANKS == 1:
-        return seconds
-    value = torch.tensor(seconds, device=device, dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
-
-
-def shares(step: Callable[[], object], ms: float, device: torch.device) -> dict[str, Any]:
-    """Shares by part of a step that takes `ms` without a profiler."""
-    on_gpu = device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
-    step()
-    synchronize(device)
-    with torch.profiler.profile(activities=activities) as profile:
+def shares(step: Callable[[], object], ms: float) -> dict[str, Any]:
+    """Shares by part of a step that takes `ms` without a profiler. Collective."""
+    seconds(step)
+    with torch.profiler.profile() as profile:
         step()
-        synchronize(device)
-    spent: dict[tuple[str, str], float] = {}  # of (kernel, part): us
-    seen: dict[str, float] = {}  # of a kernel, what its launcher is known of
-    intervals, total = [], dict[str, float]()
+        synchronize()
+    kernels = [
+        event
+        for event in profile.events()
+        if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
+    ]
+    found = dict.fromkeys((*SHARES, REST), 0.0)  # us
+    left = collections.Counter[str]()
+    for kernel in kernels:
+        left[kernel.name] += kernel.time_range.elapsed_us()
     for event in profile.events():
-        if event.device_type != torch.autograd.DeviceType.CPU:
-            name = str(event.name)
-            if getattr(event, "is_user_annotation", False):
-                continue
-            intervals.append((event.time_range.start, event.time_range.end))
-            total[name] = total.get(name, 0.0) + event.time_range.elapsed_us()
-        elif not on_gpu and not event.cpu_children:
-            intervals.append((event.time_range.start, event.time_range.end))
-            total[event.name] = total.get(event.name, 0.0) + event.time_range.elapsed_us()
         for kernel in event.kernels:
-            part = part_of(kernel.name, *_ancestors(event))
-            spent[kernel.name, part] = spent.get((kernel.name, part), 0.0) + kernel.duration
-            seen[kernel.name] = seen.get(kernel.name, 0.0) + kernel.duration
-    for name, us in total.items():  # graphs' kernels have no launcher
-        if (rest := us - seen.get(name, 0.0)) > 0:
-            part = part_of(name)
-            spent[name, part] = spent.get((name, part), 0.0) + rest
-    busy, until = 0.0, -float("inf")
-    for start, stop in sorted(intervals):
-        busy += max(0.0, stop - max(start, until))
-        until = max(until, stop)
-    found = dict.fromkeys((*SHARES, "norms, element-wise"), 0.0)
-    for (_, part), us in spent.items():
-        found[part] += us
-    works = torch.tensor([sum(found.values()) - found["communication"]], device=device, dtype=torch.float64) / 1e3
-    each = [works] if RANKS == 1 else [torch.empty_like(works) for _ in range(RANKS)]
-    if RANKS > 1:
-        dist.all_gather(each, works)
-    found["idle"] = 1e3 * ms - busy
-    longest = sorted(spent.items(), key=lambda item: -item[1])[:25]
-    return {part: round(us / 1e3 / ms, 4) for part, us in found.items()} | {
-        "other than communication, ms by rank": [round(float(x), 2) for x in each],
-        "longest, ms": {f"{part}: {name[:90]}": round(us / 1e3, 3) for (name, part), us in longest},
-    }
+            found[part_of(kernel.name, *_ancestors(event))] += kernel.duration
+            left[kernel.name] -= kernel.duration
+    for name, us in left.items():  # graphs' kernels have no launcher
+        found[part_of(name)] += max(0.0, us)
+    other_ms = (sum(found.values()) - found["communication"]) / 1e3
+    found["idle"] = 1e3 * ms - busy((kernel.time_range.start, kernel.time_range.end) for kernel in kernels)
+    by_rank = {"other than communication, ms by rank": [round(each, 2) for each in all_gather(other_ms)]}
+    return {part: round(us / 1e3 / ms, 4) for part, us in found.items()} | by_rank
 
 
 def part_of(*names: str) -> str:
@@ -397,7 +321,7 @@ def part_of(*names: str) -> str:
     for part, pattern in SHARES.items():
         if any(re.search(pattern, name) for name in names):
             return part
-    return "norms, element-wise"
+    return REST
 
 
 def _ancestors(event: Any) -> Iterator[str]:
@@ -432,9 +356,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--routing", choices=("natural", "forced"), default="natural")
     parser.add_argument("--moments", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--loss-rows", type=int, default=4096)
-    parser.add_argument("--head-gradient", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--after-step", action="store_true", help="quantize_after_step, not within the micro-batches")
     parser.add_argument("--accumulate", choices=("gemm", "autograd"), default="gemm", help="what adds mxep's gradients")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="qwen3")
@@ -443,47 +364,29 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     if args.tokens % args.length:
         parser.error(f"--tokens: expected a multiple of --length {args.length}, got {args.tokens}")
     for kind in args.kinds:
-        if not re.fullmatch(r"(baseline|transformers|mxep_\w+)( \+ optimize( \+ linears)?)?", kind):
+        if not re.fullmatch(r"(baseline|mxep_\w+)( \+ optimize( \+ linears)?)?", kind):
             parser.error(f"--kinds: expected as one of {', '.join(KINDS)}, got {kind!r}")
     return args
 
 
 def main(given: list[str] | None = None) -> list[dict[str, Any]]:
-    args, device = arguments(given), torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if RANKS > 1 and not dist.is_initialized():
-        dist.init_process_group(device_id=device if device.type == "cuda" else None)
-    elif not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows: list[dict[str, Any]] = []
-    about: dict[str, Any] = {"torch": torch.__version__, "arguments": vars(args) | {"out": str(args.out)}}
-    about["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    about["commit"] = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    for depth in args.layers:
-        for kind in args.kinds:
+    args, rows = arguments(given), []
+    with started_ranks() as device:
+        for depth, kind in ((depth, kind) for depth in args.layers for kind in args.kinds):
             torch._dynamo.reset()
             try:
                 row = measure(kind, depth, args, device)
-            except (torch.OutOfMemoryError, NotImplementedError) as error:
+            except torch.OutOfMemoryError as error:
                 row = {"kind": kind, "layers": depth, "error": str(error).partition("\n")[0]}
             rows.append(row)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            if RANK == 0:
+            free_memory()
+            if rank() == 0:
                 print(json.dumps(row), flush=True)
-                if args.out:
-                    args.out.write_text(json.dumps(about | {"rows": rows}, indent=1))
-    tokens = args.micro_batches * args.tokens
-    if RANK == 0:
-        print(*extrapolated(rows, tokens, args.length, args.sizes), sep="\n", flush=True)
+            save(args.out, rows, arguments=vars(args) | {"out": str(args.out)})
+        if rank() == 0:
+            print(*extrapolated(rows, args.micro_batches * args.tokens, args.length, args.sizes), sep="\n", flush=True)
     return rows
 
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()

@@ -295,7 +295,7 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
 def _finish(results: Report, config: Config, folder: Path) -> int:
     """Write and show a task's results on the process that reports. Returns the exit code: 1 if some of them failed."""
     if reports():
-        from .report import write_json
+        from .results import write_json
 
         section, written = getattr(config, config.task.name), [folder / f"{config.task.name}.json"]
         if out := getattr(section, "out", None):

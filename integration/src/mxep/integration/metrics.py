@@ -223,6 +223,7 @@ CHUNK = 1 << 26  # elements compared at a time: weight gradients are large
 
 def snr(reference: Tensor, got: Tensor) -> float:
     """10 log10(sum reference^2 / sum (reference - got)^2) in dB, within -LIMIT and LIMIT. -LIMIT if it is not finite.
+    Computed on the device of `got`.
 
     Raises ValueError for tensors of different shapes.
     """
@@ -230,7 +231,7 @@ def snr(reference: Tensor, got: Tensor) -> float:
         raise ValueError(f"got shape {tuple(got.shape)}, wanted {tuple(reference.shape)}")
     signal = noise = 0.0
     for one, other in zip(reference.detach().flatten().split(CHUNK), got.detach().flatten().split(CHUNK)):
-        exact = one.double()
+        exact = one.to(other.device).double()
         signal += float(exact.square().sum())
         noise += float((exact - other.double()).square().sum())
     if noise == 0.0:

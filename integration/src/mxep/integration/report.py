@@ -10,17 +10,11 @@ load and speed, where it ran, and the config. Curves of all other metrics are Te
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
-import functools
-import importlib.metadata
 import itertools
 import json
 import math
-import platform
 import statistics
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -28,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import rich.markup
-import torch
 from omegaconf import OmegaConf
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -37,14 +30,12 @@ from rich.table import Table
 
 from . import __version__
 from .config import to_json
+from .results import provenance, shortened
 from .schema import Config
 from .train import COUNTS, Outcome, Run
 
 TERMINAL = 120  # characters: table width that remarks may fill
 REMARK = 16, 48  # fewest and most characters of a note or error in a table
-PACKAGES = "triton", "torchao", "transformers", "tokenizers"
-"""Results name their versions, where they are installed, and torch's."""
-
 Row = dict[str, Any]
 
 
@@ -148,52 +139,6 @@ class Report:
             section.show(console)
         for remark in self.remarks:
             console.print(remark, highlight=False, soft_wrap=True)
-
-
-def shortened(value: Any) -> Any:
-    """The same with floats rounded to five digits."""
-    if isinstance(value, dict):
-        return {key: shortened(each) for key, each in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def write_json(report: Mapping[str, Any], files: Sequence[Path]) -> None:
-    """Write the report as JSON to each file."""
-    for file in files:
-        file.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def provenance(command: str, commit: str | None) -> dict[str, Any]:
-    """Device, driver, versions, date, commit and command. commit: what to say instead of git's answer."""
-    cuda = torch.cuda.is_available()
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    if cuda:
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {
-        "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
-        "versions": versions,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or git_commit(),
-        "command": command,
-    }
-
-
-def git_commit() -> str | None:
-    """The repository's commit, with "-dirty" if files differ from it. None outside of a repository."""
-    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
-
-
-@functools.cache
-def _output(*command: str) -> str | None:
-    """The first line that a command prints, None if it fails."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-        return done.stdout.splitlines()[0].strip()
-    return None
 
 
 # Training

@@ -1,0 +1,84 @@
+"""What scripts share: the ranks that torchrun started, a clock over all of them, a JSON file. Imports no hydra."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mxep.integration.mesh import all_gather
+from mxep.integration.results import provenance, write_json
+
+GIB = 1 << 30
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextlib.contextmanager
+def started_ranks() -> Iterator[torch.device]:
+    """A process group of the ranks that torchrun started, none of one process. Yields this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized()
+    if several:
+        dist.init_process_group(device_id=device if device.type == "cuda" else None)
+    yield device
+    if several:
+        dist.destroy_process_group()
+
+
+def synchronize() -> None:
+    """Wait for this rank's GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    gc.collect()
+    synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The slowest rank's time of a call, which all ranks begin together, until its GPU is done. Collective."""
+    synchronize()
+    if ranks() > 1:
+        dist.barrier()
+        synchronize()
+    began = time.perf_counter()
+    call()
+    synchronize()
+    return max(all_gather(time.perf_counter() - began))
+
+
+def busy(intervals: Iterable[tuple[float, float]]) -> float:
+    """How long any of the intervals (start, end) runs."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def save(file: str | Path | None, rows: Sequence[dict[str, Any]], **about: Any) -> None:
+    """Write rows, where they were made, and the command, on rank 0 and if there is a file."""
+    if file and rank() == 0:
+        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        write_json(provenance(command, None) | {"ranks": ranks()} | about | {"rows": rows}, [Path(file)])
