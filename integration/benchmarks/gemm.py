@@ -4,11 +4,9 @@
     steps      all three from bf16 operands, every              dgrad    da = dy w
                quantization included, the weights' too          wgrad    dw = dy^T a       2 M N K flop each
 
-A maker is a function of a Problem. It makes everything ready and returns the call to be timed.
-
-- The baseline is torch's grouped mm in bf16.
-- The FP8 peer is torch's grouped mm with a scale a row. Its sums stay in the tensor cores (fast), or are now and
-  then moved out of them (slow). torchao's grouped mm builds on it.
+- bf16 is torch's grouped mm. fp8 row is torch's with a scale a row; its sums stay in the tensor cores (fast), or are
+  now and then moved out of them (slow). torchao's grouped mm builds on it.
+- DeepGEMM has scales for 1 x 128 elements of rows and 128 x 128 of weights. Its wgrad adds to fp32.
 - The ceiling is a dense FP8 GEMM of the same M, N, K, with a scale a row or a tensor.
 
 M rows, N out features, K in features, G groups.
@@ -32,7 +30,8 @@ from mxep.quant import BLOCK, MXTensor, quantize
 
 from . import baseline
 from .runner import Bench, table
-from .timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
+from .script import free_memory
+from .timer import Alternative, Call, Timer, copy_tb_s, rotations
 
 T = TypeVar("T")
 DENSE = 8192  # size of the square GEMMs that are ceilings
@@ -94,7 +93,7 @@ def sweep(bench: Bench, measured: Mapping[str, Callable[[At], Iterator[Row]]]) -
                     yield name, labels | row
             except Exception as error:
                 yield name, labels | {"error": f"ended early: {describe(error)}"}
-            free_memory(bench.device)
+            free_memory()
 
 
 def ceilings(timer: Timer) -> dict[str, float]:
@@ -219,6 +218,32 @@ def dense_product(product: str, rows: bool, p: Problem) -> Call:
     return lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
+def deepgemm_product(product: str, p: Problem) -> Call:
+    """m-grouped for forward and dgrad, k-grouped for wgrad. Raises ImportError without DeepGEMM."""
+    deep_gemm, utils = (importlib.import_module(name) for name in ("deep_gemm", "deep_gemm.utils"))
+    counts = p.offs.diff(prepend=p.offs.new_zeros(1))
+    sizes = counts.tolist()
+    if product == "wgrad":
+
+        def columns(x: Tensor) -> tuple[Tensor, Tensor]:
+            """Per group (features, rows), one behind the other; scales (features, row blocks of all)."""
+            parts = [utils.per_token_cast_to_fp8(part.T.contiguous(), False) for part in x.split(sizes)]
+            return torch.cat([qdata.flatten() for qdata, _ in parts]), torch.cat([scale for _, scale in parts], 1)
+
+        operands = columns(p.dy), columns(p.a)
+        dw, zero = torch.zeros(2, *p.w.shape, dtype=torch.float32, device=p.w.device)
+        wgrad = deep_gemm.k_grouped_fp8_gemm_nt_contiguous
+        return lambda: wgrad(*operands, dw, sizes, counts, zero, recipe=(1, 1, 128))
+    rows, weight = (p.a, p.w) if product == "forward" else (p.dy, p.w.mT.contiguous())
+    blocks = [utils.per_block_cast_to_fp8(each, False) for each in weight]
+    right = torch.stack([qdata for qdata, _ in blocks]), torch.stack([scale for _, scale in blocks])
+    left, out = utils.per_token_cast_to_fp8(rows, False), rows.new_empty(len(rows), weight.shape[1])
+    groups = torch.arange(len(sizes), dtype=torch.int32, device=rows.device).repeat_interleave(counts)
+    multiply = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+    how = {"recipe_a": (1, 128), "recipe_b": (128, 128), "disable_ue8m0_cast": True}
+    return lambda: multiply(left, right, out, groups, **how)
+
+
 def mxep_product(product: str, backend: Backend, p: Problem) -> Call:
     """A GEMM of operands in the backend's form. On Hopper they are folded."""
     recipe = Recipe.mxfp8()
@@ -287,6 +312,7 @@ def products(product: str, backend: Backend) -> dict[str, Maker]:
         "bf16": functools.partial(bf16_product, product),
         "fp8 row, fast": functools.partial(row_product, product, True),
         "fp8 row, slow": functools.partial(row_product, product, False),
+        "DeepGEMM": functools.partial(deepgemm_product, product),
         "mxep": functools.partial(mxep_product, product, backend),
         "dense fp8, row": functools.partial(dense_product, product, True),
         "dense fp8, tensor": functools.partial(dense_product, product, False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.front_page import BAR, LEFT, MARGIN, ROOM, STEP, WIDTH, Page
@@ -82,8 +82,6 @@ def markdown(results: Sequence[Row]) -> str:
             lines += ["| *less exact* | | | | | | |"] if place else []
             lines += [line_of(row) for row in group]
         lines += [f"| {row['peer']} | {row['error']} | | | | | |" for row in rows if "ms" not in row]
-    for title, table in product_tables(results):
-        lines += ["", f"### {title}", "", *table]
     return "\n".join(lines) + "\n"
 
 
@@ -92,22 +90,6 @@ def line_of(row: Row) -> str:
     db = ", ".join(f"{row['dB'][each]:.1f}" for each in RESULTS) if "dB" in row else row.get("note", "")
     memory = [f"{row[key] / (1 << 20):.0f}" if key in row else "" for key in ("peak", "kept")]
     return f"| {name} | {row['ms']:.3g} | {row['spread']:.0%} | {row['TF']:.0f} | {db} | {memory[0]} | {memory[1]} |"
-
-
-def product_tables(results: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
-    for result in results:
-        rows = result.get("products", [])
-        dense = result.get("ceilings", {}).get("dense fp8 TF")
-        for gemm in dict.fromkeys(row["gemm"] for row in rows):
-            table = ["| | product | us | TFLOP/s | of dense FP8 | dB |", "|---|---|---|---|---|---|"]
-            for row in (row for row in rows if row["gemm"] == gemm):
-                if "us" not in row:
-                    table.append(f"| {row['what']} | {row['product']} | {row.get('error', row.get('note'))} | | | |")
-                    continue
-                share = f"{row['TF'] / dense:.0%}" if dense else ""
-                figures = f"{row['us']:.0f} | {row['TF']:.0f} | {share} | {row['dB']:.1f}"
-                table.append(f"| {row['what']} | {row['product']} | {figures} |")
-            yield f"{gemm}" + (f" (dense FP8: {dense:.0f} TFLOP/s)" if dense else ""), table
 
 
 def picture(results: Sequence[Row], tokens: int) -> str:

@@ -1,8 +1,7 @@
-"""Compare mxep with its peers on one GPU: layers, forward + backward, and GEMMs alone.
+"""Compare mxep with its peers on one GPU: layers, forward + backward.
 
     python integration/benchmarks/peers.py layers --out layers.json
-    python integration/benchmarks/peers.py products --out gemms.json
-    python integration/benchmarks/peers.py table layers.json gemms.json --out docs/results/peers-h100
+    python integration/benchmarks/peers.py table layers.json --out docs/results/peers-h100
 
 docs/lab/peers.md lists the peers, their packages, and the method. Each run writes one JSON file; `table` makes OUT.md
 and OUT.svg from such files.
@@ -275,19 +274,6 @@ def cell(
     return list(rows.values())
 
 
-def products(given: argparse.Namespace) -> None:
-    """GEMMs alone, operands ready: mxep, torch, DeepGEMM. Imports hydra, as the benches do."""
-    from benchmarks import peer_gemms
-
-    result = about(given)
-    for row in peer_gemms.measure([SHAPES[name] for name in given.shapes], given.shapes, given.tokens, result):
-        result.setdefault("products", []).append(shortened(row))
-        log(json.dumps(shortened(row)))
-        if given.out:
-            write(result, [given.out])
-    print(markdown([result]), flush=True)
-
-
 def about(given: argparse.Namespace) -> Row:
     where = provenance(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), given.commit)
     for package in PACKAGES:
@@ -316,7 +302,8 @@ def names_in(text: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(required=True)
-    run = argparse.ArgumentParser(add_help=False)
+    run = actions.add_parser("layers")
+    run.set_defaults(action=layers)
     run.add_argument("--out", type=Path)
     run.add_argument("--peers", type=names_in, default=list(PEERS), help="names, a semicolon between them")
     run.add_argument("--shapes", type=names_in, default=[name for name in SHAPES if name != "tiny"])
@@ -326,8 +313,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.add_argument("--limit", type=float, default=200, help="seconds for an answer of a peer")
     run.add_argument("--device", default="cuda")
     run.add_argument("--commit", help="the code's version, where there is no git")
-    for action in (layers, products):
-        actions.add_parser(action.__name__, parents=[run]).set_defaults(action=action)
     shown = actions.add_parser("table")
     shown.add_argument("files", type=Path, nargs="+")
     shown.add_argument("--out", type=Path, required=True)

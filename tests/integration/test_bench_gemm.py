@@ -178,6 +178,7 @@ def test_all_sections_are_measured_on_a_cpu_from_end_to_end(mxep, tmp_path: Path
     mxep = steps["mxep mxfp8"]
     assert mxep["x bf16"] == pytest.approx(steps["bf16"]["us"] / mxep["us"], rel=1e-3)
     assert mxep["TF"] == pytest.approx(6 * 96 * 64 * 128 / mxep["us"] / 1e6, rel=1e-3)
+    assert "deep_gemm" in next(row["note"] for row in results["sections"]["products"] if row["what"] == "DeepGEMM")
     products = {(row["product"], row["what"]): row for row in results["sections"]["products"]}
     assert max(row.get("of dense", 0) for (_, what), row in products.items() if what.startswith("dense")) == 1
     assert "mxep mxfp8, pre-quantized" in finished.out

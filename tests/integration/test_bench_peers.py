@@ -1,15 +1,12 @@
 """peers.py: processes, reference and table, on a CPU; no peer but the baseline runs there."""
 
-import functools
 import json
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import gemm, peer_gemms, peer_layers, peer_table, peers
-from benchmarks.timer import Timer
-from mxep.gemm import backends
+from benchmarks import peer_layers, peer_table, peers
 from mxep.integration.metrics import snr
 
 TINY = peer_layers.SHAPES["tiny"]
@@ -84,27 +81,6 @@ def test_the_table_says_first_where_a_peer_that_is_as_exact_is_ahead():
 def test_a_peer_more_exact_than_anything_of_ours_is_not_compared_in_silence():
     rows = [row("peer", 2.0, 30.0, 4), row("mxep mxfp8", 1.0, 23.0, 1)]
     assert peer_table.losses("s", rows, "ms", ".2f", 1.0) == ["- s: nothing of ours is as exact as peer (30.0 dB)"]
-
-
-@pytest.mark.parametrize("product", gemm.PRODUCTS)
-def test_gemms_alone_have_rates_and_snr_and_say_why_a_peer_is_missing(product):
-    device = torch.device("cpu")
-    problem = gemm.Problem.gaussian((64, 32, 96, 2), torch.Generator(device).manual_seed(0))
-    backend = backends.select("auto", device)
-    makers = gemm.products(product, backend)
-    makers = {name: makers[name] for name in ("bf16", "mxep")} | {
-        "DeepGEMM": functools.partial(peer_gemms.deepgemm, product)
-    }
-    timer = Timer(device, seconds=0.01, rounds=1)
-    rows = {row["what"]: row for row in peer_gemms.compare(timer, product, [problem], makers)}
-    assert rows["mxep"]["TF"] > 0
-    assert 20 < rows["mxep"]["dB"] < 35
-    assert "deep_gemm" in rows["DeepGEMM"]["note"]
-    labelled = [row | {"gemm": "g", "product": product} for row in rows.values()]
-    result = {"ceilings": {"dense fp8 TF": 1.0}, "products": labelled}
-    ((title, table),) = peer_table.product_tables([result])
-    assert title == "g (dense FP8: 1 TFLOP/s)"
-    assert len(table) == 2 + len(rows)
 
 
 def test_an_unknown_peer_or_shape_ends_the_run_with_the_known_ones(capsys):
