@@ -8,12 +8,12 @@
     pairs (T K, D)      the same way back
     out (T, D)          weighted sum of a token's pairs in fp32
 
-Backward takes the same steps in reverse. The layer beats the standard implementations known to us in three places.
-A gather fills the groups and their padding, so no row of zeroes is appended. The gradient of spread is a gather and a
-sum, not an addition by index. The weighted sum is one pass. Pointwise work is compiled on CUDA and plain on a CPU.
+Backward takes the same steps in reverse. Three steps are faster than in the standard implementations known to us: a
+gather fills the groups and their padding; the gradient of spread is a gather and a sum; the weighted sum is one pass.
+Pointwise work is compiled on CUDA.
 
-Every token has K experts. T tokens of this rank, K experts a token, D model dim, F hidden dim, E experts in all, e
-here, W ranks, R rows with padding.
+Every token has K experts. T tokens of this rank, D model dim, F hidden dim, E experts in all, e here, W ranks, R rows
+with padding.
 """
 
 from __future__ import annotations

@@ -9,11 +9,9 @@ wire GB/s   payload that leaves the busiest sender, over that time; ids, tables 
 of wire     share of 450 GB/s, NVLink of an H200 in each direction by its data sheet
 x bf16      how many times as fast as the all-to-all of the same pairs in bf16; x 8-bit: in MXFP8
 
-The all-to-all is NCCL's on GPUs and gloo's on CPU ranks, and moves one row for each (token, expert) pair. It is timed
-at its best: the host knows the split sizes, rows are permuted already, and nothing is unpermuted after. Dispatch and
-combine are first verified bit by bit. All ranks start together on the device, with a barrier. The hosts enqueue the
-calls during a pause after it, so no rank waits for its host. Inputs are not rotated: the
-smallest are in the L2 cache, as they would be after the kernel that made them.
+The all-to-all is NCCL's on GPUs and gloo's on CPU ranks, at its best: it moves one row for each (token, expert) pair,
+sizes are known, rows are permuted already, and nothing is unpermuted after. Dispatch and combine are first verified bit
+by bit. The hosts enqueue the calls during a pause after a barrier, so no rank waits for its host.
 
 T tokens a rank, D elements of a row, E experts, K experts a token, W ranks. A row of MXFP8 is D qdata and D/32 scales.
 """
@@ -47,7 +45,8 @@ from mxep.integration.mesh import FailedOnRanks, all_gather_tensor, on_all_ranks
 from mxep.integration.report import Row
 
 from .runner import Bench, table
-from .timer import Alternative, Timer, free_memory
+from .script import free_memory
+from .timer import Alternative, Call, Timer
 
 FEW = 32
 """Multiprocessors that a caller may spare."""
@@ -81,7 +80,7 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
             about = {"shape": list(shape), "ranks": bench.rank.world_size, "skew": SKEWS[name]}
             for what, row in _rows(bench, name, shape).items():
                 yield name, {**about, "what": what, **row}
-            free_memory(bench.device)
+            free_memory()
 
 
 def _rows(bench: Bench, section: str, shape: Shape) -> dict[str, Row]:
@@ -119,24 +118,18 @@ def make_timer(transport: Transport) -> Timer:
 
 def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]:
     """Ready and verified. Raises FailedOnRanks."""
-
-    def exchange(num_sms: int | None) -> Exchange:
-        made = Exchange(p, num_sms=num_sms)
-        if wrong := differences(made):
-            raise RuntimeError(f"wrong bits: {', '.join(wrong)}")
-        return made
-
-    exchanges = {"": on_all_ranks(lambda: exchange(None))}
-    if section == "headline":
-        exchanges[f", {FEW} SMs"] = on_all_ranks(lambda: exchange(FEW))
+    found = {}
+    for suffix, num_sms in {"": None, **({f", {FEW} SMs": FEW} if section == "headline" else {})}.items():
+        exchange = on_all_ranks(lambda num_sms=num_sms: verified(Exchange(p, num_sms=num_sms)))  # type: ignore[misc]
+        for name, call in CALLS.items():
+            found[name + suffix] = Alternative(functools.partial(_one_call, call, exchange), check=p.transport.check)
     bf16, mx = Collective(p, p.bf16, torch.bfloat16), Collective(p, p.mxfp8, torch.uint8)
     peers = {f"{peer} bf16": bf16.dispatch, f"{peer} 8-bit": mx.dispatch, f"{peer} bf16, combine": bf16.combine}
-    alternatives = {
-        name + suffix: Alternative(lambda call=call, made=made: [lambda: call(made)], check=p.transport.check)  # type: ignore[misc]
-        for suffix, made in exchanges.items()
-        for name, call in CALLS.items()
-    }
-    return alternatives | {name: Alternative(lambda call=call: [call], "may") for name, call in peers.items()}  # type: ignore[misc]
+    return found | {name: Alternative(functools.partial(list, [call]), "may") for name, call in peers.items()}
+
+
+def _one_call(call: Callable[[Exchange], object], exchange: Exchange) -> list[Call]:
+    return [functools.partial(call, exchange)]
 
 
 BLOCK = 32  # elements that share a scale; groups are padded to as many rows
@@ -180,12 +173,12 @@ class Traffic:
 
     def leaving(self, *, combine: bool = False) -> tuple[int, int]:
         """Rows for tokens and for pairs that leave the rank which sends most."""
-        return _leaving(self.tokens, combine), _leaving(self.pairs, combine)
+        ranks = range(len(self.tokens))
 
+        def most(rows: list[list[int]]) -> int:
+            return max(sum(rows[r][q] if combine else rows[q][r] for r in ranks if r != q) for q in ranks)
 
-def _leaving(rows: list[list[int]], combine: bool) -> int:
-    ranks = range(len(rows))
-    return max(sum(rows[r][q] if combine else rows[q][r] for r in ranks if r != q) for q in ranks)
+        return most(self.tokens), most(self.pairs)
 
 
 def routing(tokens: int, experts: int, top_k: int, skew: float, generator: torch.Generator) -> Tensor:
@@ -260,6 +253,13 @@ class Exchange:
         return combine(self.workspace, self.rows, self.plan, self.problem.ids).wait()
 
 
+def verified(exchange: Exchange) -> Exchange:
+    """Raises RuntimeError if an exchange moves wrong bits. Collective."""
+    if wrong := differences(exchange):
+        raise RuntimeError(f"wrong bits: {', '.join(wrong)}")
+    return exchange
+
+
 def differences(e: Exchange) -> list[str]:
     """Names of the exchanges that differ in any bit from plain collectives and plain torch. Collective.
 
@@ -278,9 +278,7 @@ def differences(e: Exchange) -> list[str]:
         sums += e.rows[row.clamp_min(0)].float().masked_fill_(row[:, None] < 0, 0)
     arrived = torch.empty_like(sums, dtype=e.rows.dtype)
     dist.all_to_all_single(arrived, sums.to(e.rows.dtype))
-    wanted_sums = sum(
-        arrived.view(p.ranks, -1, p.shape.dim).float().unbind(), torch.zeros((), device=p.device, dtype=torch.float32)
-    )
+    wanted_sums: Any = sum(arrived.view(p.ranks, -1, p.shape.dim).float().unbind())
     if not e.combine()[0].equal(wanted_sums.to(e.rows.dtype)):
         found.append("combine bf16")
     return found

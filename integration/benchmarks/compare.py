@@ -3,19 +3,16 @@
     for each seed:   bf16   the recipe   bf16 nudged           the same model and batches, on the same ranks
     first seed:      bf16 again                                is a run repeatable to the last bit?
 
-Losses are in nats a byte: on held-out text, the same for all runs, and in training, over the last LAST steps. The mean
-over the n seeds of (recipe - bf16) is reported with three measures of noise:
+Losses are in nats a byte: on held-out text, and in training, over the last LAST steps. The mean over the n seeds of
+(recipe - bf16) is reported with three measures of noise:
 
     seeds             the standard deviation of bf16's loss over seeds, which choose weights and batches
     nudges            the root mean square of (bf16 nudged - bf16), over the root of n: the size that the mean of n
-                      differences without a cause would have. A nudge moves the first weights by at most the error
-                      of rounding to bf16
+                      differences without a cause would have
     standard errors   two standard errors of the mean itself
 
 "within": the mean is no further from zero than that noise. A few seeds measure both badly, so read the numbers too.
-
-A step has a row of metrics only if `check()` was clean on every rank, and an exception ends the job. So results exist
-only if all steps of all runs were clean.
+Results exist only if all steps of all runs were clean (`check()`).
 """
 
 from __future__ import annotations

@@ -6,15 +6,14 @@ Times are rough. A stage takes its work (layer_cases.work) times the median us p
 bench=layer wrote. A step takes the sum of its stages times a factor per recipe: the median of measured steps over
 such sums.
 
-- NVLink and the network: Ranks of a group lie side by side. all_to_all takes as long as the slower of both. The network
-  reaches the share of its nominal speed that NCCL reached on NVLink.
+- Ranks of a group lie side by side. all_to_all takes as long as the slower of NVLink and network. The network reaches
+  the share of its nominal speed that NCCL reached on NVLink.
 - Routing is even: A token needs a rank with e of E experts with probability 1 - C(E - e, K) / C(E, K).
 - Gradients of experts are reduced over their copies in a ring, while micro-batches compute. The longer of both counts.
 - FSDP shards weights, gradients and optimizer over the copies of experts. Weights are gathered for forward and again
-  for backward of each micro-batch, while the neighbouring layer computes. Gradients are scattered once a step.
+  for backward of each micro-batch. Gradients are scattered once a step.
 - Memory counts experts only: weights and gradients in bf16, the optimizer, the tensors each layer keeps for backward,
   one layer's temporaries, and the exchange buffers, which all layers share. Memory of libraries is not counted.
-- "over": more than a rank may take; never the best. "~": no measurement covers it (docs/guides/scaling.md).
 
 T tokens a rank, D model dim, F hidden dim, E experts, K a token, e of a rank, N = T K pairs, R rows that fit, W ranks.
 """

@@ -6,8 +6,7 @@
 
 python integration/benchmarks/front_page.py docs/results          writes front-page.svg and losses.svg there
 
-An SVG is written as text, not drawn by matplotlib as the benches' pictures are. So the same results give the same
-bytes, which a test compares, and a browser picks colours for the reader's scheme, dark or light.
+The same results give the same bytes, which a test compares. A browser picks colours for the reader's scheme.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """bench=layer: mxep.ep's layer on all ranks, forward and backward, compared with the baseline in bf16, in one run.
 
-Sections:
-
 - layer: Every case of layer_cases, balanced routing. mxep's steps are replays of one CUDA graph.
 - eager: Some of the cases, launched by the host as a user's own loop does.
-- stages: Kernels of mxep and of the baseline, by stage.
+- stages: Kernels of mxep and of the baseline, by stage, as the profiler sees them in a few steps. It runs at higher
+  clocks than sustained ones, so compare shares and not sums.
 - skew: Some cases; expert i has probability proportional to 1 / (i + 1).
 - memory: Peak memory, and memory kept for backward, by capacity.
-- host: Host time of the calls, at a small shape named "host". Its ms are the host's clock around calls back to back:
-  the host waits for the device only between stretches.
+- host: Host time of the calls, back to back, at a small shape named "host".
 
 ms, fwd ms     forward and backward; forward alone. Medians over sustained stretches, of the slowest rank
-x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, for forward alone
+x bf16         how many times as fast as the baseline in bf16
 TF             flops of valid rows / ms; floor ms: the least possible time; of floor: floor / ms (layer_cases)
 dB             SNR of output and gradients against the baseline's, the least over tensors and ranks; a case
                below its bound fails
@@ -20,22 +18,18 @@ outside GiB    of that, outside: peers' memory, libraries' buffers
 kept GiB       in the allocator between forward and backward, without operands, parameters and the output
 launches, ...  in forward and backward (counts)
 
-Section stages: a step's kernels as the profiler sees them, summed by stage. A kernel belongs to the first stage of
-STAGES with a pattern in the kernel's name. The profiler looks at a few steps, at higher clocks than sustained ones, so
-compare shares and not sums.
-
-    us          sum of the times of a stage's kernels in one step; mean over ranks
-    bytes, flop what the stage must move or compute (layer_cases.work); wire bytes if those bound it
-    share       share of the ceiling: the stage's rate / that of a copy, of a dense GEMM, or 450 GB/s
-    left us     time that the stage would save at its ceiling
-    sum         us of all stages         whole   from the first kernel's start to the last one's end
-    busy        when any kernel runs     sum - busy: overlapped time; whole - busy: idle time
+us             of a stage: sum of its kernels' times in one step; mean over ranks. sum: of all stages. busy: when any
+               kernel runs. whole: from the first kernel's start to the last one's end
+bytes, flop    what the stage must move or compute (layer_cases.work); wire bytes if those bound it
+share          of the ceiling: the stage's rate / that of a copy, of a dense GEMM, or 450 GB/s
+left us        time that the stage would save at its ceiling
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -54,7 +48,8 @@ from mxep.integration.verify import Results as Tensors
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape, floor_ms, flop, rate, work
 from .runner import ANY, Bench, models, table
-from .timer import Alternative, Call, Run, Timer, failure, free_memory, synchronize
+from .script import GIB, busy, free_memory, synchronize
+from .timer import Alternative, Call, Run, Timer, failure
 
 CASES_OF = {
     "layer": (*BASELINES, MX, f"{MX}, kept", "fp8/symmetric", "bf16/symmetric"),
@@ -67,7 +62,6 @@ CASES_OF = {
 """Section -> its cases if the config names none."""
 HOST = "host"  # the model that section host takes, with the experts of a rank
 FORWARD_SECONDS = 0.5
-GIB = 1 << 30
 
 CASES = NAMES
 SHAPES = {ANY: (1, 32, 32, 1, 1)}
@@ -94,25 +88,23 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
                 skew = {} if name == HOST else {"skew": float(name == "skew")}
                 for row in _section(bench, name, shape):
                     yield name, about | skew | row
-                free_memory(bench.device)
+                free_memory()
 
 
 def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
-    chosen = bench.config.cases or CASES_OF[section]
-    names = tuple(dict.fromkeys((BASELINE, *chosen)))  # others are compared with the first
+    names = tuple(dict.fromkeys((BASELINE, *(bench.config.cases or CASES_OF[section]))))  # compared with the first
+    ranks, timer = bench.rank.world_size, Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
+    if section == HOST:
+        timer = Timer(bench.device, seconds=0.0, rounds=7, host=True)
+        shape = shape._replace(experts=shape.experts * ranks)
+    if shape.experts % ranks:
+        yield {"what": "all", "note": f"{shape.experts} experts are not the same number on each rank"}
+        return
     with ExitStack() as opened:
         try:
-            if section == HOST:
-                shape = shape._replace(experts=shape.experts * bench.rank.world_size)
-            if shape.experts % bench.rank.world_size:
-                yield {"what": "all", "note": f"{shape.experts} experts are not the same number on each rank"}
-            else:
-                skew = float(section == "skew")
-                p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
-                timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
-                if section == HOST:
-                    timer = Timer(bench.device, seconds=0.0, rounds=7, host=True)
-                yield from MEASURED.get(section, _timed)(At(bench, p, timer, opened, section), names)
+            skew = float(section == "skew")
+            p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
+            yield from MEASURED.get(section, _timed)(At(bench, p, timer, opened, section), names)
         except FailedOnRanks as error:
             yield {"what": "all", **failure(error)}
 
@@ -142,16 +134,16 @@ class At:
 
 
 def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
-    rows: dict[str, Row] = {}
+    rows: dict[str, Row] = {name: {"what": name} for name in names}
     layers: dict[str, Layer] = {}
     runs: dict[str, Run] = {}
     reference: list[Tensors] = []
-    for name in names:
-        case, row = Case(name), rows.setdefault(name, {"what": name})
+    for name, row in rows.items():
+        case = Case(name)
         try:
             layer = at.make(case)
             row |= {"capacity": at.p.capacity} if case.bounded else {}
-            step = at.prepare(layer, layer.step, lambda got, case=case, row=row: _compare(case, reference, got, row))  # type: ignore[misc]
+            step = at.prepare(layer, layer.step, functools.partial(_compare, case, reference, row))
             runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
             layers[name] = layer
             row |= {"note": step.note} if step.note else {}
@@ -160,9 +152,9 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
                 raise
             row |= failure(error)
     reference.clear()
-    free_memory(at.bench.device)
+    free_memory()
     timed = at.timer.measure(runs)
-    base: Row = rows[BASELINE]
+    base = rows[BASELINE]
     for name, row in rows.items():
         for what, column, ratio in ((f"fwd {name}", "fwd ms", "x fwd"), (name, "ms", "x bf16")):
             found = timed.get(what, {})
@@ -175,11 +167,11 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             if (floor := floor_ms(at.p.shape, at.p.ranks, at.p.traffic, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
             if at.section == HOST:  # after many calls: the first ones are captured
-                row |= from_all_ranks(lambda name=name: counts(layers[name].step, at.bench.device))[0]  # type: ignore[misc]
+                row |= from_all_ranks(functools.partial(counts, layers[name].step, at.bench.device))[0]
         yield row
 
 
-def _compare(case: Case, reference: list[Tensors], got: Tensors, row: Row) -> None:
+def _compare(case: Case, reference: list[Tensors], row: Row, got: Tensors) -> None:
     """Add to the row each tensor's SNR, the least of any rank. The first call is for the baseline: its tensors become
     the reference.
 
@@ -201,7 +193,7 @@ def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
         try:
             layer = at.make(Case(name))
             step = at.prepare(layer, layer.step)
-            seen = from_all_ranks(lambda step=step: breakdown_of(step.replay, at.bench.device))  # type: ignore[misc]
+            seen = from_all_ranks(functools.partial(breakdown_of, step.replay, at.bench.device))
             for row in stage_rows(at.p, Case(name), seen, at.bench.ceilings):
                 yield {"what": name, **row}
         except FailedOnRanks as error:
@@ -216,7 +208,7 @@ def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             try:
                 layer = dataclasses.replace(at, opened=opened).make(case := Case(name))
                 row |= {"capacity": at.p.capacity} if case.bounded else {}
-                row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device, layer.out))  # type: ignore[misc]
+                row |= on_all_ranks(functools.partial(memory_of, layer.step, at.bench.device, layer.out))
                 row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
             except FailedOnRanks as error:
                 row |= failure(error)
@@ -228,15 +220,11 @@ MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {"stages":
 
 
 def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
-    """Memory of a step launched by the host, in GiB beyond what was in use before; {} on a CPU.
-
-    All passes of the measured step are replays. peak GiB: in the allocator and outside.
-    outside GiB: peers' memory and libraries' buffers. kept GiB, if `forward` is given: what the allocator holds for
-    backward while the output lives, without the output.
-    """
+    """Memory of a step launched by the host, in GiB beyond what was in use before; {} on a CPU. The measured step's
+    passes are replays. kept GiB: only if `forward` is given."""
     if device.type != "cuda":
         return {}
-    free_memory(device)
+    free_memory()
     allocated, outside = torch.cuda.memory_allocated(), _outside()
     for _ in range(4):
         torch.cuda.synchronize()
@@ -294,33 +282,30 @@ def breakdown(events: Iterable[Event], steps: int = 1) -> tuple[dict[str, float]
 
     Raises ValueError without events.
     """
-    events = sorted(events)
+    events = list(events)
     if not events:
         raise ValueError("the profiler saw no kernels")
     us: dict[str, float] = collections.defaultdict(float)
     others: dict[str, float] = collections.defaultdict(float)
-    busy, until = 0.0, float("-inf")
     for start, end, name in events:
-        stage = stage_of(name)
-        us[stage] += end - start
-        if stage == "other":
+        us[stage_of(name)] += end - start
+        if stage_of(name) == "other":
             others[name] += end - start
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    us = us | {"sum": sum(us.values()), "busy": busy, "whole": until - events[0][0]}
+    starts, ends, _ = zip(*events)
+    us |= {"sum": sum(us.values()), "busy": busy(zip(starts, ends)), "whole": max(ends) - min(starts)}
     return {stage: time / steps for stage, time in us.items()}, sorted(others, key=lambda name: -others[name])
 
 
 def profiled(call: Call, steps: int, device: torch.device, *activities: ProfilerActivity) -> list[Any]:
     """The profiler's events of `steps` calls. Collective, if the call is."""
     call()
-    synchronize(device)
+    synchronize()
     with profile(activities=activities, acc_events=True) as seen:
         if device.type == "cuda":
             all_gather(None)  # else the step's first barrier would count the wait for slower profilers
         for _ in range(steps):
             call()
-        synchronize(device)
+        synchronize()
     return list(seen.events() or ())
 
 

@@ -15,13 +15,12 @@ given, because the router would be the same in all cases.
 
 floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, one after the other:
 
-- flops = 18 R D F: three GEMMs, 2 flop each, with w13 (2F x D) and w2 (D x F). R counts the valid rows (no padding) of
-  the busiest rank. The dense rate is that of a square GEMM in the same run: FP8, or bf16 for recipe bf16.
-- Wire bytes are the busiest sender's. Dispatch sends a row for each token and rank that needs it, in the recipe's
-  format. Combine sends as many sums back in bf16. Both happen in forward and in backward. Ids, weights and signals do
-  not count.
-- Memory bytes = 8 T D + 12 e D F (kept: 9 e D F). No fusion can avoid them: x, d_out and weights are read, out, dx and
-  weight gradients written, all in bf16 (kept: weights as qdata). The copy rate is measured in the same run.
+- flops = 18 R D F: three GEMMs, 2 flop each, with w13 (2F x D) and w2 (D x F). R: the valid rows of the busiest rank.
+  The dense rate is that of a square GEMM in the same run: FP8, or bf16 for recipe bf16.
+- Wire bytes are the busiest sender's: a row in the recipe's format for each token and rank that needs it, and as many
+  sums back in bf16, in forward and in backward.
+- Memory bytes = 8 T D + 12 e D F (kept: 9 e D F), which no fusion can avoid: x, d_out and weights are read, out, dx and
+  weight gradients written.
 
 T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, e experts of a rank.
 """
@@ -103,7 +102,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """name: one of NAMES. recipe: of GEMMs and of rows on the wire. dispatcher: "" for a baseline."""
+    """name: one of NAMES."""
 
     name: str
 
@@ -113,6 +112,7 @@ class Case:
 
     @property
     def recipe(self) -> str:
+        """Of GEMMs, and of mxep's rows on the wire."""
         return self.name.split()[1] if self.baseline else self.name.split("/")[0]
 
     @property
@@ -133,7 +133,6 @@ class Case:
 
     @property
     def whole_recipe(self) -> str:
-        """The recipe, with its suffix if any."""
         return f"{self.recipe}_{KEPT_IN_FP8}" if self.kept_in_fp8 else self.recipe
 
     @property

@@ -4,13 +4,10 @@ linear   x (T, K) -> (T, N): both gradients of one weight                       
 qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
 host     host time of a linear, and of q, k and v, with the GPU idle                       shapes "host"
 
-A weight is quantized at each call, once along K and once along N, as in steps of one micro-batch. Operands are bf16.
-On Hopper `mxfp8` has one scale a row, as `fp8` has.
+A weight is quantized at each call, once along K and once along N. Operands are bf16.
 
-- `together` is `linear_together`.
-- `auto` is the recipe that `auto_recipe` picks. It promises device time no longer than bf16's.
-- `scaled_mm row` is torch's three dense FP8 GEMMs with a scale a row, operands ready. It shows the time if quantizing
-  were free and sums stayed in the tensor cores.
+- `together` is `linear_together`; `auto` is the recipe that `auto_recipe` picks.
+- `scaled_mm row` is torch's three dense FP8 GEMMs with a scale a row, operands ready: the time if quantizing were free.
 - `torchao rowwise` is torchao's float8 training linear, compiled.
 
 T tokens, K in features, N out features.

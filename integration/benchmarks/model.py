@@ -56,7 +56,7 @@ from mxep.integration.transformers.optimize import CAUSAL, multiply_by
 from .layer import memory_of
 from .runner import ANY, Bench, models, table
 from .script import GIB
-from .step import register_experts
+from .step import draw_weights, register_experts
 from .timer import Alternative, Timer, failure
 
 BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
@@ -175,19 +175,8 @@ class Subject:
             if own_expert_parallel is not None:
                 alone = init_device_mesh(rank.device.type, (rank.world_size, 1), mesh_dim_names=("ep", "tp"))["tp"]
                 ALL_EXPERTS_FUNCTIONS.register("bench own", functools.partial(all_to_all_experts, mesh, alone))
-        model.to_empty(device=rank.device)
-        for buffer in model.buffers():
-            buffer.zero_()
-        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(rank.device)
-        generator = torch.Generator(rank.device).manual_seed(bench.seed)
-        own = torch.Generator(rank.device).manual_seed(1000 * (bench.seed + 1) + rank.rank)
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if weight.dim() == 1:
-                    weight.fill_(1.0)
-                else:
-                    drawn = own if ".experts." in name else generator
-                    local_tensor(weight).normal_(std=_std(name, weight, shape.layers), generator=drawn)
+        # Residuals keep the size of embeddings in any depth, so that few experts flip.
+        draw_weights(model, rank.device, bench.seed, residual=(2 * shape.layers) ** -0.5)
         model.train()
         plain = [layer.self_attn for layer in model.model.layers]
         shared = {id(weight): weight for weight in model.parameters()}
@@ -201,7 +190,8 @@ class Subject:
                     checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
                 )
         optimizer = _adamw(model, rank.device) if bench.config.optimizer else None
-        sequences = torch.randint(VOCABULARY, (2, shape.tokens // 2), device=rank.device, generator=own)
+        generator = torch.Generator(rank.device).manual_seed(1000 * (bench.seed + 1) + rank.rank)
+        sequences = torch.randint(VOCABULARY, (2, shape.tokens // 2), device=rank.device, generator=generator)
         return cls(model, optimizer, attentions, sequences, shape, rank)
 
     @property
@@ -275,14 +265,6 @@ def _config(name: str, shape: Shape) -> Any:
     heads = max(2, shape.dim // 64)
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 8), "head_dim": 128}
     return Qwen3MoeConfig(**sizes, num_experts=shape.experts)
-
-
-def _std(name: str, weight: Tensor, layers: int) -> float:
-    """Standard deviation of a weight: residuals keep the size of embeddings in any depth, so that few experts flip."""
-    if "embed_tokens" in name:
-        return 1.0
-    added = "o_proj" in name or "down_proj" in name
-    return float((weight.shape[-1] * (2 * layers if added else 1)) ** -0.5)
 
 
 def _adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:

@@ -51,6 +51,7 @@ def make_model(device: torch.device) -> Any:
     if ranks() > 1:
         expert_parallel(model, init_device_mesh(device.type, (ranks(),)), "bench bf16")
     draw_weights(model, device)
+    torch.manual_seed(rank())  # of batches
     return model.train()
 
 

@@ -1,8 +1,7 @@
 """bench=quant: kernels of mxep.quant beside a plain copy.
 
-A case calls ops of `torch.ops.mxep`. Their CUDA kernels are the Triton launchers. `moved` is the least number of bytes
-to move: inputs read once and outputs written once, scales, indices and offs included. Repeated reads, and temporaries
-between two kernels, do not count.
+A case calls ops of `torch.ops.mxep`. `moved` is the least number of bytes to move: inputs read once and outputs written
+once, scales, indices and offs included.
 
 of copy    bytes a second over those of a plain copy, measured before the cases; measured again after them
 target     the share to reach, if one is set; none for shapes of kind "small", where starting takes the time
@@ -29,7 +28,8 @@ from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.shapes import round_up
 
 from .runner import Bench, table
-from .timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
+from .script import free_memory
+from .timer import Alternative, Call, Timer, copy_tb_s, rotations
 
 HOW = (E4M3.dtype, ScaleMode.RCEIL.value)
 GROUPS = 32
@@ -195,7 +195,7 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
             row["TB/s"] = moved / row["us"] / 1e6
             row["of copy"] = row["TB/s"] / bench.ceilings["copy TB/s"]
         yield "kernels", row
-        free_memory(bench.device)
+        free_memory()
     bench.ceilings["copy TB/s, after"] = copy_tb_s(timer)
 
 

@@ -106,17 +106,24 @@ def register_experts(recipes: Iterable[str], **limits: Any) -> None:
     ALL_EXPERTS_FUNCTIONS.register("bench none", lambda experts, hidden_states, *_: hidden_states)
 
 
-def draw_weights(model: Any, device: torch.device) -> None:
-    """Move a model from meta to the device, with random weights, which differ from rank to rank."""
+def draw_weights(model: Any, device: torch.device, seed: int = 0, residual: float = 1.0) -> None:
+    """Move a model from meta to the device, with random weights. Only experts' differ from rank to rank.
+
+    residual: factor of the weights whose results are added to the residuals.
+    """
     model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
-    torch.manual_seed(rank())
+    shared, own = (torch.Generator(device).manual_seed(each) for each in (seed, 1000 * (seed + 1) + rank()))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
                 weight.fill_(1.0)
-            else:
-                local_tensor(weight).normal_(std=1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5)
+                continue
+            std = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
+            std *= residual if "o_proj" in name or "down_proj" in name else 1.0
+            local_tensor(weight).normal_(std=std, generator=own if ".experts." in name else shared)
 
 
 class ForcedRouter(Qwen3MoeTopKRouter):
@@ -181,9 +188,6 @@ class Subject:
             expert_parallel(model, mesh, f"bench {recipe if self.mxep else 'bf16'}")
         draw_weights(model, device)
         own = {weight for name, weight in model.named_parameters() if ".experts." in name}
-        for weight in model.parameters() if mesh else ():
-            if weight not in own:
-                dist.broadcast(weight.detach(), 0)
         if args.routing == "forced":
             for layer in model.model.layers:
                 layer.mlp.gate.__class__ = ForcedRouter
@@ -206,6 +210,7 @@ class Subject:
             self.optimizer: torch.optim.Optimizer = AdamWFP32(parameter_groups(model), **kwargs)
         else:
             self.optimizer = torch.optim.AdamW(parameter_groups(model), fused=True, betas=(0.9, 0.95), **kwargs)
+        torch.manual_seed(rank())  # of batches
         shape = args.micro_batches, args.tokens // args.length, args.length
         self.ids = torch.randint(self.config.vocab_size, shape, device=device, dtype=torch.int64)
 

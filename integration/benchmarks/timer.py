@@ -1,17 +1,13 @@
 """How long calls take: a round robin of alternatives, in one process or on all ranks.
 
 - prepare: Warm up, capture a CUDA graph of calls that take the sets of inputs in turn, and check its results.
-- measure: In each of `rounds` rounds, time a stretch of each alternative. The order is shuffled anew, alike on all
-  ranks. A stretch is as many replays as fill `seconds`, between two events. Untimed replays come right before.
-- A figure is the median over rounds of the slowest rank's time per call. spread: how much longer the longest round took
-  than the shortest.
+- measure: In each round, time a stretch of each alternative: as many replays as fill `seconds`, between two events. The
+  order is shuffled anew, alike on all ranks. A figure is the median over rounds of the slowest rank's time per call.
+  spread: how much longer the longest round took than the shortest. On CPUs a stretch makes each call once.
 
 The speed of a chip at its power limit depends on how warm the previous calls left it. So each stretch first warms the
-chip itself, for LEAD_SECONDS, and the order changes. On CPUs a stretch makes each call once, by the host's clock.
-
-Inputs that would fit the L2 cache come in several sets (`rotations`), each with its own outputs. So a call finds
-nothing in the cache, as in a model where other kernels ran in between. At small shapes the time includes the gap that a
-graph leaves between two kernels.
+chip itself, for LEAD_SECONDS, and the order changes. Inputs that would fit the L2 cache come in several sets
+(`rotations`), so that a call finds nothing in the cache, as in a model.
 """
 
 from __future__ import annotations
@@ -32,6 +28,8 @@ import torch
 from mxep.integration.mesh import FailedOnRanks, from_all_ranks, on_all_ranks
 from mxep.integration.report import Row
 from mxep.integration.train import capturing
+
+from .script import synchronize
 
 GRAPH_SECONDS = 0.02
 LEAD_SECONDS = 0.2
@@ -152,7 +150,7 @@ class Timer:
         replay()  # compiles
         for call in calls:
             result = call()
-        synchronize(self.device)
+        synchronize()
         run.alternative.check()
         return result if run.alternative.inspect else None
 
@@ -197,22 +195,22 @@ class Timer:
                     if self.shared:
                         raise
                     rows[name] = failure(error)
-        return {name: rows.get(name) or self._row(run, times[name]) for name, run in runs.items()}
-
-    def _row(self, run: Run, times: list[float]) -> Row:
-        row: Row = {"us": statistics.median(times), "spread": max(times) / min(times) - 1}
-        return row | ({"note": run.note} if run.note else {})
+        for name, us in times.items():
+            if name not in rows:
+                rows[name] = {"us": statistics.median(us), "spread": max(us) / min(us) - 1}
+                rows[name] |= {"note": runs[name].note} if runs[name].note else {}
+        return rows
 
     def _stretch(self, run: Run) -> float:
         """Time a stretch, in us a call on this rank."""
-        synchronize(self.device)
+        synchronize()
         if self.host or not self.cuda:
             self.start()
             begin = time.perf_counter()
             for _ in range(run.repeats):
                 run.replay()
             us = (time.perf_counter() - begin) * 1e6
-            synchronize(self.device)
+            synchronize()
         else:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             for _ in range(run.lead):
@@ -231,18 +229,6 @@ class Timer:
 def failure(error: FailedOnRanks) -> Row:
     """The row of a failed run."""
     return {"note" if error.unsupported else "error": str(error)}
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def free_memory(device: torch.device) -> None:
-    gc.collect()
-    synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def copy_tb_s(timer: Timer) -> float:

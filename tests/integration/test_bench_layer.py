@@ -226,7 +226,7 @@ def test_a_step_is_charged_for_what_it_adds(monkeypatch: pytest.MonkeyPatch):
     gib, called = layer.GIB, []
     outside = iter([gib, 3 * gib // 2])
     monkeypatch.setattr(layer, "_outside", lambda: next(outside))
-    monkeypatch.setattr(layer, "free_memory", lambda _: None)
+    monkeypatch.setattr(layer, "free_memory", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 * gib)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
