@@ -5,6 +5,7 @@
     RECIPE/DISPATCHER, kept        KEPT micro-batches within quantize_weights_once; figures are for one of them. For
                                    forward alone, each call quantizes, as in the first micro-batch
     ..., worst_case; ..., exact    the same with these capacities
+    ..., recompute                 room for the worst case; 1.25 times the balanced load is kept for backward
     RECIPE/DISPATCHER, gate_up_fp8 gate_up is kept in FP8 for backward
     baseline bf16                  baseline.BaselineLayer
     baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire; GEMMs of torchao (rows and columns scaled) or
@@ -48,7 +49,7 @@ from mxep.integration.verify import Results
 from mxep.quant import BLOCK
 
 from .baseline import PAD, BaselineLayer, Product, bf16_product
-from .comms import WIRE, Traffic, routing
+from .comms import SLACK, WIRE, Traffic, routing
 from .gemm import torchao_product
 
 KEPT = 4
@@ -57,7 +58,7 @@ MX = "mxfp8/symmetric"
 BASELINES = (BASELINE, "baseline fp8", "baseline mxfp8")
 NAMES = (
     *BASELINES,
-    *(f"{case}{suffix}" for case in CASES for suffix in ("", ", kept", ", worst_case", ", exact")),
+    *(f"{case}{suffix}" for case in CASES for suffix in ("", ", kept", ", worst_case", ", exact", ", recompute")),
     *(f"{case}, {KEPT_IN_FP8}" for case in CASES if not case.startswith("bf16")),
 )
 """All cases."""
@@ -138,12 +139,17 @@ class Case:
     @property
     def bounded(self) -> bool:
         """Whether the problem's capacity limits the case's rows."""
-        return not self.baseline and self.suffix not in ("worst_case", "exact")
+        return not self.baseline and self.suffix not in ("worst_case", "exact", "recompute")
 
     @property
     def least_snr(self) -> float:
         """Least SNR, dB, against the baseline in bf16. MXFP8 and FP8 reach about 23."""
         return 40.0 if self.recipe == "bf16" else 20.0
+
+    def capacity(self, p: Problem) -> Capacity:
+        if self.suffix == "recompute":
+            return Capacity.factor(SLACK, "recompute")
+        return Capacity.factor(p.capacity) if self.bounded else Capacity(self.suffix)
 
     def make(self, p: Problem) -> Layer:
         return Baseline(p, self) if self.baseline else Mxep(p, self)
@@ -192,7 +198,7 @@ class Mxep(Layer):
             group=dist.group.WORLD,
             recipe=case.whole_recipe,
             dispatcher=case.dispatcher,
-            capacity=Capacity.factor(p.capacity) if case.bounded else Capacity(case.suffix),
+            capacity=case.capacity(p),
             max_tokens=p.shape.tokens,
             ranks_per_node=p.ranks_per_node if case.dispatcher == "hierarchical" else None,
             router=nn.Identity(),  # unused: ids and weights are given

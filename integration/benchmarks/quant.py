@@ -138,7 +138,7 @@ def _d_h(i: Inputs) -> tuple[Tensor, ...]:
 
 
 def _swiglu_backward(folded: bool, with_h: bool = False) -> Callable[..., Any]:
-    how = HOW[1], BLOCK, folded, E4M3.dtype if with_h else None, None, None
+    how = HOW[1], BLOCK, folded, E4M3.dtype if with_h else None, *[None] * 4
     return lambda *args: ops.swiglu_backward(*args, *how)
 
 

@@ -3,7 +3,8 @@
     python integration/benchmarks/step.py --layers 4 8 --kinds baseline "mxep_mxfp8 + optimize" --out FILE.json
     torchrun --nproc-per-node 2 integration/benchmarks/step.py --layers 8 16 --out FILE.json
 
-A kind names the experts, `baseline` (baseline.BaselineLayer) or `mxep_RECIPE`, and changes to the rest of the model:
+A kind names the experts, `baseline` (baseline.BaselineLayer), `mxep_RECIPE` or, on one GPU, `transformers` (its
+grouped_mm), and changes to the rest of the model:
 
     + optimize    mxep.integration.transformers.optimize: loss in chunks, causal SDPA, decoder layers compiled
     + linears     attention's projections in MXFP8 too (with + optimize)
@@ -33,6 +34,7 @@ import collections
 import contextlib
 import functools
 import json
+import os
 import re
 import statistics
 import sys
@@ -56,14 +58,21 @@ from benchmarks.script import GIB, busy, free_memory, rank, ranks, save, seconds
 from mxep.comms import Capacity
 from mxep.ep import accumulate_in_place, clip_grad_norm_, parameter_groups
 from mxep.ep.dtensors import local_tensor, local_weight
-from mxep.gemm import Recipe, quantize_weights_once
+from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
 from mxep.integration.flops import count_name, flops_per_token
 from mxep.integration.mesh import all_gather
 from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register
 from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, layers
 
 CAPACITY = 2.0  # times the balanced load of a rank
-KINDS = ("baseline", "baseline + optimize", "mxep_bf16", "mxep_mxfp8", "mxep_bf16 + optimize")
+KINDS = (
+    "baseline",
+    "baseline + optimize",
+    "transformers + optimize",
+    "mxep_bf16",
+    "mxep_mxfp8",
+    "mxep_bf16 + optimize",
+)
 KINDS += ("mxep_mxfp8 + optimize", "mxep_mxfp8 + optimize + linears")
 SIZES: dict[str, dict[str, int]] = {
     "qwen3": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -191,7 +200,7 @@ class Subject:
         if args.routing == "forced":
             for layer in model.model.layers:
                 layer.mlp.gate.__class__ = ForcedRouter
-        model.config._experts_implementation = f"bench {recipe}"
+        model.config._experts_implementation = "grouped_mm" if experts == "transformers" else f"bench {recipe}"
         model.train()
         self.changed: dict[str, str] = {}
         if "optimize" in rest:
@@ -210,6 +219,7 @@ class Subject:
             self.optimizer: torch.optim.Optimizer = AdamWFP32(parameter_groups(model), **kwargs)
         else:
             self.optimizer = torch.optim.AdamW(parameter_groups(model), fused=True, betas=(0.9, 0.95), **kwargs)
+        self.once = quantize_after_step(self.optimizer) if self.mxep and args.after_step else None
         torch.manual_seed(rank())  # of batches
         shape = args.micro_batches, args.tokens // args.length, args.length
         self.ids = torch.randint(self.config.vocab_size, shape, device=device, dtype=torch.int64)
@@ -221,7 +231,8 @@ class Subject:
         total = torch.zeros((), device=self.device, dtype=torch.float32)
         with contextlib.ExitStack() as stack:
             if self.mxep:
-                stack.enter_context(quantize_weights_once())
+                if self.once is None:
+                    stack.enter_context(quantize_weights_once())
                 if args.accumulate == "gemm":
                     stack.enter_context(accumulate_in_place())
             for i, ids in enumerate(self.ids):
@@ -262,6 +273,8 @@ class Subject:
     def close(self) -> None:
         for _, layer in layers(self.model):
             layer.dispatcher.close()
+        if self.once is not None:
+            self.once.close()
 
 
 def measure(kind: str, depth: int, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -362,6 +375,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--routing", choices=("natural", "forced"), default="natural")
     parser.add_argument("--moments", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--accumulate", choices=("gemm", "autograd"), default="gemm", help="what adds mxep's gradients")
+    parser.add_argument("--after-step", action="store_true", help="quantize_after_step, not within the micro-batches")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", choices=tuple(SIZES), default="qwen3")
     parser.add_argument("--out", type=Path)
@@ -369,7 +383,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     if args.tokens % args.length:
         parser.error(f"--tokens: expected a multiple of --length {args.length}, got {args.tokens}")
     for kind in args.kinds:
-        if not re.fullmatch(r"(baseline|mxep_\w+)( \+ optimize( \+ linears)?)?", kind):
+        if kind.startswith("transformers") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            parser.error(f"--kinds: expected {kind!r} on one GPU alone; bench=model has it on several")
+        if not re.fullmatch(r"(baseline|transformers|mxep_\w+)( \+ optimize( \+ linears)?)?", kind):
             parser.error(f"--kinds: expected as one of {', '.join(KINDS)}, got {kind!r}")
     return args
 

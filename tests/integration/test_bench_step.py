@@ -49,8 +49,9 @@ def test_forced_routing_gives_each_expert_as_many_tokens() -> None:
     torch.testing.assert_close(weights, chosen / chosen.sum(-1, keepdim=True))
 
 
-def test_moments_in_fp32_are_a_choice() -> None:
-    plain, changed = (step.main([*TINY, *QUICK, "--kinds", "mxep_mxfp8", *how])[0] for how in ((), FP32))
+@pytest.mark.parametrize("more", [FP32, ("--after-step",)])
+def test_moments_in_fp32_and_weights_quantized_after_a_step_are_choices(more: tuple[str, ...]) -> None:
+    plain, changed = (step.main([*TINY, *QUICK, "--kinds", "mxep_mxfp8", *how])[0] for how in ((), more))
     assert changed["losses"] == pytest.approx(plain["losses"], rel=1e-3)
 
 
