@@ -136,7 +136,7 @@ LAUNCHES = {
     "fold E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends()),
     "fold rows of one scale": lambda: fold.fold(*mx(D), None, ends()),
     "fold odd blocks": lambda: fold.fold(*mx(4), None, None),
-    "ends_from": lambda: groups.ends_from(ends(), T),
+    "split_ends": lambda: groups.split_ends(ends(), T),
     "materialize": lambda: groups.materialize(*mx(), index()),
     "pad_rows": lambda: groups.pad_rows(x(), index()),
     "unpad_rows": lambda: groups.unpad_rows(x(), index(), T),

@@ -81,11 +81,12 @@ def test_pad_index_spreads_groups(sizes: list[int], alignment: int, dtype: torch
 
 @pytest.mark.parametrize("sizes", [[3, 0, 2], [0], [130, 1, 0, 40], MANY], ids=len)
 @pytest.mark.parametrize("first", [0, 4, 1000])
-def test_ends_of_the_groups_from_a_row_on(sizes: list[int], first: int) -> None:
+def test_ends_of_the_groups_before_and_behind_a_row(sizes: list[int], first: int) -> None:
     offs = ends_of(*sizes)
-    want = groups.ends_from(offs, first)
-    assert want.tolist() == [max(0, end - first) for end in offs.tolist()]
-    assert torch.equal(kernels.ends_from(offs.to(DEVICE), first).cpu(), want)
+    before, behind = want = groups.split_ends(offs, first)
+    assert before.tolist() == [min(first, end) for end in offs.tolist()]
+    assert behind.tolist() == [max(0, end - first) for end in offs.tolist()]
+    assert all(map(torch.equal, (x.cpu() for x in kernels.split_ends(offs.to(DEVICE), first)), want))
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (130, 96), (2, 5, 32), (40, 5)], ids=str)

@@ -57,11 +57,11 @@ CASES: dict[str, Any] = {
     "gather_swizzled": lambda: (*mx(), index(), ends()),
     "quantize_per_column": lambda: (values(), None, None, values().abs().amax(0), *HOW),
     "pad_index": lambda: (torch.tensor([3, 0, 40], dtype=torch.int32, device=DEVICE), R, 32),
-    "ends_from": lambda: (ends(), 32),
+    "split_ends": lambda: (ends(), 32),
     "pad_rows": lambda: (values(), index()),
     "unpad_rows": lambda: (values(), torch.arange(-1, R - 1, device=DEVICE).int(), R),
     "group_sums": lambda: (*mx(), 32, ends()),
-    "swiglu": lambda: (values(2 * D), weight(), ends(), *rest(), None),
+    "swiglu": lambda: (values(2 * D), weight(), ends(), *rest(), None, None),
     "swiglu_backward": lambda: (
         values(), values(2 * D), weight(), ends(), values(2 * D).to(E4M3.dtype), *rest()[1:], E4M3.dtype,
         *[None] * 4,

@@ -326,6 +326,11 @@ def test_gate_up_may_lie_in_two_tensors(in_fp8: bool, first: int) -> None:
     if in_fp8:
         gate_up, kept, rest = (quantize(x, block_size=None) for x in (gate_up, kept, rest))
     else:
+        ends = ends_of(2, 3)
+        assert_same_bits(swiglu(kept, w, offs=ends, rest=rest), swiglu(gate_up, w, offs=ends))
+        assert_bytes(
+            swiglu_quantize(kept, w, offs=ends, rest=rest).qdata, raw(swiglu_quantize(gate_up, w, offs=ends).qdata)
+        )
         want, got = (
             swiglu_backward(d_h, x, w, offs=ends_of(2, 3), with_h=True, rest=y)
             for x, y in ((gate_up, None), (kept, rest))
@@ -422,10 +427,11 @@ def test_swiglu_ops_pass_opcheck() -> None:
     gate_up, w, d_h = gaussian(6, 128, dtype=torch.bfloat16), gaussian(6), gaussian(6, 64, dtype=torch.bfloat16)
     ops, clamped, e4m3 = torch.ops.mxep, SwiGLU(1.5, 2.0, 1.0).packed, torch.float8_e4m3fn
     rounded = None, 0, False
-    check_op(ops.swiglu, gate_up, None, None, torch.bfloat16, *rounded, None)
-    check_op(ops.swiglu, gate_up, w, None, torch.bfloat16, *rounded, clamped)
+    check_op(ops.swiglu, gate_up, None, None, torch.bfloat16, *rounded, None, None)
+    check_op(ops.swiglu, gate_up, w, None, torch.bfloat16, *rounded, clamped, gate_up[:0])
+    check_op(ops.swiglu, gate_up[:4].clone(), w, None, torch.bfloat16, *rounded, clamped, gate_up[4:].clone())
     for folded in (False, True):
-        check_op(ops.swiglu, gate_up, w, ends_of(2, 3), e4m3, "rceil", 32, folded, None)
+        check_op(ops.swiglu, gate_up, w, ends_of(2, 3), e4m3, "rceil", 32, folded, None, None)
     for dtype, how in ((torch.bfloat16, rounded), (e4m3, ("rceil", 32, False)), (e4m3, ("rceil", 32, True))):
         for h_dtype, activation in ((None, None), (dtype, None), (dtype, clamped)):
             args = (

@@ -85,11 +85,11 @@ def check(
     how = scaled if backward else (dtype, *scaled)
     if backward:  # h in E4M3, whatever the gradient is in
         how = (*scaled, None if direction != WITH_H else E4M3 if quantized else gate_up.dtype)
-    of_rows = {"gate_up_scale": gate_up_scale, "rest": None, "rest_scale": None} if backward else {}
+    of_rows = {"gate_up_scale": gate_up_scale, "rest": None, "rest_scale": None} if backward else {"rest": None}
     want = list(getattr(torch.ops.mxep, name)(*inputs, ends, *out, *how, activation=activation.packed, **of_rows))
     if direction == WITH_H and gate_up_scale is None:
         of_h = how[-1], scaled[0], min(scaled[1], d_h.shape[1]), scaled[2]
-        for a, b in zip(want[2:], torch.ops.mxep.swiglu(gate_up, row_weight, ends, *of_h, activation.packed)):
+        for a, b in zip(want[2:], torch.ops.mxep.swiglu(gate_up, row_weight, ends, *of_h, activation.packed, None)):
             same(a, b)
     moved = [part if part is None else part.to(DEVICE, copy=True) for part in (*inputs, ends)]
     for part in moved[:-1]:
@@ -99,8 +99,7 @@ def check(
         of_rows["gate_up_scale"] = gate_up_scale.to(DEVICE, copy=True)
         of_rows["gate_up_scale"][valid:] = 255
     if first is not None:
-        for i, what in ((1, "rest"), (None, "rest_scale")):
-            both = of_rows.get("gate_up_scale") if i is None else moved[i]
+        for both, what in ((moved[backward], "rest"), (of_rows.get("gate_up_scale"), "rest_scale")):
             if both is not None:
                 of_rows[what] = both[first:].clone()
                 both.resize_(first, both.shape[1])
@@ -254,7 +253,7 @@ def test_rows_of_gate_up_that_lie_apart(quantized: Any, first: int, in_fp8: bool
         mx = quantize(gate_up, block_size=None)
         gate_up, scale = mx.qdata, mx.scale.view(torch.uint8)
         quantized = quantized or (torch.bfloat16, None, 0, False)
-    for direction in (BACKWARD, WITH_H):
+    for direction in (BACKWARD, WITH_H, *([] if in_fp8 or quantized[2:3] == (192,) else [FORWARD])):
         check((d_h, gate_up, row_weight), *quantized, ends=ends, direction=direction, gate_up_scale=scale, first=first)
 
 

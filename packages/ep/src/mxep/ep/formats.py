@@ -25,7 +25,7 @@ from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import replayed
 
 from .dispatchers.base import Payload, TokenDispatcher
-from .lora import LoRAWeights
+from .lora import LoRAWeights, add_lora
 
 
 @replayed
@@ -94,15 +94,6 @@ def keeps_rows(max_rows: int, num_slots: int, *, copied: bool) -> bool:
     """Whether backward gets quantized rows instead of slots under an index: if they must be `copied`, as the slots are
     the dispatcher's, and there are no more rows than slots (top-1)."""
     return copied and max_rows <= num_slots
-
-
-def rows_from(rows: Tensor, first: int) -> Tensor:
-    """rows[first:], in the same memory. rows: of `Wire.rows`."""
-    if not isinstance(rows, MXTensor):
-        return rows[first:]
-    if rows.row_index is not None:
-        return rows.with_parts(rows.qdata, rows.scale, rows.row_index[first:])
-    return rows.with_parts(rows.qdata[first:], rows.scale[first:])
 
 
 PLAIN = SwiGLU()
@@ -345,16 +336,45 @@ def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -
     return gate_up, down
 
 
+# ── gate_up, all of it or in two parts ────────────────────────────────────────────────────────────────────────────
+
+
+class GateUp(NamedTuple):
+    """The GEMM of gate_up (R_max, 2F), but for its rows. w: gate_up_proj, expanded. dtype: of the result."""
+
+    w: Any
+    bias: Tensor | None
+    lora: LoRAWeights | None
+    config: LayerConfig
+    dtype: torch.dtype
+
+    def first_rows(self, rows: Tensor, offs: Tensor, count: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """gate_up of the first `count` rows, of the others or None, and LoRA's inner rows (R_max, r) or None."""
+        if count == len(rows):
+            gate_up, inner = self._of(rows, offs)
+            return gate_up, None, inner
+        before, behind = quant.split_ends(offs, count)
+        (gate_up, inner), (rest, others) = self._of(rows[:count], before), self._of(rows[count:], behind)
+        return gate_up, rest, None if inner is None or others is None else torch.cat((inner, others))
+
+    def last_rows(self, rows: Tensor, offs: Tensor, first: int) -> Tensor:
+        """gate_up of rows from `first` on, as `saved_gate_up` makes it."""
+        gate_up, _ = self._of(rows[first:], quant.split_ends(offs, first)[1])
+        return saved_gate_up(gate_up, self.config.recipe)
+
+    def _of(self, rows: Tensor, offs: Tensor) -> tuple[Tensor, Tensor | None]:
+        gate_up = self.config.backend.forward(rows, self.w, offs, bias=self.bias, out_dtype=self.dtype)
+        if self.lora is None:
+            return gate_up, None
+        return gate_up, add_lora(gate_up, rows, self.lora.gate_up_A, self.lora.gate_up_B, offs, scale=self.lora.scale)
+
+
 # ── SwiGLU in the recipe's formats ────────────────────────────────────────────────────────────────────────────────
 
 
-def saved_gate_up(gate_up: Tensor, recipe: Recipe, count: int | None = None, offs: Tensor | None = None) -> Tensor:
-    """gate_up (R_max, 2F) as saved for backward: unchanged, or quantized with one scale per row. Rows past the valid
-    ones are unspecified. Each row is quantized by itself. count: its first rows alone, in memory of their own."""
-    if count is not None and count < len(gate_up):
-        gate_up = gate_up[:count]
-        if recipe.saved_gate_up == "unquantized":
-            return gather_rows((gate_up,), None, offs)[0]
+def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
+    """gate_up (R, 2F) as saved for backward: unchanged, or quantized with one scale per row. Rows past the valid ones
+    are unspecified. Each row is quantized by itself."""
     if recipe.saved_gate_up == "unquantized":
         return gate_up
     return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)
@@ -368,14 +388,15 @@ def swiglu_forward(
     activation: SwiGLU = PLAIN,
     *,
     folded: bool = False,
+    rest: Tensor | None = None,
 ) -> Tensor:
     """h (R_max, F), times row_weight, as the recipe quantizes it. folded: MX rows with one scale each, for a backend
-    that `wants_rowwise`."""
+    that `wants_rowwise`. rest: the last rows of gate_up, if they lie apart."""
     if recipe.scaling == "none":
-        return quant.swiglu(gate_up, row_weight, offs=offs, activation=activation)
+        return quant.swiglu(gate_up, row_weight, offs=offs, rest=rest, activation=activation)
     options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
-    folded = folded and recipe.scaling == "mx"
-    return quant.swiglu_quantize(gate_up, row_weight, offs=offs, folded=folded, activation=activation, **options)
+    options |= {"folded": folded and recipe.scaling == "mx", "activation": activation}
+    return quant.swiglu_quantize(gate_up, row_weight, offs=offs, rest=rest, **options)
 
 
 def swiglu_backward(

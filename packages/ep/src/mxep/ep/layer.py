@@ -36,7 +36,7 @@ from torch import Tensor
 
 from mxep.comms import RoutingPlan
 from mxep.gemm.frozen import expanded
-from mxep.quant import MXParts, ends_from, group_sums
+from mxep.quant import MXParts, group_sums
 from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import Replayed, replayed
 
@@ -45,6 +45,7 @@ from .formats import (
     NONE,
     AnyWeight,
     ColwiseWeights,
+    GateUp,
     LayerConfig,
     Needs,
     RowwiseWeights,
@@ -54,7 +55,6 @@ from .formats import (
     pack,
     quantize_colwise,
     quantize_rowwise,
-    rows_from,
     rows_of_tokens,
     saved_columns,
     saved_gate_up,
@@ -177,28 +177,25 @@ def mlp_forward(
     """Both GEMMs and SwiGLU. copy: as in `Wire.rows`. keep_gate_up: number of its rows that backward gets, or None."""
     recipe, backend, offs, lora = config.recipe, config.backend, given.offs, given.lora
     rows: Any = wire.rows(given.slots, given.row_slot, offs, copy=copy)
-    gate_up, gate_up_inner = gate_up_of(rows, offs, given.gate_up_proj, given.gate_up_bias, lora, config, wire)
-    if keep_rows and wire.qdata is None and (keep_gate_up or 0) < len(rows):
+    w = expanded(given.gate_up_proj, backend.expand_rowwise)
+    product, count = (
+        GateUp(w, given.gate_up_bias, lora, config, wire.dtype),
+        len(rows) if keep_gate_up is None else keep_gate_up,
+    )
+    gate_up, rest, gate_up_inner = product.first_rows(rows, offs, count)
+    del w, product
+    if keep_rows and rest is not None and wire.qdata is None:
         rows = wire.copied(given.slots)
     given.release("slots")
     rows = rows if keep_rows else None
-    h = swiglu_forward(gate_up, given.row_weight, offs, recipe, config.activation, folded=backend.wants_rowwise)
-    kept = saved_gate_up(gate_up, recipe, keep_gate_up, offs) if keep_gate_up is not None else None
+    how: dict[str, Any] = {"folded": backend.wants_rowwise, "rest": rest}
+    h = swiglu_forward(gate_up, given.row_weight, offs, recipe, config.activation, **how)
+    del rest, how
+    kept = saved_gate_up(gate_up, recipe) if keep_gate_up is not None else None
     del gate_up
     y = backend.forward(h, expanded(given.down_proj, backend.expand_rowwise), offs, bias=None, out_dtype=wire.dtype)
     down_inner = None if lora is None else add_lora(y, h, lora.down_A, lora.down_B, offs, scale=lora.scale)
     return MLPOutput(y, rows, kept, gate_up_inner, down_inner)
-
-
-def gate_up_of(
-    rows: Any, offs: Tensor, w: Any, bias: Tensor | None, lora: LoRAWeights | None, config: LayerConfig, wire: Wire
-) -> tuple[Tensor, Tensor | None]:
-    """gate_up (R, 2F) of rows (R, D), and LoRA's inner rows (R, r) or None. w: gate_up_proj, prepared for forward."""
-    w = expanded(w, config.backend.expand_rowwise)
-    gate_up = config.backend.forward(rows, w, offs, bias=bias, out_dtype=wire.dtype)
-    if lora is None:
-        return gate_up, None
-    return gate_up, add_lora(gate_up, rows, lora.gate_up_A, lora.gate_up_B, offs, scale=lora.scale)
 
 
 # ── backward ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -379,9 +376,10 @@ def mlp_backward(
         d_inner, d_down_B = lora_backward(d_y, d_h, lora.down_A, lora.down_B, given.down_inner, offs, **of_lora)
     given.release("slots", "down_proj", "gate_up", "down_inner")
     if given.gate_up_rowwise is not None:
-        others = rows_from(given.rows, len(gate_up)), ends_from(offs, len(gate_up))
-        rest, _ = gate_up_of(*others, given.gate_up_rowwise, given.gate_up_bias, lora, config, wire)
-        rest = saved_gate_up(rest, config.recipe)
+        w = expanded(given.gate_up_rowwise, backend.expand_rowwise)
+        product = GateUp(w, given.gate_up_bias, lora, config, wire.dtype)
+        rest = product.last_rows(given.rows, offs, len(gate_up))
+        del w, product
         given.release("gate_up_rowwise")
     with_h = down_grad or later or lora_grads
     how: dict[str, Any] = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h, "rest": rest}

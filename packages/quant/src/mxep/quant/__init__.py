@@ -16,7 +16,7 @@ from mxep.quant.fold import (
     fold_with_stats,
 )
 from mxep.quant.formats import BLOCK, E2M1, E4M3, E5M2, MXFormat, ScaleMode, format_of
-from mxep.quant.groups import PaddedGroups, ends_from, group_of_rows, group_sums, pad_groups, unpad_groups, valid_rows
+from mxep.quant.groups import PaddedGroups, group_of_rows, group_sums, pad_groups, split_ends, unpad_groups, valid_rows
 from mxep.quant.quantize import (
     quantize,
     quantize_columns_with_amax,
@@ -50,7 +50,6 @@ __all__ = [
     "SwiGLU",
     "WgradOperands",
     "column_scales",
-    "ends_from",
     "fold",
     "fold_for_dgrad",
     "fold_for_dgrad_with_stats",
@@ -68,6 +67,7 @@ __all__ = [
     "quantize_with_amax",
     "requantize",
     "rescale_blocks",
+    "split_ends",
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_quantize",

@@ -69,16 +69,20 @@ def check_offs(offs: Tensor | None, *tensors: Tensor) -> None:
             raise ValueError(f"offs: got device {offs.device}, want {tensor.device}, that of the rows")
 
 
-def ends_from(offs: Tensor, first: int) -> Tensor:
-    """(G,) int32 ends of the groups among rows [first:]: offs - first, or 0 for a group that ends before."""
+def split_ends(offs: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """(G,) int32 ends of the groups among rows [:first], and among rows [first:]."""
     check_offs(offs)
-    ends: Tensor = _ends_from(offs, first)
+    ends: tuple[Tensor, Tensor] = _split_ends(offs, first)
     return ends
 
 
-@op("mxep::ends_from", fake=lambda offs, first: torch.empty_like(offs), launcher="mxep.quant.kernels.groups:ends_from")
-def _ends_from(offs: Tensor, first: int) -> Tensor:
-    return (offs - first).clamp(min=0)
+@op(
+    "mxep::split_ends",
+    fake=lambda offs, first: (torch.empty_like(offs), torch.empty_like(offs)),
+    launcher="mxep.quant.kernels.groups:split_ends",
+)
+def _split_ends(offs: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    return offs.clamp(max=first), (offs - first).clamp(min=0)
 
 
 def fill_rows(valid: Tensor, capacity: int) -> Tensor:

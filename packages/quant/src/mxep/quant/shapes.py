@@ -85,11 +85,13 @@ def empty_2d(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Te
 
 
 def empty_swiglu(
-    gate_up: Tensor, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
+    gate_up: Tensor, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool, rest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """h (R, F) and its scale bytes (R, F/block_size) or, folded, (R, 1). Without a mode the scale is empty."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    return gate_up.new_empty((rows, width), dtype=dtype), _scale_of_rows(gate_up, width, mode, block_size, folded)
+    h = gate_up.new_empty(
+        (gate_up.shape[0] + (0 if rest is None else rest.shape[0]), gate_up.shape[1] // 2), dtype=dtype
+    )
+    return h, _scale_of_rows(h, h.shape[1], mode, block_size, folded)
 
 
 def empty_swiglu_backward(
@@ -101,7 +103,7 @@ def empty_swiglu_backward(
     h, h_scale = d_h.new_empty(0), d_h.new_empty(0, dtype=torch.uint8)
     if h_dtype is not None:
         h = d_h.new_empty((rows, width), dtype=h_dtype)
-        h_scale = _scale_of_rows(d_h, width, mode, min(block_size, width), folded)
+        h_scale = _scale_of_rows(h, width, mode, min(block_size, width), folded)
     return scale, d_h.new_empty(rows, dtype=torch.float32), h, h_scale
 
 

@@ -41,6 +41,7 @@ def swiglu(
     row_weight: Tensor | None = None,
     *,
     offs: Tensor | None = None,
+    rest: Tensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> Tensor:
     """silu(gate) * up * row_weight, (R, F) in gate_up's dtype, or with another activation.
@@ -49,10 +50,11 @@ def swiglu(
         for 1.
     offs: (G,) int32 inclusive ends of the row groups of a capacity buffer. Rows from offs[-1] on are not read, and
         unspecified in the result.
+    rest: the last rows of gate_up, where gate_up has only those before them. Both are dense.
     No autograd: `swiglu_backward` is its derivative. Raises ValueError for other shapes, dtypes, devices.
     """
-    _check(gate_up, row_weight, offs)
-    h: Tensor = _swiglu(gate_up, row_weight, offs, gate_up.dtype, None, 0, False, activation.packed)[0]
+    _check(gate_up, row_weight, offs, rest=rest)
+    h: Tensor = _swiglu(gate_up, row_weight, offs, gate_up.dtype, None, 0, False, activation.packed, rest)[0]
     return h
 
 
@@ -65,6 +67,7 @@ def swiglu_quantize(
     mode: ScaleMode | str = ScaleMode.RCEIL,
     block_size: int | None = BLOCK,
     folded: bool = False,
+    rest: Tensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> MXTensor:
     """`swiglu` quantized from its fp32 value: MXTensor (R, F), outer dtype gate_up's, blocked along F.
@@ -74,10 +77,10 @@ def swiglu_quantize(
     those of `swiglu`. Also raises ValueError if F is no multiple of `block_size`, and on CUDA for a block that is
     neither a power of two nor the row.
     """
-    _check(gate_up, row_weight, offs)
+    _check(gate_up, row_weight, offs, rest=rest)
     width = gate_up.shape[1] // 2
     block_size = check_block(block_size, -1, gate_up[:, :width])
-    how = check_format(fmt), check_mode(mode), block_size, folded, activation.packed
+    how = check_format(fmt), check_mode(mode), block_size, folded, activation.packed, rest
     return _mx(_swiglu(gate_up, row_weight, offs, *how), gate_up.dtype, width if folded else block_size)
 
 
@@ -96,7 +99,6 @@ def swiglu_backward(
     d_h: (R, F) bf16 | fp32 | fp16, the gradient of h. Without row_weight, d_row_weight is that of a weight of 1.
     h: bitwise the result of `swiglu` for these arguments, if `with_h`, else None. So forward need not save it, for one
     write of h.
-    rest: the last rows of gate_up, where gate_up has only those before them. Both are dense.
     Other arguments and errors as for `swiglu`.
     """
     _check(gate_up, row_weight, offs, d_h, rest)
@@ -128,7 +130,7 @@ def swiglu_backward_quantize(
     overwrite: d_h is no longer needed. With one scale per row, qdata take its memory if it is contiguous, has 16 bits
     per element and requires no grad. h: bitwise the result of `swiglu_quantize` for these arguments with fmt=h_fmt;
     None without `h_fmt`. gate_up may be an MXTensor with one scale per row: results are those of its fp32 values.
-    rest: as in `swiglu_backward`, of gate_up's format.
+    rest: as in `swiglu`, of gate_up's format.
     Other arguments and errors as for `swiglu_backward`. Also raises ValueError if 2F, or with `h_fmt` F, is no multiple
     of `block_size`, on CUDA for a block that is neither the row nor a power of two that divides F, and for an MXTensor
     of other blocks.
@@ -265,7 +267,9 @@ def _result(
 
 @op(
     "mxep::swiglu",
-    fake=lambda gate_up, row_weight, offs, *how: empty_swiglu(gate_up, *how[:4]),
+    fake=lambda gate_up, row_weight, offs, dtype, mode, block, folded, _, rest: empty_swiglu(
+        gate_up, dtype, mode, block, folded, rest
+    ),
     launcher="mxep.quant.kernels.swiglu:swiglu",
 )
 def _swiglu(
@@ -277,8 +281,11 @@ def _swiglu(
     block_size: int,
     folded: bool,
     activation: Sequence[float] | None,
+    rest: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1). mode None: rounded, and no scale."""
+    """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1). mode None: rounded, and no scale. rest: the rows
+    behind those of gate_up."""
+    gate_up = gate_up if rest is None else torch.cat((gate_up, rest))
     rows = gate_up.shape[0]
     h = _forward(gate_up, row_weight, valid_rows(offs, rows), activation)
     return _result(h, rows, dtype, mode, block_size, folded)

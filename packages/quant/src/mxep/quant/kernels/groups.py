@@ -54,17 +54,18 @@ def _group_tile(tile, offs_ptr, num_groups, rows, BLOCK_M: tl.constexpr, GROUPS:
 
 
 @triton.jit(do_not_specialize=["num_groups", "first"])
-def ends_kernel(offs_ptr, ends_ptr, num_groups, first, BLOCK: tl.constexpr):
+def split_ends_kernel(offs_ptr, before_ptr, behind_ptr, num_groups, first, BLOCK: tl.constexpr):
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     end = tl.load(offs_ptr + group, mask=group < num_groups)
-    tl.store(ends_ptr + group, tl.maximum(end - first, 0), mask=group < num_groups)
+    tl.store(before_ptr + group, tl.minimum(end, first), mask=group < num_groups)
+    tl.store(behind_ptr + group, tl.maximum(end - first, 0), mask=group < num_groups)
 
 
-def ends_from(offs, first):
-    """mxep::ends_from."""
-    ends = torch.empty_like(offs)
-    launch(ends_kernel, (cdiv(len(offs), 128),), offs, ends, len(offs), first, BLOCK=128)
-    return ends
+def split_ends(offs, first):
+    """mxep::split_ends."""
+    before, behind = torch.empty_like(offs), torch.empty_like(offs)
+    launch(split_ends_kernel, (cdiv(len(offs), 128),), offs, before, behind, len(offs), first, BLOCK=128)
+    return before, behind
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])

@@ -335,10 +335,10 @@ def swiglu_kernel(
             _finish(h_ptr + row64 * F, h_scale_ptr, row, h_saved, h_scales, 1, F, MODE, BLOCK, FOLDED)
 
 
-def swiglu(gate_up, row_weight, offs, dtype, mode, block_size, folded, activation=None):
+def swiglu(gate_up, row_weight, offs, dtype, mode, block_size, folded, activation=None, rest=None):
     """mxep::swiglu. Its reference has the types. `_launch` lists the blocks it takes."""
-    h, scale = empty_swiglu(gate_up, dtype, mode, block_size, folded)
-    _launch(gate_up, None, row_weight, offs, h, scale, None, mode, block_size, folded, activation)
+    h, scale = empty_swiglu(gate_up, dtype, mode, block_size, folded, rest)
+    _launch(gate_up, None, row_weight, offs, h, scale, rest, None, None, mode, block_size, folded, activation)
     return h, scale
 
 
@@ -351,22 +351,32 @@ def swiglu_backward(
     out may be d_h's memory if a row has one scale: the row's maximum comes after its loads and before its stores.
     """
     results = scale, d_row_weight, h, h_scale = empty_swiglu_backward(d_h, mode, block_size, folded, h_dtype)
-    backward = d_h, out, scale, d_row_weight, rest, rest_scale
-    h = None if h_dtype is None else h
-    _launch(gate_up, gate_up_scale, row_weight, offs, h, h_scale, backward, mode, block_size, folded, activation)
+    of_gate_up = gate_up, gate_up_scale, row_weight, offs, None if h_dtype is None else h, h_scale, rest, rest_scale
+    _launch(*of_gate_up, (d_h, out, scale, d_row_weight), mode, block_size, folded, activation)
     return results
 
 
 def _launch(
-    gate_up, gate_up_scale, row_weight, offs, h, h_scale, backward, mode, block_size, folded, activation
+    gate_up,
+    gate_up_scale,
+    row_weight,
+    offs,
+    h,
+    h_scale,
+    rest,
+    rest_scale,
+    backward,
+    mode,
+    block_size,
+    folded,
+    activation,
 ) -> None:
-    """Write h, if there is one, and three of backward = (d_h, out, scale, d_row_weight, rest, rest_scale). Scales need
-    a mode.
+    """Write h, if there is one, and the last three of backward = (d_h, out, scale, d_row_weight). Scales need a mode.
 
     Raises ValueError for a block that is neither the whole row nor a power of two that divides F.
     """
-    d_h, out, scale, d_row_weight, rest, rest_scale = backward or (None,) * 6
-    rows, F, how = (gate_up if d_h is None else d_h).shape[0], gate_up.shape[1] // 2, SwiGLU.unpacked(activation)
+    d_h, out, scale, d_row_weight = backward or (None,) * 4
+    rows, F, how = (h if d_h is None else d_h).shape[0], gate_up.shape[1] // 2, SwiGLU.unpacked(activation)
     width = F if backward is None else 2 * F
     by_row = block_size == width or mode is None
     if not by_row and (block_size & (block_size - 1) or F % block_size):
