@@ -20,7 +20,7 @@ from mxep.ep.dispatchers.local import LocalDispatcher
 from mxep.ep.formats import LayerConfig, fake_saved
 from mxep.gemm import Recipe
 from mxep.gemm.backends.hopper import Hopper
-from mxep.quant import SwiGLU
+from mxep.quant import MXTensor, SwiGLU
 from mxep.runtime.bundle import tensors_in
 
 
@@ -77,7 +77,9 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and (key := (storage := x.untyped_storage())._cdata) not in self.sizes:
+            if not isinstance(x, torch.Tensor) or isinstance(x, MXTensor):  # whose parts are counted
+                continue
+            if (key := (storage := x.untyped_storage())._cdata) not in self.sizes:
                 self.sizes[key] = storage.nbytes()
                 self.peak, self.all = max(self.peak, self.now), self.all + storage.nbytes()
                 weakref.finalize(storage, self.sizes.pop, key)
