@@ -128,6 +128,34 @@ def test_a_closure_may_compute_the_gradients_within_the_step(after: bool) -> Non
     assert all(map(torch.equal, two_steps(ws, optimizer), expected))
 
 
+@pytest.mark.parametrize("after", [True, False])
+def test_weights_may_change_between_the_closures_of_a_step(after: bool) -> None:
+    """As LBFGS changes them."""
+    ws, alone = weights(1), weights(1)
+
+    def two_steps(ws: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            found.extend(micro_batches(ws, 2))
+            return float(ws[0].detach().float().square().sum())
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return found
+
+    expected = two_steps(alone, torch.optim.LBFGS(alone, lr=1e-2, max_iter=3))
+    optimizer = torch.optim.LBFGS(ws, lr=1e-2, max_iter=3)
+    if after:
+        quantize_after_step(optimizer)
+    else:
+        quantize_weights_once_a_step()
+    found = two_steps(ws, optimizer)
+    assert len(found) > 4
+    assert all(map(torch.equal, found, expected))
+
+
 def test_a_weight_of_no_optimizer_is_quantized_when_it_is_used() -> None:
     ws = weights(2)
     optimizer = sgd(ws[:1])

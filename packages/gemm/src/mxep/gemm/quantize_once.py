@@ -117,8 +117,9 @@ def quantize_weights_once_a_step() -> "QuantizedOnce":
     """Open `quantize_weights_once` until `close()` of the result. Each step of a torch optimizer frees the quantized
     weights.
 
-    For third-party training loops, which have no place to open and close it. Weights may change only in a step. A
-    checkpoint that is loaded later raises at the next forward. Raises RuntimeError within `quantize_weights_once`.
+    For third-party training loops, which have no place to open and close it. Weights may change only in a step, also
+    between its closures (LBFGS). A checkpoint that is loaded later raises at the next forward. Raises RuntimeError
+    within `quantize_weights_once`.
     """
     global _open
     with _lock:
@@ -149,6 +150,7 @@ class QuantizedOnce:
         self.quantizations = 0
         self._users = 0
         self._steps = steps
+        self._stepping = False  # between the hooks of a step, whose closures see weights change
         self._held: dict[tuple[Any, ...], _Held] = {}
         self._used: dict[tuple[Any, ...], _Used] = {}  # in the last step
         self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # quantize their weights after steps
@@ -170,7 +172,7 @@ class QuantizedOnce:
         key = quantize, *places, capturing, *how_recipe, id(backend)
         with _lock:
             held = self._held.get(key)
-            if held is None:
+            if held is None or (self._stepping and held.version != version):
                 # Drop weights that are gone. Weak references keep their storages' addresses from being reused.
                 for gone in [key for key, held in self._held.items() if any(x.expired() for x in held.storages)]:
                     del self._held[gone]
@@ -205,6 +207,7 @@ class QuantizedOnce:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         with _lock:
+            self._stepping = False
             self._forget()  # a closure has quantized the weights before they changed
         if optimizer not in self._optimizers:
             return
@@ -333,6 +336,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "quantized before: close it before the optimizer steps"
         )
     with _lock:
+        _open._stepping = True
         _open._forget()
 
 
