@@ -9,7 +9,9 @@ are five blocks, the last one 64 rows high. Row-scaled FP8 is the case (1, K), o
 Plain torch on any device. Power-of-two scales fold exactly if their range allows it: `to_mxfp8`, `fold`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +88,20 @@ class BlockFP8:
         Checkpoints store power-of-two scales as fp32 and bf16, too, so the values decide, not the dtype.
         """
         return exponents_of(self.scale)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "BlockFP8"], tuple[Any, ...]]:
+        # Bytes: torch's plain pickles of 8-bit floats cannot be read back.
+        scale = self.scale.view(torch.uint8) if self.scale.dtype == SCALE_DTYPE else self.scale
+        return rebuild_block_fp8, (self.qdata.view(torch.uint8), scale, self.block_size)
+
+
+def rebuild_block_fp8(qdata: Tensor, scale: Tensor, block_size: BlockShape) -> BlockFP8:
+    """Function that `torch.load(weights_only=True)` calls. It checks the bytes of a file like those of any caller."""
+    scale = scale.view(SCALE_DTYPE) if scale.dtype == torch.uint8 else scale
+    return BlockFP8(qdata.view(E4M3.dtype), scale, block_size)
+
+
+torch.serialization.add_safe_globals([rebuild_block_fp8])
 
 
 def exponents_of(scale: Tensor) -> Tensor | None:
