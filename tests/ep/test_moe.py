@@ -266,7 +266,7 @@ def test_stats_count_rows_routed_sent_and_padded() -> None:
     moe(torch.randn(3, 64, dtype=torch.bfloat16))
     stats = {name: int(value) for name, value in moe.last_routing.stats().items()}
     # Experts 0, 1 and 7 have 2, 1 and 2 rows, each padded to 32; one process: one copy of each of three tokens.
-    assert stats == {"routed": 5, "sent": 3, "valid": 96, "padding": 91, "dropped": 0, "invalid": 0}
+    assert stats == {"routed": 5, "sent": 3, "computed": 96, "padding": 91, "dropped": 0, "invalid": 0}
 
 
 def test_the_layer_trains() -> None:

@@ -65,7 +65,7 @@ class Page(HTMLParser):
 
 def made_up(name: str, steps: int, *, layers: int = 3, above: float = 0.0) -> Run:
     """A loss that falls from 5 to 2 and `above`; layer i of L is loaded 1 + (i + 1) / L times the mean."""
-    routing = {"rows_routed": 100, "rows_sent": 90, "rows_valid": 128, "rows_padding": 28, "rows_dropped": 2}
+    routing = {"rows_routed": 100, "rows_sent": 90, "rows_computed": 128, "rows_padding": 28, "rows_dropped": 2}
     loads = [1 + (i + 1) / layers for i in range(layers)]
     fixed = {
         **routing,
@@ -92,11 +92,11 @@ def check_page(raw: str, rows: list[dict[str, Any]]) -> None:
     assert routing.keys() == speed.keys() == {"bf16", "mxfp8"}
     for name in ("bf16", "mxfp8"):
         of = [row for row in rows if row["run"] == name]
-        totals = {key: sum(row[f"rows_{key}"] for row in of) for key in ("valid", "padding", "routed", "sent")}
-        columns = {"routed": "routed", "sent": "sent", "valid": "GEMM rows"}
+        totals = {key: sum(row[f"rows_{key}"] for row in of) for key in ("computed", "padding", "routed", "sent")}
+        columns = {"routed": "routed", "sent": "sent", "computed": "GEMM rows"}
         assert all(routing[name][column] == f"{totals[key]:,}" for key, column in columns.items())
         assert routing[name]["dropped"] == routing[name]["bad ids"] == "0"
-        assert routing[name]["padding"] == f"{totals['padding'] / totals['valid']:.2%}"
+        assert routing[name]["padding"] == f"{totals['padding'] / totals['computed']:.2%}"
         for layer in range(2):
             assert loads[str(layer)][name] == f"{sum(row['expert_loads'][layer] for row in of[-20:]) / 20:.3f}"
         assert all(row["expert_load"] == max(row["expert_loads"]) >= 1 for row in of)

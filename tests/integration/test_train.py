@@ -294,7 +294,7 @@ def test_rows_over_the_capacity_may_be_dropped_and_are_counted(make_config: Call
     config = make_config("recipe=bf16", "parallel.ranks=2", "train.steps=3", *drops)
     (outcome, _) = run_again(train, (config, str(tmp_path), {}), world_size=2, timeout=60, device="cpu")
     for row in outcome.runs[0].metrics:
-        assert row["rows_dropped"] == row["rows_routed"] - (row["rows_valid"] - row["rows_padding"]) > 0
+        assert row["rows_dropped"] == row["rows_routed"] - (row["rows_computed"] - row["rows_padding"]) > 0
         assert not row["skipped"]
     console = Console(record=True, width=200)
     report.show(report.summarize(outcome), console)

@@ -153,7 +153,7 @@ TABLES = {
     "Token copies, over all steps, layers and ranks": {
         "rows_routed": ("routed", ","),
         "rows_sent": ("sent", ","),
-        "rows_valid": ("GEMM rows", ","),
+        "rows_computed": ("GEMM rows", ","),
         "padding_share": ("padding", ".2%"),
         "rows_dropped": ("dropped", ","),
         "rows_invalid": ("bad ids", ","),
@@ -275,7 +275,7 @@ def _summarize(run: Run) -> dict[str, Any]:
         "valid_loss": run.valid_loss,
         "train_loss": sum(row["loss"] for row in last) / max(1, len(last)),
         **totals,
-        "padding_share": totals["rows_padding"] / max(1, totals["rows_valid"]),
+        "padding_share": totals["rows_padding"] / max(1, totals["rows_computed"]),
         "expert_load": sum(row["expert_load"] for row in last) / max(1, len(last)),
         "seconds": run.seconds,
         "ms_a_step": run.ms_a_step,

@@ -299,7 +299,7 @@ def _messages_of_all_ranks(error: Exception | None) -> str:
 
 WARM_UP = 2
 """Calls before capture. They make buffers, load kernels and connect communicators."""
-COUNTS = ("routed", "sent", "valid", "padding", "dropped", "invalid")
+COUNTS = ("routed", "sent", "computed", "padding", "dropped", "invalid")
 """Keys of `Routing.stats`, in the order of the vector of row counts."""
 KNOWN_TO_ALL = ("dropped", "invalid")
 """Counts that are already summed over the ranks that share experts."""

@@ -105,7 +105,7 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
             dist.all_reduce(tokens, group=layer.dispatcher.group)
         busiest = tokens.max() / tokens.double().mean().clamp_min(1e-9)
         names.append(name)
-        counted.append(torch.stack((stats["valid"], stats["padding"], busiest, (tokens == 0).sum())))
+        counted.append(torch.stack((stats["computed"], stats["padding"], busiest, (tokens == 0).sum())))
     if not counted:
         if why := _why_no_load(model):
             warnings.warn(f"load_report: {why}", stacklevel=2)

@@ -138,16 +138,16 @@ class Routing(Bundle):
         """Counts as 0-d int64 tensors on the device, no host sync.
 
         ``routed``: (token, expert) pairs of this rank's tokens. ``sent``: rows that this rank's tokens put on the wire,
-        including those to itself. ``valid``: rows that this rank's experts compute, with padding. ``padding``: the
-        padding among them. ``dropped``: rows that did not fit the capacity, for all ranks' experts. ``invalid``: ids
-        out of range, of all ranks' tokens. The last two are the same on all ranks.
+        including those to itself. ``computed``: rows of this rank's GEMMs, with padding. ``padding``: the padding among
+        them. ``dropped``: rows that did not fit the capacity, for all ranks' experts. ``invalid``: ids out of range, of
+        all ranks' tokens. The last two are the same on all ranks.
         """
-        valid = self.plan.offs[-1].long()
+        computed = self.plan.offs[-1].long()
         return {
             "routed": (self.expert_ids >= 0).sum(),
             "sent": self.wire_rows(),
-            "valid": valid,
-            "padding": valid - (self.plan.row_slot >= 0).sum(),
+            "computed": computed,
+            "padding": computed - (self.plan.row_slot >= 0).sum(),
             "dropped": self.plan.overflow.sum(),
             "invalid": self.plan.invalid,
         }
