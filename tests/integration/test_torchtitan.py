@@ -304,6 +304,21 @@ def test_its_trainer_compiles_blocks(ctx: Context, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @distributed(2, device="cpu", timeout=280)
+def test_tensor_parallelism_that_cuts_experts_too_small_is_refused_before_a_step(ctx: Context, tmp_path: Path) -> None:
+    from titan_trainer import make_config, train
+
+    config = make_config("qwen3", str(tmp_path), override=overridden("mxfp8"))
+    config.parallelism.tensor_parallel_degree = 2
+    os.environ["LOCAL_RANK"] = str(ctx.rank)
+    with pytest.raises(ValueError, match=r"got 2, which leaves a rank 16 .*: set expert_parallel_degree"):
+        config.build()
+    config = make_config("qwen3", str(tmp_path), override=overridden("bf16"), training={"steps": 1})
+    config.parallelism.tensor_parallel_degree = 2
+    train(config, ctx.rank)[1].close()
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
 def test_micro_batches_share_quantized_weights(ctx: Context, tmp_path: Path) -> None:
     from mxep.gemm import quantize_weights_once_a_step
     from titan_trainer import BATCH, make_config, train

@@ -26,6 +26,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from mxep.ep import TokenDispatcher
+from mxep.ep.dtensors import local_tensor
 from mxep.gemm import Recipe
 from mxep.gemm.functional import module_forward
 from mxep.gemm.recipe import recipe_of
@@ -102,6 +103,16 @@ class Experts(GroupedExperts):  # type: ignore[misc]
         weights = self.w1_EFD, self.w2_EDF, self.w3_EFD
         tokens = x_TD, routed.expert_ids_TK, routed.scores_TK
         return self.options.run(self.recipe, *tokens, weights, routed.dispatcher, routed.layer)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        super().parallelize(parallel_dims)
+        part = local_tensor(self.w2_EDF).shape[2]
+        if isinstance(self.recipe, Recipe) and part % (multiple := self.recipe.group_alignment):
+            raise ValueError(
+                f"tensor_parallel_degree: got {parallel_dims.tp}, which leaves a rank {part} of an expert's "
+                f"hidden_dim, want a multiple of {multiple} for recipe {self.recipe.name}: set "
+                "expert_parallel_degree, which keeps experts whole, or recipe bf16"
+            )
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         self.load_E = torch.zeros_like(self.load_E, device=buffer_device or self.w1_EFD.device)
