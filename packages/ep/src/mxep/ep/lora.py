@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mxep.gemm.backends.reference import parts_of
 from mxep.gemm.lora import lora_expand, lora_shrink, lora_wgrad
@@ -165,7 +166,8 @@ class LoRAExperts(nn.Module):
 
     def peft_state_dict(self) -> dict[str, Tensor]:
         """A and B as PEFT's `target_parameters` saves them: ``lora_A.weight`` (r E, in) and ``lora_B.weight`` (out,
-        r E) of down_proj, and under ``base_layer.`` of gate_up_proj. On one rank that has all experts.
+        r E) of down_proj, and under ``base_layer.`` of gate_up_proj. Of spread experts they are DTensors: save what
+        `full_tensor()` of each returns on all ranks.
 
         A is expert-major: row e r + i. In B the expert is innermost: column i E + e. Weights are (E, out, in), as in
         transformers' experts that are not transposed.
@@ -179,7 +181,8 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def load_peft_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy tensors of `peft_state_dict`. Raises ValueError for missing names and other shapes, before any copy."""
+        """Copy tensors of `peft_state_dict`: whole ones, from which a rank takes its experts, or DTensors of the same
+        mesh. Raises ValueError for missing names and other shapes, before any copy."""
         wanted = self.peft_state_dict()
         got = {name: tuple(state[name].shape) if name in state else None for name in wanted}
         expected = {name: tuple(x.shape) for name, x in wanted.items()}
@@ -187,5 +190,12 @@ class LoRAExperts(nn.Module):
             raise ValueError(f"load_peft_state_dict: expected {expected}, got {got}")
         for name, prefix in (("down_proj", ""), ("gate_up_proj", "base_layer.")):
             A, B = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
-            A.copy_(state[f"{prefix}lora_A.weight"].view(A.shape))
-            B.copy_(state[f"{prefix}lora_B.weight"].view(*B.shape[1:], B.shape[0]).permute(2, 0, 1))
+            _copy_share(A, state[f"{prefix}lora_A.weight"].view(A.shape))
+            _copy_share(B, state[f"{prefix}lora_B.weight"].view(*B.shape[1:], B.shape[0]).permute(2, 0, 1))
+
+
+def _copy_share(into: Tensor, x: Tensor) -> None:
+    """Copy x (E, ...). A rank of spread experts takes its part of a whole x, which all ranks have."""
+    if isinstance(into, DTensor) and not isinstance(x, DTensor):
+        x = distribute_tensor(x, into.device_mesh, into.placements, src_data_rank=None)
+    into.copy_(x)
