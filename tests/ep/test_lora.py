@@ -335,6 +335,14 @@ def test_a_layer_is_spread_with_its_lora(ctx, fmt: str | None) -> None:
     torch.testing.assert_close(spread(x), alone(x), rtol=2e-2, atol=2e-2)
 
 
+@distributed(2, device="cpu")
+def test_frozen_experts_that_are_spread_already_are_not_spread_again(ctx) -> None:
+    moe = make_layer("mxfp8", group=ctx.group, dispatcher="symmetric", max_tokens=T)
+    mesh = moe.experts.down_proj_lora_A.device_mesh
+    with pytest.raises(ValueError, match="ExpertParallel wants an MoE that holds all its experts"):
+        parallelize_module(moe, mesh, ExpertParallel(max_tokens=T))
+
+
 def test_lora_of_other_shapes_is_said_before_any_exchange() -> None:
     moe = make_layer("mxfp8")
     moe.experts.down_proj_lora_B = torch.nn.Parameter(torch.zeros(EXPERTS, DIM, 16, dtype=torch.bfloat16))

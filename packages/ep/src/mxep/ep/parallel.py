@@ -50,7 +50,7 @@ class ExpertParallel(ParallelStyle):
         self.dispatch = Dispatch.of(dispatch, fields)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, MoE) or isinstance(module.experts.gate_up_proj, DTensor):
+        if not isinstance(module, MoE) or any(isinstance(p, DTensor) for p in module.experts.parameters()):
             raise ValueError(f"ExpertParallel wants an MoE that holds all its experts, got {type(module).__name__}")
         experts, how = module.experts, self.dispatch
         dispatcher = make_dispatcher(
