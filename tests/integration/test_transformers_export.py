@@ -235,6 +235,18 @@ def test_errors_name_the_cure_before_anything_is_written(tmp_path: Path) -> None
         save_quantized(gpt, tmp_path / "index", "mxfp4")
 
 
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8"])
+def test_stacked_experts_of_another_model_than_gpt_oss_are_refused(tmp_path: Path, fmt: str) -> None:
+    """transformers would look for them under other names, and start with random ones."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    config = transformers.GraniteMoeConfig(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="mxep_mxfp8")
+    with pytest.raises(ValueError, match=r"expected gpt-oss, or .*, got granitemoe, which stores .*_proj stacked"):
+        save_quantized(model, tmp_path, fmt)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("target", ["q_proj", "experts"])
 def test_a_model_that_peft_changed_within_is_refused(tmp_path: Path, target: str) -> None:
     """Its base model is a PreTrainedModel, whose weights have PEFT's names."""

@@ -85,7 +85,7 @@ def save_quantized(
     Weights that are sharded over ranks are gathered, one at a time: all ranks must call it, and rank 0 writes.
 
     Raises ValueError, before anything is written, for another format or layout, for a model without experts or with
-    PEFT's adapters, and for sizes that are no multiples of 32.
+    PEFT's adapters, for one other than gpt-oss that stores experts stacked, and for sizes that are no multiples of 32.
     """
     if fmt not in LAYOUTS:
         raise ValueError(f"save_quantized: expected fmt {', '.join(LAYOUTS)}, got {fmt!r}")
@@ -105,7 +105,7 @@ def save_quantized(
         raise ValueError(f"save_quantized: expected a folder without safetensors, got {folder}")
     with _conversions(model) as converters:
         stacked = [name for name in held if not _is_apart(name, converters)]
-        layout = _layout(fmt, layout, stacked, is_v4=model.config.model_type == "deepseek_v4")
+        layout = _layout(fmt, layout, stacked, model.config.get_text_config().model_type)
         for name, (module, each) in held.items():
             n, k = getattr(module, each).shape[-2:][:: -1 if module.is_transposed else 1]
             if k % BLOCK:
@@ -173,9 +173,15 @@ def _is_apart(name: str, converters: list[WeightConverter]) -> bool:
     return False
 
 
-def _layout(fmt: str, layout: str | None, stacked: list[str], *, is_v4: bool) -> str:
+def _layout(fmt: str, layout: str | None, stacked: list[str], kind: str) -> str:
+    if stacked and kind != "gpt_oss":  # its layout names modules of gpt-oss: others would load without experts
+        raise ValueError(
+            f"save_quantized: expected gpt-oss, or a model with a stored tensor for each expert, got {kind}, which "
+            f"stores {stacked[0]} stacked: save_pretrained its bf16 experts, and freeze_experts when they are loaded"
+        )
     if stacked and fmt != "mxfp4":
         raise ValueError(f"save_quantized: expected fmt mxfp4 for {stacked[0]}, stored stacked as gpt-oss's, got {fmt}")
+    is_v4 = kind == "deepseek_v4"
     possible = [
         each for each in LAYOUTS[fmt] if (each == "mxfp4") is bool(stacked) and (each != "deepseek-v4" or is_v4)
     ]
