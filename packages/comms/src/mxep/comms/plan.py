@@ -60,14 +60,14 @@ class Capacity:
 
     With S slots, K experts per token, e local experts and groups padded to m rows:
 
-    - :meth:`worst_case`: S * min(K, e) rows plus e * (m - 1) of padding. Always fits. The one exception is a token that
-      names an expert twice while K > e.
+    - :meth:`worst_case`: S * min(K, e) rows plus e * (m - 1) of padding. All rows always fit, unless K > e and a token
+      names an expert twice.
     - :meth:`factor` (c): c times the balanced load T_max * K, plus padding; at most the worst case. Rows that do not
-      fit are dropped and counted. overflow="raise" makes that an error, "drop" does not.
+      fit are dropped and counted. overflow="raise" makes that an error, overflow="drop" does not.
       All experts of a rank are capped at one number of rows, the largest that fits after padding. An expert shares its
       rows evenly between the source ranks. Each source keeps its first rows.
-      overflow="recompute" leaves none out: R_max is the worst case, and the factor bounds what a layer keeps from
-      forward to backward (`kept_rows`). Backward computes what was not kept again.
+      overflow="recompute" drops no rows: R_max is the worst case, and c bounds the rows that a layer keeps from forward
+      to backward (`kept_rows`). Backward recomputes the other rows.
     - :meth:`exact`: the rows this step needs, read from the device (a device-to-host sync).
     """
 
@@ -87,7 +87,7 @@ class Capacity:
 
     @staticmethod
     def of(given: "Capacity | float | None") -> "Capacity":
-        """The capacity of a number, its factor, or of None, the worst case. Raises ValueError for anything else."""
+        """The capacity for a number (a factor) or for None (the worst case). Raises ValueError for anything else."""
         if given is None:
             return Capacity.worst_case()
         if isinstance(given, Capacity):
@@ -118,7 +118,7 @@ class Capacity:
         return self._bounded(worst, max_tokens, top_k, num_local_experts, alignment)
 
     def kept_rows(self, plan: "RoutingPlan") -> int:
-        """Rows of which backward needs everything kept, a multiple of the alignment. Without "recompute": R_max."""
+        """Number of rows to keep in full for backward, a multiple of the alignment. Without "recompute": R_max."""
         slots, top_k = plan.slot_rows.shape
         if self.overflow != "recompute":
             return plan.max_rows

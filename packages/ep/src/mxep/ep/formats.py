@@ -31,7 +31,7 @@ from .lora import LoRAWeights, add_lora
 @replayed
 def pack(x: Tensor, *, recipe: Recipe, fmt: MXFormat, room: int | None = None) -> Payload:
     """x (T, D) as bytes to send, quantized to `fmt` if the recipe quantizes: (T, 2 D) of bf16; or (T, D) qdata and
-    (T, D / block) scales. room: number of rows to return, of which the first T count."""
+    (T, D / block) scales. room: number of rows to return; only the first T are valid."""
     rows = recipe.quantize_rows(x, fmt, room)
     return (_bytes(rows.qdata), _bytes(rows.scale)) if isinstance(rows, MXTensor) else (_bytes(rows),)
 
@@ -65,8 +65,9 @@ class Wire(Bundle):
     def rows(self, slots: Payload, row_slot: Tensor, offs: Tensor, *, copy: bool) -> Tensor:
         """Slots (S, .) -> the plan's expert-major rows (R_max, D) with zero padding.
 
-        row_slot, offs: the plan's. Quantized rows are not copied; a row index says where each lies. copy: they are kept
-        beyond the next exchange, so slots are copied, or rows where `keeps_rows`. Plain rows are always gathered.
+        row_slot, offs: the plan's. Plain rows are always gathered. Quantized rows are not copied; a row index says
+        where each lies. copy: rows are needed after the next exchange, so the slots are copied (the rows instead, if
+        `keeps_rows`).
         """
         if self.qdata is None:
             (gathered,) = gather_rows(slots, row_slot, offs)
@@ -91,8 +92,8 @@ class Wire(Bundle):
 
 
 def keeps_rows(max_rows: int, num_slots: int, *, copied: bool) -> bool:
-    """Whether backward gets quantized rows instead of slots under an index: if they must be `copied`, as the slots are
-    the dispatcher's, and there are no more rows than slots (top-1)."""
+    """Whether forward keeps quantized rows for backward instead of slots and an index. It does if slots must be
+    `copied`, as they are the dispatcher's memory, and there are no more rows than slots (top-1)."""
     return copied and max_rows <= num_slots
 
 
@@ -142,11 +143,11 @@ class Saved(Operands):
     """The tensors that forward leaves to backward besides the weights themselves.
 
     Attributes:
-        rows: (S, D) slots, or (R_max, D) where `keeps_rows`. Plain rows are (R_max, D), or slots if not all of gate_up
-            is kept. None if nothing needs them (`Needs.keep_rows`), and where
-            backward makes them again.
-        gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8. Its first rows alone, if the capacity
-            says "recompute": `TokenDispatcher.kept_rows`.
+        rows: if quantized, slots (S, D), or rows (R_max, D) where `keeps_rows`. If plain, rows (R_max, D), or slots if
+            only the first rows of gate_up are kept. None if nothing needs them (`Needs.keep_rows`), or if backward
+            makes them again.
+        gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8. If the capacity says "recompute", only
+            its first rows, as many as `TokenDispatcher.kept_rows` says.
         gate_up_columns, down_columns: see `saved_columns`.
         gate_up_inner, down_inner: (R_max, r) inner rows of LoRA, if it has gradients.
     """
@@ -166,7 +167,7 @@ class Saved(Operands):
 
 @replayed
 def rows_of_tokens(x: Tensor, row_slot: Tensor, offs: Tensor, *, config: LayerConfig, room: int | None) -> Any:
-    """Recompute forward's rows (R_max, D) from tokens x (T, D), if they are the slots, or from plain slots."""
+    """Recompute forward's rows (R_max, D). x: tokens (T, D) if these are the slots, else plain slots (S, D)."""
     payload = pack.function(x, recipe=config.recipe, fmt=config.recipe.fmt, room=room)
     return Wire.of(x, config.recipe, config.recipe.fmt).rows(payload, row_slot, offs, copy=False)
 
@@ -202,7 +203,8 @@ def fake_saved(
 ) -> Saved:
     """The tensors that forward would leave to backward, as fake tensors.
 
-    kept_rows: those of gate_up, default all. copied: whether slots are copied because the dispatcher `borrows` them.
+    kept_rows: number of rows of gate_up that are kept, default all. copied: whether slots are copied because the
+    dispatcher `borrows` them.
     lora: None if it has no gradients.
     """
     recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
@@ -272,7 +274,8 @@ class RowwiseWeights(Bundle):
 
 @dataclass(frozen=True)
 class ColwiseWeights(Bundle):
-    """Both weights, prepared for dgrad. gate_up_rowwise: prepared for forward, if gate_up is recomputed."""
+    """Both weights, prepared for dgrad. gate_up_rowwise: gate_up_proj prepared for forward, if gate_up is
+    recomputed."""
 
     gate_up: Any
     down: Any
@@ -293,7 +296,7 @@ def quantize_rowwise(
 def quantize_colwise(
     gate_up_proj: SavedWeight, down_proj: SavedWeight, *, config: LayerConfig, recompute: bool = False
 ) -> ColwiseWeights:
-    """The weights for dgrad. 2-D blocks are used unchanged. recompute: and gate_up_proj for forward."""
+    """The weights for dgrad. 2-D blocks are used unchanged. recompute: prepare gate_up_proj for forward, too."""
     down, rowwise = down_proj.colwise(config.recipe, config.backend), None
     if recompute:
         rowwise = gate_up_proj.weight
@@ -314,7 +317,7 @@ def held_rowwise(
 def held_colwise(
     gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved, config: LayerConfig, *, recompute: bool = False
 ) -> ColwiseWeights | None:
-    """The same for dgrad."""
+    """The weights for dgrad if `quantize_weights_once` holds them, else None: backward quantizes them."""
     if not is_held(gate_up_proj, config.recipe):
         return None
     both = saved_weights(gate_up_proj, down_proj, saved)
@@ -322,8 +325,8 @@ def held_colwise(
 
 
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
-    """Help for quantizing each weight colwise. A backend with one scale a column needs the amax of its columns, (e, D)
-    and (e, F) fp32. 2-D blocks are returned unchanged. Others need nothing: None."""
+    """For each weight, the tensor that `quantize_colwise` needs besides it. For a backend with one scale per column
+    this is the amax of the columns, (e, D) or (e, F) fp32. 2-D blocks are returned unchanged. Otherwise None."""
     pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
     gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
     return gate_up, down
@@ -340,7 +343,8 @@ def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -
 
 
 class GateUp(NamedTuple):
-    """The GEMM of gate_up (R_max, 2F), but for its rows. w: gate_up_proj, expanded. dtype: of the result."""
+    """The GEMM that makes gate_up (R_max, 2F): all operands but rows. w: gate_up_proj, expanded. dtype: of the
+    result."""
 
     w: Any
     bias: Tensor | None
@@ -349,7 +353,8 @@ class GateUp(NamedTuple):
     dtype: torch.dtype
 
     def first_rows(self, rows: Tensor, offs: Tensor, count: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """gate_up of the first `count` rows, of the others or None, and LoRA's inner rows (R_max, r) or None."""
+        """gate_up of the first `count` rows, gate_up of the other rows (None if there are none), and LoRA's inner rows
+        (R_max, r) or None."""
         if count == len(rows):
             gate_up, inner = self._of(rows, offs)
             return gate_up, None, inner
@@ -391,7 +396,7 @@ def swiglu_forward(
     rest: Tensor | None = None,
 ) -> Tensor:
     """h (R_max, F), times row_weight, as the recipe quantizes it. folded: MX rows with one scale each, for a backend
-    that `wants_rowwise`. rest: the last rows of gate_up, if they lie apart."""
+    that `wants_rowwise`. rest: the last rows of gate_up, if they are a separate tensor."""
     if recipe.scaling == "none":
         return quant.swiglu(gate_up, row_weight, offs=offs, rest=rest, activation=activation)
     options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
@@ -414,8 +419,9 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(d_gate_up (R_max, 2F) as the recipe quantizes gradients, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
 
-    gate_up: from `saved_gate_up`. rest: its last rows, if they lie apart. overwrite: d_h is not needed any more.
-    with_h: recompute h bit for bit, else None. Forward does not keep h, because this kernel reads gate_up anyway.
+    gate_up: from `saved_gate_up`. rest: its last rows, if they are a separate tensor. overwrite: d_h may be
+    overwritten. with_h: recompute h, bit for bit; else h is None. Forward does not keep h, because this kernel reads
+    gate_up anyway.
     """
     if recipe.scaling == "none":
         how: dict[str, Any] = {"offs": offs, "with_h": with_h, "rest": rest, "activation": activation}

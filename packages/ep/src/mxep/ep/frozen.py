@@ -107,9 +107,9 @@ def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: De
 
 
 def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Raise ValueError if a module of frozen experts is about to load qdata of the same shape that mean other values:
-    folded, or block FP8. With strict=False torch would load the qdata and skip their scales. It refuses qdata of other
-    shapes itself."""
+    """Raise ValueError if frozen experts are about to load qdata of another format (folded, or block FP8) whose shape
+    fits. With strict=False torch would load the qdata and skip their scales. torch itself refuses qdata of other
+    shapes."""
     names = dict(module.named_parameters(recurse=False))
     for name in ("gate_up_proj", "down_proj"):
         qdata = state.get(f"{prefix}{name}_qdata")
@@ -146,9 +146,9 @@ def _frozen(x: Tensor | None, mesh: DeviceMesh | None) -> nn.Parameter | None:
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> int:
     """Replace every `Experts` in `model` by `FrozenExperts` in `fmt`. Returns the number of layers.
 
-    One layer after another, on the device where it is: the bf16 weights of a layer are freed before the next one. Make
-    the optimizer, and call fully_shard, afterwards. Raises ValueError if there is none, or if FSDP2 has sharded one,
-    before anything changed. `freeze` may raise for a layer when those before it are frozen.
+    Layers are frozen one after another, each on its own device, and the bf16 weights of a layer are freed before the
+    next one. Make the optimizer, and call fully_shard, afterwards. Raises ValueError, without changing anything, if the
+    model has no `Experts`, or if FSDP2 has sharded any. `freeze` may raise for a layer after earlier layers are frozen.
     """
     found = [(m, name) for m in model.modules() for name, child in m.named_children() if isinstance(child, Experts)]
     if not found:

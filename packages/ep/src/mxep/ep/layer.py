@@ -14,9 +14,9 @@
                                                            meanwhile: GEMM d_gate_up^T rows -> d_gate_up_proj
                                                          dx (T, D), d_weights (T, K)
 
-h is not kept for backward: the backward kernel of SwiGLU reads gate_up anyway, and writes h again. If the capacity says
-"recompute", rows of gate_up over its factor are not kept either: backward's GEMM makes them again. Functions release
-tensors after use, so that later allocations reuse their memory.
+h is not kept for backward: the backward kernel of SwiGLU reads gate_up anyway, and computes h again. If the capacity
+says "recompute", rows of gate_up beyond its factor are not kept either: backward repeats the first GEMM for them.
+Functions release tensors after use, so that later allocations reuse their memory.
 
 A pass is one record (`mxep.runtime.replay`) if its dispatcher needs nothing from the host. With other dispatchers each
 function between two exchanges is a record. Autograd is in `autograd.py`, quantization in `formats.py`.
@@ -92,8 +92,9 @@ class ForwardInput(Operands):
 
 @dataclass(frozen=True)
 class ForwardOutput(Bundle):
-    """Results of forward: out (T, D). saved: for backward, if it will be. kept: (T, K) fp32, 1 for pairs with a row,
-    else 0, if asked for. If room was given, T is room, and only the tokens' rows are valid."""
+    """Results of forward: out (T, D). saved: tensors for backward, None if there is no backward. kept: (T, K) fp32, 1
+    where a (token, expert) pair has a row, else 0; None unless asked for. If room was given, out and kept have that
+    many rows, and only the tokens' rows are valid."""
 
     out: Tensor
     routing: Routing
@@ -114,9 +115,10 @@ def forward_pass(
 ) -> ForwardOutput:
     """Forward without autograd or checks; `pass_of` makes it one record.
 
-    rowwise: the weights, if `quantize_weights_once` holds them. needs: gradients of backward; None: there will be none.
-    The exchanges and dx are made in any case, as ranks do not know what the others need. rows_again: see
-    `makes_rows_again`. drops: return `kept`. room: from the dispatcher's `room_for`; then tokens are contiguous.
+    rowwise: the weights, if `quantize_weights_once` holds them. needs: the parameters whose gradients backward
+    computes; None if there is no backward. Every backward makes its exchanges and dx, as ranks do not know what the
+    others need. rows_again: see `makes_rows_again`. drops: return `kept`. room: from the dispatcher's `room_for`. If it
+    is given, the tokens are contiguous.
     """
     recipe, keep_rows = config.recipe, needs is not None and needs.keep_rows(rows_again, dispatcher.recomputes)
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
@@ -146,8 +148,8 @@ def forward_pass(
 
 @dataclass(frozen=True)
 class MLPInput(Operands):
-    """Slots (S, .), which are consumed, the plan's row_slot, row_weight and offs, and the weights prepared for forward,
-    with LoRA."""
+    """Slots (S, .), the plan's row_slot, row_weight and offs, and the weights prepared for forward, with LoRA.
+    `mlp_forward` consumes the slots."""
 
     slots: Payload
     row_slot: Tensor
@@ -160,8 +162,8 @@ class MLPInput(Operands):
 
 
 class MLPOutput(NamedTuple):
-    """y (R_max, D), and what backward needs or None: rows, gate_up (kept rows, 2F) of `saved_gate_up`, LoRA's inner
-    rows (R_max, r)."""
+    """y (R_max, D), and tensors for backward, each None if not needed: rows, the kept rows of gate_up from
+    `saved_gate_up`, and LoRA's inner rows (R_max, r)."""
 
     y: Tensor
     rows: Any
@@ -174,7 +176,7 @@ class MLPOutput(NamedTuple):
 def mlp_forward(
     given: MLPInput, *, config: LayerConfig, wire: Wire, copy: bool, keep_rows: bool, keep_gate_up: int | None
 ) -> MLPOutput:
-    """Both GEMMs and SwiGLU. copy: as in `Wire.rows`. keep_gate_up: number of its rows that backward gets, or None."""
+    """Both GEMMs and SwiGLU. copy: as in `Wire.rows`. keep_gate_up: rows of gate_up to keep for backward, or None."""
     recipe, backend, offs, lora = config.recipe, config.backend, given.offs, given.lora
     rows: Any = wire.rows(given.slots, given.row_slot, offs, copy=copy)
     w = expanded(given.gate_up_proj, backend.expand_rowwise)
@@ -204,8 +206,8 @@ def mlp_forward(
 @dataclass(frozen=True)
 class BackwardInput(Operands):
     """Tensors of backward: d_out (T, D), forward's x if rows are made again, the weights and LoRA as in `ForwardInput`,
-    and main_grads of the weights' shapes. Weight gradients are added to a main_grad, in its dtype, and not returned.
-    gate_up_bias: read only where gate_up is recomputed."""
+    and main_grads of the weights' shapes. If a weight has a main_grad, its gradient is added there, in that dtype, and
+    not returned. gate_up_bias: read only if gate_up is recomputed."""
 
     d_out: Tensor
     x: Tensor | None
@@ -228,8 +230,8 @@ class DeferredWgrads(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradients(Bundle):
-    """Gradients of x, the routing weights, and parameters. If gate and up are apart, gate_up_proj's is (2, e, F, D).
-    The bias's is fp32. None: not wanted, or added to a main_grad."""
+    """Gradients of x, the routing weights, and parameters. If gate and up are two weights, gate_up_proj is (2, e, F,
+    D). gate_up_bias is fp32. None: not wanted, or added to a main_grad."""
 
     x: Tensor
     weights: Tensor
@@ -252,11 +254,12 @@ def backward_pass(
     wgrad_scale: float = 1.0,
     room: int | None = None,
 ) -> Gradients:
-    """Backward of `forward_pass`. `given` is emptied, and its memory used again.
+    """Backward of `forward_pass`. It empties `given` and reuses its memory.
 
     colwise: the weights, if `quantize_weights_once` holds them. wanted: gradients to compute now, a subset of forward's
-    `needs`. later: weights whose wgrad operands are returned instead. rows_again: x is given (`_Pass.moving` asks).
-    wgrad_scale: factor for gradients of parameters. room: the routing's; then d_out and x are contiguous.
+    `needs`. later: weights whose wgrad operands are returned, for a later backward. rows_again: whether x is given;
+    only `_Pass.moving` reads it. wgrad_scale: factor for gradients of parameters. room: the routing's. If it is given,
+    d_out and x are contiguous.
     """
     recipe, routing, saved, borrows = config.recipe, given.routing, given.saved, dispatcher.borrows
     plan = routing.plan
@@ -320,8 +323,8 @@ def backward_pass(
 @dataclass(frozen=True)
 class MLPGradientInput(Operands):
     """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, and the weights prepared for dgrad,
-    with LoRA. rows, gate_up_inner, down_inner: forward's, if the gradients of LoRA are wanted. gate_up_rowwise,
-    gate_up_bias: with rows, to recompute the last rows of gate_up, if it lacks them."""
+    with LoRA. rows, gate_up_inner, down_inner: from forward, if gradients of LoRA are wanted. rows, gate_up_rowwise,
+    gate_up_bias: if forward kept only the first rows of gate_up, to recompute the others."""
 
     slots: Payload
     row_slot: Tensor
@@ -340,8 +343,8 @@ class MLPGradientInput(Operands):
 
 
 class MLPGradients(NamedTuple):
-    """d_rows (R_max, D), d_row_weight (R_max,), d_gate_up (R_max, 2F), the gradients of down_proj and of LoRA or None;
-    and d_y and h if the gradient of down_proj is computed later."""
+    """d_rows (R_max, D), d_row_weight (R_max,), d_gate_up (R_max, 2F), and the gradients of down_proj and LoRA, or
+    None. operands: (d_y, h) if the gradient of down_proj is computed later."""
 
     d_rows: Tensor
     d_row_weight: Tensor
@@ -365,7 +368,7 @@ def mlp_backward(
 ) -> MLPGradients:
     """Backward of `mlp_forward` without the gradient of gate_up_proj. It consumes gate_up and the weights.
 
-    down_grad: compute the gradient of down_proj, of `dtype`. later: return its operands.
+    down_grad: compute the gradient of down_proj, in `dtype`. later: return the operands of this gradient.
     """
     backend, offs, lora, gate_up = config.backend, given.offs, given.lora, given.gate_up
     lora_grads, d_inner, d_down_A, d_down_B, d_lora, rest = given.down_inner is not None, None, None, None, None, None
@@ -426,7 +429,7 @@ def wgrad(
 ) -> Tensor | None:
     """The gradient dy^T a of a weight (e, N, K); None where it was added to main_grad. It consumes dy and a.
 
-    halves: return those of gate and up separately, as (2, e, F, D). There is no main_grad then.
+    halves: return the gradients of gate and up as two weights, (2, e, F, D). There is no main_grad then.
     """
     dy, a, offs = given.dy, given.a, given.offs
     given.release("dy", "a")
@@ -453,7 +456,7 @@ PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.na
 def pass_of(dispatcher: TokenDispatcher, function: Callable[..., Any], *, whole: bool = True) -> Callable[..., Any]:
     """`forward_pass` or `backward_pass` through this dispatcher, as one record if it can be in one.
 
-    whole: it computes everything that such a pass can.
+    whole: whether the pass computes everything that such a pass can. If not, it is not one record.
     """
     if not (dispatcher.in_graphs and whole):
         return functools.partial(function, dispatcher=dispatcher)
@@ -463,8 +466,8 @@ def pass_of(dispatcher: TokenDispatcher, function: Callable[..., Any], *, whole:
 
 
 class _Pass(Replayed):
-    """A pass of two exchanges. The dispatcher owns it, with its records. It knows the dispatcher by a weak reference,
-    so that both go with the dispatcher's users, not when garbage is collected."""
+    """A pass of two exchanges. The dispatcher owns it and its records. The pass holds only a weak reference to the
+    dispatcher, so both are freed with the dispatcher's last user, not by a later garbage collection."""
 
     def __init__(self, function: Callable[..., Any], dispatcher: TokenDispatcher) -> None:
         super().__init__(function)

@@ -69,7 +69,7 @@ class Router(nn.Module):
             not set them, except in a compiled router. A reentrant checkpoint leaves logits without a gradient, and
             torch.compile cannot keep them if a checkpoint is within its graph. Copies, pickles and state dicts of the
             router have none. A masked token has logits of -inf and ids of -1, so no loss counts it.
-        dtype: dtype of ``weight``, fp32 or bf16, for good.
+        dtype: dtype of ``weight``, fp32 or bf16. It cannot change later.
 
     Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32. With ``balance`` there is
     also the attribute ``load`` (E,) int64. It counts each expert's rows on this rank since the last update, over all

@@ -42,7 +42,8 @@ Weight = Tensor | tuple[Tensor, ...]
 class SavedWeight(NamedTuple):
     """State that forward saves to quantize a weight colwise in backward, so that no qdata wait in between.
 
-    weight: the weight, its parts, or its 2-D blocks, which dgrad uses unchanged.
+    weight: the weight or its parts, to be quantized for dgrad; or its 2-D blocks, already quantized, which dgrad uses
+        as they are.
     amax: (G, K) amax of its columns, or None.
     """
 

@@ -100,8 +100,8 @@ def quantize_joined(
 ) -> MXTensor:
     """`quantize(torch.cat(parts, -1), block_size=None)` of parts (N, K of each), bit for bit. No gradient.
 
-    Two or three parts of one dtype are joined only as qdata. Raises ValueError as `quantize` does, and for parts that
-    are not 2-D.
+    Two or three parts of one dtype are read in place, so only their qdata are joined. Raises ValueError as `quantize`
+    does, and for parts that are not 2-D.
     """
     if any(part.dim() != 2 for part in parts):
         got = ", ".join(str(tuple(part.shape)) for part in parts)
@@ -121,7 +121,7 @@ def quantize_with_amax(
     """`quantize(x, block_size=None)`, and the amax of each column from the same read. No gradient.
 
     x: (..., N, K), or parts (..., N of each, K): the bits are those of `torch.cat(x, -2)`. Up to three parts of one
-        dtype are joined only as qdata.
+        dtype are read in place, so only their qdata are joined.
     amax: (..., K) fp32, NaN for a column with NaN. It is for :func:`quantize_columns_with_amax`.
     Raises ValueError as `quantize` does, for parts that do not fit together, and for parts without elements.
     """

@@ -58,7 +58,7 @@ def as_parts(x: Any) -> Any:
 
 
 def as_whole(x: Any) -> Any:
-    """x with parts joined. Bundles are changed in place, if they have any."""
+    """x with parts joined. A bundle that contains parts is changed in place."""
     return _mapped(x, _joined_if_parts)
 
 

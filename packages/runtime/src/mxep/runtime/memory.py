@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
 
 class Sizes:
-    """Computes the memory that a record takes for a given cut into pieces."""
+    """Computes the memory that a record needs if it is cut into given pieces."""
 
     def __init__(self, record: Record, donated: Collection[int]) -> None:
         self.record = record

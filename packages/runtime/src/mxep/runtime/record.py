@@ -5,8 +5,8 @@
 
 Each tensor of a step is a `View`: a *source*, a byte offset into it, dtype, shape and strides. A source is an argument
 of the function, memory that the function allocated, or memory registered by `fixed`, which never moves. Nothing is
-guessed. A tensor of any other memory refuses the record, and so does an op that cannot be repeated. The recorded call
-itself returns its results in any case.
+guessed. If a tensor lies in other memory, or an op cannot be repeated, no record is made. The call being recorded
+returns its results in any case.
 
 While a `Recorder` is open, `launch` notes our kernels and a dispatch mode notes torch's ops. Neither sees a kernel that
 is started in another way. Code that starts one calls :func:`refuse`.

@@ -208,8 +208,8 @@ def device_library() -> str:
 
 
 def _library_of_architecture() -> str | None:
-    """Newest library that this device can run; for Hopper without a device. NVSHMEM 3.7 has one per architecture, and
-    torch 2.15 asks for them without finding them."""
+    """Path of the newest device library that this device can run. Without a device, the one for Hopper. NVSHMEM 3.7 has
+    one library per architecture, and torch 2.15 looks for these but does not find them."""
     folder = Path(sysconfig.get_path("purelib"), "nvidia", "nvshmem", "lib")
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     found = {int(path.stem.rpartition("_")[2]): str(path) for path in folder.glob("libnvshmem_device_sm_*.bc")}

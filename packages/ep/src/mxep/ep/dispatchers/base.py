@@ -395,7 +395,7 @@ class TokenDispatcher(ABC):
         return self.capacity.overflow == "recompute"
 
     def kept_rows(self, routing: Routing) -> int:
-        """Rows of which a layer keeps everything for backward."""
+        """Number of rows that a layer keeps in full for backward."""
         return self.capacity.kept_rows(routing.plan)
 
     def launched(self, exchanges: int) -> None:  # noqa: B027  without an order there is nothing to count
