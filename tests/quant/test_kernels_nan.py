@@ -99,12 +99,12 @@ def test_swiglu_agrees_with_its_reference_about_what_is_no_number(dtype: torch.d
     weight[36:] = torch.tensor([-0x400000, 0x7F800000], dtype=torch.int32).view(torch.float32)
     to, mode, size, folded = quantized
     activation = [1.702, 7.0, 1.0, 1.0] if dtype == torch.float32 else None
-    how = to, mode, size or 64, folded, activation
+    how = to, mode, size or 64, folded, activation, None
     want = torch.ops.mxep.swiglu(gate_up, weight, None, *how)
     got = swiglu.swiglu(gate_up.to(DEVICE), weight.to(DEVICE), None, *how)
     assert all(same(a, b) for a, b in zip(got, want, strict=True))
     outs = [torch.empty(gate_up.shape, dtype=to, device=device) for device in ("cpu", DEVICE)]
-    scaled = mode, size or 128, folded, to, activation, None
+    scaled = mode, size or 128, folded, to, activation, *[None] * 3
     rest = torch.ops.mxep.swiglu_backward(d_h, gate_up, weight, None, outs[0], *scaled)
     given = d_h.to(DEVICE), gate_up.to(DEVICE), weight.to(DEVICE), None, outs[1]
     more = swiglu.swiglu_backward(*given, *scaled)
