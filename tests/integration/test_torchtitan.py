@@ -351,8 +351,12 @@ def test_rows_over_capacity_stop_the_step(ctx: Context, tmp_path: Path) -> None:
         trainer.train()
     assert all(map(torch.equal, before, trainer.model_parts[0].parameters()))
     trainer.close()
-    drops = {"override": overridden("bf16", capacity=0.1, overflow="drop"), "training": {"steps": 1}}
-    train(make_config("deepseek_v3", str(tmp_path), ep=2, **drops), ctx.rank)[1].close()
+    losses = {}
+    for overflow, capacity in (("drop", 0.1), ("recompute", 0.1), ("raise", None)):
+        how = {"override": overridden("bf16", capacity=capacity, overflow=overflow), "training": {"steps": 2}}
+        losses[overflow], trainer = train(make_config("deepseek_v3", str(tmp_path), ep=2, **how), ctx.rank)
+        trainer.close()
+    assert losses["recompute"] == losses["raise"] != losses["drop"], "the worst case's, which has room for all"
 
 
 @pytest.mark.slow
