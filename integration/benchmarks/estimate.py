@@ -247,7 +247,7 @@ def memory(layout: Layout) -> Memory:
         rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
     few = rows
     if capacity.overflow == "recompute" and dispatcher != "all_to_all":
-        few = Capacity.factor(capacity.load).rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
+        few = capacity.kept_rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
     row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
     copied = dispatcher in ("symmetric", "hierarchical")
     into_wgrad = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row

@@ -111,7 +111,7 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class At:
-    """What a section needs to measure its cases. opened: closes the layers that `make` returned."""
+    """Inputs for measuring a section's cases. opened: closes the layers that `make` returned."""
 
     bench: Bench
     p: Problem

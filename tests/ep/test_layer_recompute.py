@@ -67,8 +67,8 @@ def assert_same_bits(make: Callable[[Capacity], MoE], run: Callable[..., list[Te
     for x, d_out in batches():
         for a, b in zip(run(every, x, d_out), run(few, x, d_out), strict=True):
             assert torch.equal(a, b)
-        plan = few.last_routing.plan
-        assert FEW.kept_rows(plan) < int(plan.offs[-1]), "a test of nothing"
+        routing = few.last_routing
+        assert few.dispatcher.kept_rows(routing) < int(routing.plan.offs[-1]), "a test of nothing"
 
 
 @pytest.mark.parametrize("kind", ["local", "symmetric"])
@@ -158,7 +158,7 @@ def test_a_layer_keeps_no_row_of_gate_up_over_the_factor(recipe: str) -> None:
         found[capacity.kind] = sum(t.nbytes for t in saved)
     plan = moe.last_routing.plan
     element, scale = (1, 1) if recipe == "mxfp8_gate_up_fp8" else (2, 0)
-    missing = plan.max_rows - FEW.kept_rows(plan)
+    missing = plan.max_rows - moe.dispatcher.kept_rows(moe.last_routing)
     less = missing * (2 * HIDDEN_DIM * element + scale)
     if recipe == "bf16":  # its rows are made again from slots
         less += (plan.max_rows - T) * DIM * 2

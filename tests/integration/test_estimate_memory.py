@@ -52,7 +52,9 @@ def test_kept_is_what_the_layer_saves_on_hopper(recipe: str, dispatcher: str, to
         weights = torch.empty(own, 2 * shape.hidden, shape.dim), torch.empty(own, shape.dim, shape.hidden)
         keep_rows = dispatcher == "symmetric" or (recipe != "bf16" and top_k == 1)
         args = x, plan, weights, LayerConfig(made, Hopper(), SwiGLU()), keep_rows
-        saved = tensors_in(fake_saved(*args, kept_rows=capacity.kept_rows(plan), copied=dispatcher == "symmetric"))
+        sizes = {"num_local_experts": own, "alignment": made.group_alignment}
+        kept_rows = capacity.kept_rows(ranks, shape.tokens, top_k, **sizes)
+        saved = tensors_in(fake_saved(*args, kept_rows=kept_rows, copied=dispatcher == "symmetric"))
         del mode
     of_plan = sum(x.nbytes for x in (plan.row_slot, plan.row_weight, plan.slot_rows))
     layout = Layout(shape, ranks, case(recipe, dispatcher), capacity)

@@ -110,24 +110,20 @@ class Capacity:
 
     def rows(self, num_sources: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> int:
         """R_max, a multiple of ``alignment``. Not available for ``exact``, which needs the step's tables."""
+        of = Capacity.worst_case() if self.overflow == "recompute" else self
+        return of.kept_rows(num_sources, max_tokens, top_k, num_local_experts=num_local_experts, alignment=alignment)
+
+    def kept_rows(
+        self, num_sources: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int
+    ) -> int:
+        """Number of rows to keep in full for backward, a multiple of ``alignment``. Without "recompute": R_max."""
         assert self.kind != "exact"
         padding = num_local_experts * (alignment - 1)
         worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, alignment)
-        if self.kind == "worst_case" or self.overflow == "recompute":
+        if self.kind == "worst_case":
             return worst
-        return self._bounded(worst, max_tokens, top_k, num_local_experts, alignment)
-
-    def kept_rows(self, plan: "RoutingPlan") -> int:
-        """Number of rows to keep in full for backward, a multiple of the alignment. Without "recompute": R_max."""
-        slots, top_k = plan.slot_rows.shape
-        if self.overflow != "recompute":
-            return plan.max_rows
-        max_tokens = slots // len(plan.num_tokens)
-        return self._bounded(plan.max_rows, max_tokens, top_k, len(plan.group_sizes), plan.alignment)
-
-    def _bounded(self, most: int, max_tokens: int, top_k: int, num_local_experts: int, alignment: int) -> int:
         balanced = math.ceil(self.load * max_tokens * top_k)
-        return min(most, round_up(balanced + num_local_experts * (alignment - 1), alignment))
+        return min(worst, round_up(balanced + padding, alignment))
 
     @staticmethod
     def enough(needed: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> float:
@@ -189,6 +185,12 @@ class RoutingPlan(Bundle):
     def max_rows(self) -> int:
         """R_max."""
         return self.row_slot.shape[0]
+
+    def kept_rows(self, capacity: Capacity) -> int:
+        """`Capacity.kept_rows` for the sizes of this plan."""
+        (slots, top_k), sources, experts = self.slot_rows.shape, len(self.num_tokens), len(self.group_sizes)
+        sizes = {"num_local_experts": experts, "alignment": self.alignment}
+        return capacity.kept_rows(sources, slots // sources, top_k, **sizes)
 
 
 def make_plan(

@@ -211,7 +211,7 @@ class Layer(torch.autograd.Function):
         backward = pass_of(dispatcher, backward_pass, whole=wanted == needs)
         how: dict[str, Any] = {"config": config, "wanted": wanted, "later": later, "rows_again": rows_again}
         with dispatcher.watched():
-            again = given.saved.num_rows < routing.plan.max_rows
+            again = given.saved.lacks_rows(routing.plan)
             colwise = held_colwise(given.gate_up_proj, given.down_proj, given.saved, config, recompute=again)
             grads = backward(given, colwise, **how, wgrad_scale=ctx.wgrad_scale, room=routing.room)
         if grads.deferred != (None, None):
@@ -386,8 +386,8 @@ def _(x: Tensor, weights: Tensor, ids: Tensor, parameters: list[Tensor], counts:
     of = _OpParameters.of(parameters, counts, lora_scale)
     lora = of.lora if which.lora else None
     both = of.gate_up_proj, of.down_proj
-    keep_rows, sizes = which.keep_rows(rows_again, found.recomputes), {"kept_rows": found.capacity.kept_rows(plan)}
-    saved = fake_saved(x, plan, both, config, keep_rows, **sizes, copied=found.borrows, lora=lora)
+    keep_rows, kept_rows = which.keep_rows(rows_again, found.recomputes), found.kept_rows(Routing(plan, ids, 0))
+    saved = fake_saved(x, plan, both, config, keep_rows, kept_rows=kept_rows, copied=found.borrows, lora=lora)
     return [out, *tensors_in(saved), *(getattr(plan, name) for name in PLAN), *kept]
 
 
@@ -417,7 +417,7 @@ def backward_op(
     with found.watched(), torch.no_grad():
         bias = of.gate_up_bias if found.recomputes else None
         given = BackwardInput(d_out, x, routing, kept, of.gate_up_proj, of.down_proj, None, None, of.lora, bias)
-        colwise = held_colwise(of.gate_up_proj, of.down_proj, kept, config, recompute=kept.num_rows < plan.max_rows)
+        colwise = held_colwise(of.gate_up_proj, of.down_proj, kept, config, recompute=kept.lacks_rows(plan))
         how = {"config": config, "wanted": which, "rows_again": rows_again}
         made = pass_of(found, backward_pass)(given, colwise, **how, wgrad_scale=wgrad_scale)
     return tensors_in(made)

@@ -159,10 +159,9 @@ class Saved(Operands):
     gate_up_inner: Tensor | None = None
     down_inner: Tensor | None = None
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of gate_up."""
-        return len(self.gate_up.qdata if isinstance(self.gate_up, MXParts) else self.gate_up)
+    def lacks_rows(self, plan: RoutingPlan) -> bool:
+        """Whether gate_up has only the plan's first rows, so that backward recomputes the others."""
+        return len(self.gate_up.qdata if isinstance(self.gate_up, MXParts) else self.gate_up) < plan.max_rows
 
 
 @replayed

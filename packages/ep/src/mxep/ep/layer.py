@@ -180,11 +180,8 @@ def mlp_forward(
     recipe, backend, offs, lora = config.recipe, config.backend, given.offs, given.lora
     rows: Any = wire.rows(given.slots, given.row_slot, offs, copy=copy)
     w = expanded(given.gate_up_proj, backend.expand_rowwise)
-    product, count = (
-        GateUp(w, given.gate_up_bias, lora, config, wire.dtype),
-        len(rows) if keep_gate_up is None else keep_gate_up,
-    )
-    gate_up, rest, gate_up_inner = product.first_rows(rows, offs, count)
+    product = GateUp(w, given.gate_up_bias, lora, config, wire.dtype)
+    gate_up, rest, gate_up_inner = product.first_rows(rows, offs, len(rows) if keep_gate_up is None else keep_gate_up)
     del w, product
     if keep_rows and rest is not None and wire.qdata is None:
         rows = wire.copied(given.slots)
@@ -267,7 +264,7 @@ def backward_pass(
     wire = Wire.of(given.d_out, recipe, recipe.grad_fmt)
     arriving = dispatcher.redispatch(payload, routing, overlap=True)
     del payload
-    recompute = saved.num_rows < plan.max_rows
+    recompute = saved.lacks_rows(plan)
     if colwise is None:
         both = saved_weights(given.gate_up_proj, given.down_proj, saved)
         colwise = quantize_colwise(*both, config=config, recompute=recompute)

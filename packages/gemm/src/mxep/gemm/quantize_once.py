@@ -200,7 +200,7 @@ class QuantizedOnce:
 
     def _forget(self) -> None:
         """Free all that is held, before and after a step; `_after_step` quantizes it again."""
-        for (quantize, *_), held in self._held.items():
+        for (quantize, *_), held in self._held.items() if self._optimizers else ():
             key = held.places, held.recipe, id(held.backend)
             used = self._used.setdefault(key, _Used(held.places, held.recipe, held.backend))
             used.colwise |= quantize is quantize_colwise

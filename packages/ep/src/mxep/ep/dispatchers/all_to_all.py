@@ -218,9 +218,6 @@ class AllToAllDispatcher(TokenDispatcher):
         (of_pairs,) = gather_rows(values, routing.position.flatten())
         return Done((out, of_pairs.view(torch.float32).view(routing.position.shape)))
 
-    def kept_rows(self, routing: Routing) -> int:
-        return routing.plan.max_rows
-
     def _sent(self) -> int:
         return 0 if self._exchanges is None else self._exchanges.collectives
 

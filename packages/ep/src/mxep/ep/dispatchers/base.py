@@ -396,7 +396,7 @@ class TokenDispatcher(ABC):
 
     def kept_rows(self, routing: Routing) -> int:
         """Number of rows that a layer keeps in full for backward."""
-        return self.capacity.kept_rows(routing.plan)
+        return routing.plan.kept_rows(self.capacity) if self.recomputes else routing.plan.max_rows
 
     def launched(self, exchanges: int) -> None:  # noqa: B027  without an order there is nothing to count
         """Count the exchanges of a record that was replayed."""
