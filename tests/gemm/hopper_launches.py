@@ -36,6 +36,18 @@ def wgrad(
     hopper.grouped_wgrad(out, y_t, x_t, ends(), ends(), add=add)
 
 
+def bf16(*, bias: bool = False, across: bool = False, out_dtype: torch.dtype = torch.bfloat16) -> None:
+    a, w = torch.empty(M, K, dtype=torch.bfloat16), torch.empty(G, N, K, dtype=torch.bfloat16)
+    w = torch.empty(G, K, N, dtype=torch.bfloat16).mT if across else w
+    hopper.bf16_grouped_mm(a, w, ends(), torch.empty(G, N) if bias else None, out_dtype)
+
+
+def bf16_wgrad(out_dtype: torch.dtype = torch.bfloat16, *, add: bool = False, halves: bool = False) -> None:
+    y, x = torch.empty(M, N, dtype=torch.bfloat16), torch.empty(M, K, dtype=torch.bfloat16)
+    out = torch.empty((2, G, N // 2, K) if halves else (G, N, K), dtype=out_dtype)
+    hopper.bf16_grouped_wgrad(out, y, x, ends(), add=add)
+
+
 def ends() -> torch.Tensor:
     return torch.empty(G, dtype=torch.int32)
 
@@ -53,4 +65,10 @@ LAUNCHES = {
     "wgrad E5M2 halves add": lambda: wgrad(E5M2, torch.float32, add=True, halves=True),
     "wgrad add": lambda: wgrad(out_dtype=torch.float32, add=True),
     "wgrad add bf16": lambda: wgrad(add=True),
+    "bf16": bf16,
+    "bf16 across, bias": lambda: bf16(bias=True, across=True),
+    "bf16 fp32": lambda: bf16(out_dtype=torch.float32),
+    "bf16 wgrad": bf16_wgrad,
+    "bf16 wgrad halves": lambda: bf16_wgrad(halves=True),
+    "bf16 wgrad add": lambda: bf16_wgrad(torch.float32, add=True),
 }

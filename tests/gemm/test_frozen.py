@@ -127,18 +127,19 @@ def test_products_with_block_fp8_are_those_of_its_values_both_ways(name: str) ->
 @pytest.mark.parametrize("name", ["triton", "blackwell"])
 def test_backends_without_such_blocks_quantize_them_for_mxfp8_alone(name: str) -> None:
     n, k = 160, 96
-    frozen, backend = freeze(torch.randn(2, n, k), "fp8_block"), BACKENDS[name]
-    values, offs = frozen.dequantize(torch.float32), torch.tensor([32, 96], dtype=torch.int32)
+    device = "cuda" if torch.cuda.is_available() and name == "triton" else "cpu"
+    frozen, backend = freeze(torch.randn(2, n, k, device=device), "fp8_block"), BACKENDS[name]
+    values, offs = frozen.dequantize(torch.float32), torch.tensor([32, 96], dtype=torch.int32, device=device)
 
     def products(a: Tensor, dy: Tensor) -> list[float]:
         out = backend.forward(a, backend.expand_rowwise(frozen), offs, bias=None, out_dtype=torch.float32)
         da = backend.dgrad(dy, backend.expand_colwise(frozen), offs, out_dtype=torch.float32)
         a, dy = (x.dequantize(torch.float32) if isinstance(x, MXTensor) else x.float() for x in (a, dy))
-        group = torch.arange(96) >= 32
+        group = torch.arange(96, device=device) >= 32
         want = torch.einsum("mk,mnk->mn", a, values[group.int()]), torch.einsum("mn,mnk->mk", dy, values[group.int()])
         return [snr(*pair) for pair in zip(want, (out, da))]
 
-    plain = torch.randn(96, k).bfloat16(), torch.randn(96, n).bfloat16()
+    plain = torch.randn(96, k, device=device).bfloat16(), torch.randn(96, n, device=device).bfloat16()
     assert min(products(*plain)) > 45, "rounded to bf16"
     if name == "triton":
         assert all(28 < each < 35 for each in products(*map(quantize, plain)))

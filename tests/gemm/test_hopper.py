@@ -10,7 +10,7 @@ from torch import Tensor
 from gemm.problem import Problem, Result, problem, quantized_weight, snr
 from mxep.gemm import Recipe, freeze, grouped_mm, quantize_weights_once
 from mxep.gemm.backends import Hopper
-from mxep.gemm.backends.hopper import fp8_grouped_mm, fp8_grouped_wgrad
+from mxep.gemm.backends.hopper import bf16_grouped_mm, bf16_grouped_wgrad, fp8_grouped_mm, fp8_grouped_wgrad
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.quant import MXTensor, fold_for_wgrad, quantize, quantize_blocks
 
@@ -146,7 +146,11 @@ def test_ops_pass_opcheck() -> None:
     for add in (False, True):
         out = torch.zeros(3, 32, 64, device=DEVICE)
         torch.library.opcheck(fp8_grouped_wgrad.opdef, (out, *args, 1.0, add), test_utils=utils)
+    for add in (False, True):
+        out = torch.zeros(3, 32, 64, device=DEVICE)
+        torch.library.opcheck(bf16_grouped_wgrad.opdef, (out, p.dy, p.a, p.offs, 1.0, add), test_utils=utils)
     # Rows past the last group are unspecified, so results are not compared: only shapes.
+    torch.library.opcheck(bf16_grouped_mm.opdef, (p.a[:160], p.w, p.offs, None, torch.float32), test_utils=utils)
     bias = torch.randn(3, 32, device=DEVICE)
     torch.library.opcheck(
         fp8_grouped_mm.opdef,
@@ -224,6 +228,73 @@ def test_kernels_scale_blocks_of_128_x_128_both_ways(
     group = torch.searchsorted(p.offs, torch.arange(p.valid, device=DEVICE), right=True)
     assert error(out[valid], want.out + bias.double()[group]) < bound
     assert error(da[valid], want.da) < bound
+
+
+@needs_hopper
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("sizes", "n", "k"),
+    [
+        ((1, 0, 127, 129, 64, 3), 272, 400),
+        (tuple(range(0, 512, 2)), 256, 128),
+        ((0, 5000, 0), 784, 4112),
+        ((300, 700), 1040, 8),
+        ((65, 63), 16, 72),
+    ],
+)
+def test_bf16_kernels_give_the_products(sizes: tuple[int, ...], n: int, k: int, out_dtype: torch.dtype) -> None:
+    """Each group's gradient is made of its own rows: the rows of all others, and all other weights, are NaN once."""
+    bound = 1e-5 if out_dtype == torch.float32 else 4e-3
+    p = here(problem(sizes, n=n, k=k, unused=64, seed=sum(sizes)))
+    want, valid = p.product(p.a, p.w, p.dy), slice(0, p.valid)
+    bias = torch.randn(p.w.shape[:2], device=DEVICE)
+    group = torch.searchsorted(p.offs, torch.arange(p.valid, device=DEVICE), right=True)
+    for w in (p.w, p.w.mT.contiguous().mT):
+        torch.full((p.a.shape[0] * n,), torch.nan, device=DEVICE, dtype=out_dtype)  # what empty memory may hold
+        out = bf16_grouped_mm(p.a, w, p.offs, bias, out_dtype)
+        assert error(out[valid], want.out + bias.double()[group]) < bound
+    da = bf16_grouped_mm(p.dy, p.w.mT, p.offs, None, out_dtype)
+    assert error(da[valid], want.da) < bound
+    dw = torch.full(p.w.shape, torch.nan, device=DEVICE, dtype=out_dtype)
+    bf16_grouped_wgrad(dw, p.dy, p.a, p.offs, 1.0, False)
+    assert error(dw, want.dw) < bound
+    assert not dw[[g for g, rows in p.groups() if rows.start == rows.stop]].any()
+    total = (old := torch.randn(p.w.shape, device=DEVICE).to(out_dtype)).clone()
+    bf16_grouped_wgrad(total, p.dy, p.a, p.offs, 1.0, True)
+    assert torch.equal(total, old + dw)
+    halves = torch.full((2, len(sizes), n // 2, k), torch.nan, device=DEVICE, dtype=out_dtype)
+    bf16_grouped_wgrad(halves, p.dy, p.a, p.offs, 1.0, False)
+    assert torch.equal(halves.transpose(0, 1).flatten(1, 2), dw)
+    for g, rows in p.groups()[:: max(1, len(sizes) // 6)]:
+        a, dy, w = (torch.full_like(x, torch.nan) for x in (p.a, p.dy, p.w))
+        a[rows], dy[rows], w[g] = p.a[rows], p.dy[rows], p.w[g]
+        alone = torch.empty_like(dw)
+        bf16_grouped_wgrad(alone, dy, a, p.offs, 1.0, False)
+        assert torch.equal(alone[g], dw[g])
+        assert torch.equal(bf16_grouped_mm(a, w, p.offs, bias, out_dtype)[rows], out[rows])
+        assert torch.equal(bf16_grouped_mm(dy, w.mT, p.offs, None, out_dtype)[rows], da[rows])
+
+
+def test_bf16_operands_that_tma_cannot_load_are_copied() -> None:
+    p = here(problem((64, 32, 160), n=96, k=288))
+    want = p.run("bf16", backend=BACKEND)
+    wide = p.a.new_full((len(p.a), 2 * p.a.shape[1] + 1), torch.nan)
+    wide[:, 1 : p.a.shape[1] + 1] = p.a  # rows an odd number of elements apart, at an odd address
+    spread = p.dy.new_full((len(p.dy), 2 * p.dy.shape[1]), torch.nan)[:, ::2].copy_(p.dy)
+    q = replace(p, a=wide[:, 1 : p.a.shape[1] + 1], dy=spread)
+    assert want.same_as(q.run("bf16", backend=BACKEND))
+    shifted = p.w.new_empty(p.w.numel() + 1)[1:].view(p.w.shape).copy_(p.w)
+    assert want.same_as(replace(p, w=shifted).run("bf16", backend=BACKEND))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_wgrad_bf16"])
+def test_bf16_gradients_are_added_to_main_grad_in_halves_and_whole(recipe: str) -> None:
+    p = here(problem((64, 0, 160, 32), n=96, k=288))
+    dw = p.run(recipe, backend=BACKEND, out_dtype=torch.float32).dw
+    main_grad = torch.ones_like(p.w, dtype=torch.float32)
+    w = p.w.clone().requires_grad_()
+    grouped_mm(p.a, w, p.offs, recipe=recipe, backend=BACKEND, main_grad=main_grad).backward(p.dy)
+    torch.testing.assert_close(main_grad, 1 + dw.float(), rtol=2**-7, atol=2**-7)
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -166,36 +166,38 @@ class LoRAExperts(nn.Module):
 
     def peft_state_dict(self) -> dict[str, Tensor]:
         """A and B as PEFT's `target_parameters` saves them: ``lora_A.weight`` (r E, in) and ``lora_B.weight`` (out,
-        r E) of down_proj, and under ``base_layer.`` of gate_up_proj. Of spread experts they are DTensors: save what
-        `full_tensor()` of each returns on all ranks.
+        r E) of down_proj, and under ``base_layer.`` of gate_up_proj. Collective with spread experts: each rank gets all
+        experts' tensors.
 
         A is expert-major: row e r + i. In B the expert is innermost: column i E + e. Weights are (E, out, in), as in
         transformers' experts that are not transposed.
         """
         found = {}
         for name, prefix in (("down_proj", ""), ("gate_up_proj", "base_layer.")):
-            A, B = getattr(self, f"{name}_lora_A").data, getattr(self, f"{name}_lora_B").data
+            A, B = (getattr(self, f"{name}_lora_{letter}").data for letter in "AB")
+            A, B = (x.full_tensor() if isinstance(x, DTensor) else x for x in (A, B))
             found[f"{prefix}lora_A.weight"] = A.flatten(0, 1)
             found[f"{prefix}lora_B.weight"] = B.permute(1, 2, 0).flatten(1)
         return found
 
     @torch.no_grad()
     def load_peft_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy tensors of `peft_state_dict`: whole ones, from which a rank takes its experts, or DTensors of the same
-        mesh. Raises ValueError for missing names and other shapes, before any copy."""
-        wanted = self.peft_state_dict()
-        got = {name: tuple(state[name].shape) if name in state else None for name in wanted}
-        expected = {name: tuple(x.shape) for name, x in wanted.items()}
+        """Copy tensors of `peft_state_dict`, from which a rank of spread experts takes its own. Raises ValueError for
+        missing names and other shapes, before any copy."""
+        into: dict[str, Tensor] = {}
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, prefix in (("down_proj", ""), ("gate_up_proj", "base_layer.")):
+            A, B = (getattr(self, f"{name}_lora_{letter}") for letter in "AB")
+            into |= {f"{prefix}lora_A.weight": A, f"{prefix}lora_B.weight": B}
+            expected[f"{prefix}lora_A.weight"] = A.shape[0] * A.shape[1], A.shape[2]
+            expected[f"{prefix}lora_B.weight"] = B.shape[1], B.shape[0] * B.shape[2]
+        got = {name: tuple(state[name].shape) if name in state else None for name in expected}
         if got != expected:
             raise ValueError(f"load_peft_state_dict: expected {expected}, got {got}")
-        for name, prefix in (("down_proj", ""), ("gate_up_proj", "base_layer.")):
-            A, B = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
-            _copy_share(A, state[f"{prefix}lora_A.weight"].view(A.shape))
-            _copy_share(B, state[f"{prefix}lora_B.weight"].view(*B.shape[1:], B.shape[0]).permute(2, 0, 1))
-
-
-def _copy_share(into: Tensor, x: Tensor) -> None:
-    """Copy x (E, ...). A rank of spread experts takes its part of a whole x, which all ranks have."""
-    if isinstance(into, DTensor) and not isinstance(x, DTensor):
-        x = distribute_tensor(x, into.device_mesh, into.placements, src_data_rank=None)
-    into.copy_(x)
+        for name, share in into.items():
+            E, *shape = share.shape
+            x = state[name]
+            x = x.view(E, *shape) if name.endswith("A.weight") else x.view(*shape, E).permute(2, 0, 1)
+            if isinstance(share, DTensor):
+                x = distribute_tensor(x.contiguous(), share.device_mesh, share.placements, src_data_rank=None)
+            share.copy_(x)

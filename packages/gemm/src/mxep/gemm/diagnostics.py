@@ -184,6 +184,16 @@ def _fp8_forward_flops(a: Any, a_s: Any, w: Tensor, w_s: Any, offs: Any, *_: Any
     return 2 * rows_of(offs, out_val.shape[0]) * w.shape[1] * w.shape[2]
 
 
+@count_flops(ops.bf16_grouped_mm)
+def _bf16_forward_flops(a: Tensor, w: Tensor, offs: Tensor, *_: Any, out_val: Any) -> int:
+    return 2 * rows_of(offs, a.shape[0]) * w.shape[1] * w.shape[2]
+
+
+@count_flops(ops.bf16_grouped_wgrad)
+def _bf16_wgrad_flops(out: Any, y: Tensor, x: Tensor, offs: Tensor, *_: Any, out_val: Any) -> int:
+    return 2 * rows_of(offs, y.shape[0]) * y.shape[1] * x.shape[1]
+
+
 @count_flops(ops.grouped_wgrad_reference, ops.fold_for_wgrad)
 def _wgrad_flops(y: Tensor, y_s: Any, y_i: Any, x: Tensor, x_s: Any, x_i: Any, offs: Any, *_: Any, out_val: Any) -> int:
     """FLOPs of the product, or of the fp8_grouped_wgrad that follows a fold: its own operands have zeros between."""

@@ -11,8 +11,8 @@ Folding moves exponents into qdata (`mxep.quant.fold`). It is exact except for e
 of their row. Unquantized operands, and weights in blocks or tiles, are quantized to one scale per row directly. Only
 those small elements differ: they are rounded once instead of twice. `mxep.gemm.fold_report` tells if that matters.
 
-GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`.
-The tensor cores add with 13 fraction bits, so sums leave them every 256 products. No host sync. GEMMs and folds cost
+GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") are the same kernel's in bf16; without groups, torch's.
+FP8's tensor cores add with 13 fraction bits, so sums leave them every 256 products. No host sync. GEMMs and folds cost
 nothing for rows past the last group; quantizing plain operands takes all rows.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends.base import AlongTokens, Backend, ends
-from mxep.gemm.backends.reference import Dequant, grouped_mm_reference
+from mxep.gemm.backends.reference import ALIGNMENT, Dequant, as_bf16, check_alignment, grouped_mm_reference
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.recipe import Recipe
@@ -49,15 +49,20 @@ class Hopper(Backend):
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        if not isinstance(a, MXTensor):
-            return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
-        a, w = _folded(a, offs), w if isinstance(w, BlockFP8) else _folded(w)
-        out: Tensor = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
+        out: Tensor
+        if isinstance(a, MXTensor):
+            a, w = _folded(a, offs), w if isinstance(w, BlockFP8) else _folded(w)
+            out = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
+        elif offs is None:
+            out = Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
+        else:
+            check_alignment(*w.shape[1:])
+            out = bf16_grouped_mm(as_bf16(a), as_bf16(w), offs, bias, out_dtype)
         return out
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         if not isinstance(dy, MXTensor):
-            return Dequant().dgrad(dy, w, offs, out_dtype=out_dtype)
+            return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
         return self.forward(dy, _transposed(w), offs, bias=None, out_dtype=out_dtype)
 
     def expand_rowwise(self, w: FrozenWeight) -> Any:
@@ -77,19 +82,27 @@ class Hopper(Backend):
     def wgrad_into(
         self, out: Tensor, operands: WgradOperands | AlongTokens, offs: Tensor | None, scale: float, *, add: bool
     ) -> bool:
-        if isinstance(operands, AlongTokens):
+        if not isinstance(operands, AlongTokens):
+            fp8_grouped_wgrad(out, operands.y_t, operands.x_t, operands.exponent, operands.offs, scale, add)
+            return True
+        if offs is None or out.shape[-2] % ALIGNMENT:  # of halves
             return False
-        fp8_grouped_wgrad(out, operands.y_t, operands.x_t, operands.exponent, operands.offs, scale, add)
+        y, x = as_bf16(operands.dy), as_bf16(operands.a)
+        check_alignment(y.shape[1], x.shape[1])
+        bf16_grouped_wgrad(out, y, x, offs, scale, add)
         return True
 
     def wgrad_product(
         self, operands: WgradOperands | AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float
     ) -> Tensor:
-        if isinstance(operands, AlongTokens):
+        if not isinstance(operands, AlongTokens):
+            y, x, groups = operands.y_t, operands.x_t, operands.offs.shape[0]
+        elif offs is not None:
+            y, x, groups = operands.dy.mT, operands.a.mT, offs.shape[0]
+        else:
             return Dequant().wgrad_product(operands, offs, out_dtype, scale)
-        y_t, x_t = operands.y_t, operands.x_t
-        dw = y_t.new_empty((operands.offs.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype)
-        fp8_grouped_wgrad(dw, y_t, x_t, operands.exponent, operands.offs, scale, False)
+        dw = torch.empty((groups, y.shape[0], x.shape[0]), dtype=out_dtype, device=y.device)
+        self.wgrad_into(dw, operands, offs, scale, add=False)
         return dw
 
 
@@ -153,5 +166,32 @@ def fp8_grouped_wgrad(
         of_group.copy_((product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)).view(of_group.shape))
     if add:
         out.add_(dw.to(out.dtype))
+    else:
+        out.copy_(dw)
+
+
+@op(
+    "mxep::bf16_grouped_mm",
+    fake=lambda a, w, offs, bias, out_dtype: a.new_empty((a.shape[0], w.shape[1]), dtype=out_dtype),
+    launcher="mxep.gemm.kernels.hopper:bf16_grouped_mm",
+)
+def bf16_grouped_mm(a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """a (M, K), w (G, N, K) bf16, offs (G,) int32, bias (G, N) or None -> (M, N) out_dtype. Sums are fp32."""
+    return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
+
+
+@op(
+    "mxep::bf16_grouped_wgrad",
+    fake=lambda *_: None,
+    launcher="mxep.gemm.kernels.hopper:bf16_grouped_wgrad",
+    mutates_args=("out",),
+)
+def bf16_grouped_wgrad(out: Tensor, y: Tensor, x: Tensor, offs: Tensor, scale: float, add: bool) -> None:
+    """Contract y (M, N) and x (M, K) bf16 over M, group by group: offs (G,) int32. out, scale and add: as in
+    `fp8_grouped_wgrad`."""
+    dw = Dequant().wgrad_product(AlongTokens(y, x), offs, out.dtype, scale)
+    dw = dw if out.dim() == 3 else dw.unflatten(1, (2, -1)).transpose(0, 1)
+    if add:
+        out.add_(dw)
     else:
         out.copy_(dw)

@@ -182,28 +182,28 @@ class Dequant(Backend):
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         if offs is None:
-            a, w_t = _bf16(a), _bf16(w)[0].mT
+            a, w_t = as_bf16(a), as_bf16(w)[0].mT
             if bias is not None and bias.dtype == a.dtype:
                 return in_dtype(torch.addmm(bias, a, w_t), out_dtype)
             out = a @ w_t
             return in_dtype(out if bias is None else out + bias, out_dtype)
-        _check_alignment(*w.shape[1:])
-        out = _grouped_mm(_bf16(a), _bf16(w).mT, offs, out_dtype)
+        check_alignment(*w.shape[1:])
+        out = _grouped_mm(as_bf16(a), as_bf16(w).mT, offs, out_dtype)
         return out if bias is None else in_dtype(out + bias[group_of_row(offs, len(out))], out_dtype)
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         if offs is None:
-            return in_dtype(_bf16(dy) @ _bf16(w)[0], out_dtype)
-        _check_alignment(*w.shape[1:])
-        return _grouped_mm(_bf16(dy), _bf16(w), offs, out_dtype)
+            return in_dtype(as_bf16(dy) @ as_bf16(w)[0], out_dtype)
+        check_alignment(*w.shape[1:])
+        return _grouped_mm(as_bf16(dy), as_bf16(w), offs, out_dtype)
 
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
-        y, x = _bf16(operands.dy), _bf16(operands.a)
+        y, x = as_bf16(operands.dy), as_bf16(operands.a)
         if scale != 1:  # scale the narrower operand: fewer elements than the result
             y, x = (y * scale, x) if y.shape[1] <= x.shape[1] else (y, x * scale)
         if offs is None:
             return in_dtype(y.mT @ x, out_dtype).unsqueeze(0)
-        _check_alignment(y.shape[1], x.shape[1])
+        check_alignment(y.shape[1], x.shape[1])
         return _grouped_mm(y.mT, x, offs, out_dtype)
 
 
@@ -218,7 +218,7 @@ def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
     return out if out.dtype == dtype else out.to(dtype)
 
 
-def _bf16(x: Tensor | BlockFP8) -> Tensor:
+def as_bf16(x: Tensor | BlockFP8) -> Tensor:
     if isinstance(x, MXTensor | BlockFP8):
         return x.dequantize(torch.bfloat16)
     if x.dtype == torch.float64:
@@ -228,7 +228,7 @@ def _bf16(x: Tensor | BlockFP8) -> Tensor:
     return x if transposed else x.contiguous()
 
 
-def _check_alignment(n: int, k: int) -> None:
+def check_alignment(n: int, k: int) -> None:
     if n % ALIGNMENT or k % ALIGNMENT:
         raise ValueError(
             f"backend 'dequant': got N={n}, K={k}, want multiples of {ALIGNMENT} (16 bytes of bf16): "

@@ -1,4 +1,4 @@
-"""Launchers of the FP8 grouped GEMM on Hopper. `hopper_device` has the kernel and defines the result."""
+"""Launchers of the grouped GEMM on Hopper, of FP8 and bf16. `hopper_device` has the kernel and defines the result."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,13 +9,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxep.gemm.kernels import HOPPER_BLOCK_K
-from mxep.gemm.kernels.hopper_device import grouped_mm_kernel
+from mxep.gemm.kernels.hopper_device import BLOCK_M as _BLOCK_M
+from mxep.gemm.kernels.hopper_device import BLOCK_N as _BLOCK_N
+from mxep.gemm.kernels.hopper_device import ROWS_END, grouped_mm_kernel
 from mxep.gemm.quantize_once import in_graph_tree
 from mxep.quant.device import num_sms as num_sms_of
 from mxep.runtime.launch import cdiv, launch
 from mxep.runtime.record import fixed, set_up
 
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, HOPPER_BLOCK_K
+BLOCK_M, BLOCK_N, BLOCK_K = _BLOCK_M.value, _BLOCK_N.value, HOPPER_BLOCK_K
+BLOCK_K_BF16 = BLOCK_K // 2
 HALF_ROWS = BLOCK_M // 2
 """Rows of a tile that one warpgroup multiplies."""
 STAGES = 4
@@ -23,11 +26,13 @@ INTERVAL = 2
 """Stages between promotions: 256 products. Fewer stages cost additions, more hold all 4 and leave loads no slack."""
 GROUP_M = 16
 """Row tiles that consecutive tiles go down before the next column of tiles, so that programs share L2 contents."""
+LONG_K = 4096
+"""From a longer contraction on, bf16 takes half of GROUP_M: of DeepSeek-V3's 7168, 16 tiles' rows are 29 MB."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 PART_TOKENS, MOST_PARTS = 1024, 8
 """For a weight gradient with few tiles: minimum tokens per part, maximum parts."""
 _QDATA = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-_BF16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_BF16, _BF16_3D, _BF16_4D = (gl.NVMMASharedLayout(128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4))
 
 
 def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
@@ -95,7 +100,7 @@ class Descriptor(NamedTuple):
     base: Tensor
     shape: Sequence[int]
     strides: Sequence[int]
-    block_shape: tuple[int, int]
+    block_shape: tuple[int, ...]
     layout: gl.NVMMASharedLayout
     padding: str = "zero"
     round_f32_to_tf32: bool = False
@@ -127,13 +132,74 @@ def _launch(
 ) -> None:  # fmt: skip
     a_desc = Descriptor(a, a.shape, a.stride(), (BLOCK_M, BLOCK_K), _QDATA)
     b_desc = Descriptor(b, (b.numel() // K, K), b.stride()[-2:], (BLOCK_N, BLOCK_K), _QDATA)
+    how = {"RAGGED": ragged, "INTERVAL": 1 if blocks else INTERVAL, "GROUP_M": GROUP_M, "BLOCKS": blocks}
+    _start(out, a_desc, b_desc, a_scale, b_scale, bias, offs, M, N, K, factor, ADD=add, HALVES=halves, **how)
+
+
+def _start(
+    out, a_desc, b_desc, a_scale, b_scale, bias, offs, M, N, K, factor=1.0, *,
+    INTERVAL=1, ADD=False, HALVES=False, BLOCKS=False, TRANSPOSED=False, **how,
+) -> None:  # fmt: skip
     out_desc = None
     if out.dtype == torch.bfloat16:
         out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (HALF_ROWS, BLOCK_N // 2), _BF16)
     tile_counter, groups = _tile_counter(out.device), 1 if offs is None else offs.shape[0]
     launch(
-        grouped_mm_kernel, (num_sms_of(a.device),),
+        grouped_mm_kernel, (num_sms_of(out.device),),
         a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, groups, M, N, K, factor,
-        RAGGED=ragged, STAGES=STAGES, INTERVAL=1 if blocks else INTERVAL, GROUP_M=GROUP_M, ADD=add, HALVES=halves,
-        BLOCKS=blocks, CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
+        TRANSPOSED=TRANSPOSED, STAGES=STAGES, INTERVAL=INTERVAL, ADD=ADD, HALVES=HALVES, BLOCKS=BLOCKS,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, **how,
     )  # fmt: skip
+
+
+def bf16_grouped_mm(a, w, offs, bias, out_dtype):
+    """mxep::bf16_grouped_mm. N and K: multiples of 8. w may lie (G, K, N), as dgrad's does."""
+    (M, K), N = a.shape, w.shape[1]
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    if M:
+        a, w = _loadable(a), w if w.stride(-2) == 1 and w.stride(-1) % 8 == 0 else _loadable(w)
+        a_desc = Descriptor(a, (M, K), a.stride(), (BLOCK_M, BLOCK_K_BF16), _BF16)
+        if transposed := w.stride(-1) != 1:
+            w = _loadable(w.mT)
+        block = (1, BLOCK_K_BF16, BLOCK_N) if transposed else (1, BLOCK_N, BLOCK_K_BF16)
+        w_desc = Descriptor(w, w.shape, w.stride(), block, _BF16_3D)
+        bias = None if bias is None else bias.contiguous()
+        how = {"RAGGED": "rows", "GROUP_M": GROUP_M if K <= LONG_K else GROUP_M // 2, "TRANSPOSED": transposed}
+        _start(out, a_desc, w_desc, None, None, bias, offs, M, N, K, **how)
+    return out
+
+
+def bf16_grouped_wgrad(out, y, x, offs, factor=1.0, add=False):
+    """mxep::bf16_grouped_wgrad. N and K: multiples of 8."""
+    (C, N), (_, K) = y.shape, x.shape
+    if len(offs) == 1:
+        out = out.view(1, N, K)  # with one group the halves follow each other anyway
+    if (halves := out.dim() == 4) and N // 2 % HALF_ROWS:
+        for half, part in zip(out, y.chunk(2, 1)):
+            bf16_grouped_wgrad(half, part, x, offs, factor, add)
+    elif C:
+        operands = ragged(_loadable(y), BLOCK_M), ragged(_loadable(x), BLOCK_N)
+        how = {"RAGGED": "contraction", "GROUP_M": GROUP_M, "ADD": add, "HALVES": halves}
+        _start(out, *operands, None, None, None, offs, N, K, C, factor, **how)
+    elif not add:
+        out.zero_()
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """bf16 x as TMA takes it, copied if need be: dense in the last dimension, all else 16 bytes apart."""
+    dense = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if dense else x.clone(memory_format=torch.contiguous_format)
+
+
+def ragged(x: Tensor, width: int) -> Descriptor:
+    """A descriptor of x (C, D) whose rows end where each load says, in blocks of BLOCK_K_BF16 rows x `width`.
+
+    Coordinates (ROWS_END, end, ROWS_END - n + i, j) load x[end - n + i, j]. Row `end` is coordinate ROWS_END, where the
+    descriptor ends: TMA gives zeros from there on. The address is ROWS_END (2^34 - row) + end row +
+    (ROWS_END - n + i) row + j elements. Terms with ROWS_END row cancel out. ROWS_END 2^34 is a multiple of 2^64, which
+    addresses leave out.
+    """
+    row = x.stride(0)
+    strides = 2**34 - row, row, row, 1
+    return Descriptor(x, (2**31 - 2**16, 2**31 - 2**16, ROWS_END.value, x.shape[1]), strides,
+                      (1, 1, BLOCK_K_BF16, width), _BF16_4D)  # fmt: skip

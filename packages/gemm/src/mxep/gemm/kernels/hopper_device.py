@@ -1,6 +1,6 @@
-"""Row-scaled FP8 grouped GEMM on Hopper's tensor cores (sm_90), sums promoted to fp32. In Gluon, Triton's lower level.
+"""Grouped GEMM on Hopper's tensor cores (sm_90): FP8 with a scale per row, or bf16. In Gluon, Triton's lower level.
 
-    a (M, K) ---TMA---> shared, 4 stages of 128 along K ---wgmma---> 128 x 256 tile ---x scales, + bias---> out
+    a (M, K) ---TMA---> shared, 4 stages of 128 bytes along K ---wgmma---> 128 x 256 tile ---x scales, + bias---> out
     b (G * N, K) --^
 
 A program is two warpgroups that multiply, 64 rows of the tile each, and a warp that loads. The loading warp draws tiles
@@ -9,21 +9,26 @@ and other kernels may hold some SMs for a while. The next tile loads while one i
 the other half is still multiplied. offs are read on the device. A group without rows costs nothing, except for its
 zeros along a ragged contraction.
 
-Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then. A second
-accumulator of a tile does not fit the registers (2 x 128 of 240 per thread). So each warpgroup multiplies half of its
-columns into 64 registers over INTERVAL stages and adds them to that half's sum in fp32. Then it does the other half
-over the same stages. One warpgroup adds while the other multiplies. Stages short of an interval come first, one by one.
+Why FP8 is multiplied in halves: Hopper adds its products with 13 fraction bits, so a sum must leave the tensor core now
+and then. A second accumulator of a tile does not fit the registers (2 x 128 of 240 per thread). So each warpgroup
+multiplies half of its columns into 64 registers over INTERVAL stages and adds them to that half's sum in fp32. Then it
+does the other half over the same stages. One warpgroup adds while the other multiplies. Stages short of an interval
+come first, one by one. Sums of bf16 products are fp32 and stay in the tensor core.
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
     BLOCKS                  the same with a number s[g, n / 128, k / 128] in fp32 for each block of b, in place of sb
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
     HALVES                  the halves of m are matrices of their own: all groups' first, then all groups' second
 
+bf16 has no scales. Its operands may lie across: b (G, K, N) with TRANSPOSED; a (K, M) and b (K, N) along a ragged
+contraction.
+
 With BLOCKS a stage is a block along K and half of a tile's columns are a block along N (INTERVAL 1): each sum that
 leaves the tensor core is multiplied by one number.
 
-Along a ragged contraction groups begin at multiples of BLOCK_K, with zeros after their last column (the alignment of
-fold_for_wgrad). Stages past the end of K or of a group read past the tensor's end, which gives zeros without traffic.
+Along a ragged contraction FP8 groups begin at multiples of BLOCK_K, with zeros after their last column (the alignment
+of fold_for_wgrad). bf16 groups begin anywhere, as loads end at a group's end (`hopper.ragged`). Stages past the end of
+K or of a group read past the tensor's end, which gives zeros without traffic.
 """
 
 from triton.experimental import gluon
@@ -39,6 +44,10 @@ else:  # until Triton 3.7
 
 MIN_BEFORE, MAX_BEFORE = gl.constexpr(-64), gl.constexpr(80)
 """Smallest and largest exponent of the part of a row's scale that is applied before the column's."""
+BLOCK_M, BLOCK_N, BLOCK_BITS = gl.constexpr(128), gl.constexpr(256), gl.constexpr(1024)
+"""A tile of out, and the part of each operand's row that is loaded at once."""
+ROWS_END = gl.constexpr(2**30)
+"""Where the rows of a ragged descriptor end."""
 NEXT_TILES = gl.constexpr(4)
 """Tile numbers that the loading warp may draw ahead of the multiplying warps."""
 
@@ -55,7 +64,7 @@ def _position(tile, m_tiles, n_tiles, GROUP_M: gl.constexpr):
 @gluon.jit
 def _sizes(
     offs_ptr, g, start, M, K,
-    RAGGED: gl.constexpr, ADD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, INTERVAL: gl.constexpr,
+    RAGGED: gl.constexpr, ADD: gl.constexpr, BLOCK_K: gl.constexpr, INTERVAL: gl.constexpr,
 ):  # fmt: skip
     """(end of group g, its row tiles, stages of its contraction: at least INTERVAL). Without offs the end is M."""
     if RAGGED == "rows":
@@ -69,15 +78,41 @@ def _sizes(
 
 
 @gluon.jit
+def _load_stage(
+    a_tile, b_tile, full, a_desc, b_desc, g, start, end, row, column, k, N, K,
+    RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Load what group g multiplies from k on: row and column are the tile's within the group."""
+    mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+    if a_desc.dtype == gl.bfloat16 and RAGGED == "contraction":
+        k += ROWS_END - (end - start)  # counted from the end, as `hopper.ragged` says
+        load_tile(a_desc, [ROWS_END, end, k, row], full, a_tile)
+        load_tile(b_desc, [ROWS_END, end, k, column], full, b_tile)
+    elif a_desc.dtype == gl.bfloat16:
+        load_tile(a_desc, [start + row, k], full, a_tile)
+        if TRANSPOSED:
+            load_tile(b_desc, [g, k, column], full, b_tile)
+        else:
+            load_tile(b_desc, [g, column, k], full, b_tile)
+    else:
+        if RAGGED == "rows":
+            row += start
+            column += g * N
+        else:
+            k = gl.where(start + k < end, start + k, K)
+        load_tile(a_desc, [row, k], full, a_tile)
+        load_tile(b_desc, [column, k], full, b_tile)
+
+
+@gluon.jit
 def _load(
     a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, a_desc, b_desc, tile_counter_ptr, offs_ptr,
-    G, M, N, K, RAGGED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr,
+    G, M, N, K, RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: draws tiles, and loads both operands of every stage that the multiplying warps release."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
-    BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
-    BLOCK_N: gl.constexpr = b_tiles.type.shape[1]
-    BLOCK_K: gl.constexpr = a_tiles.type.shape[2]
+    BLOCK_K: gl.constexpr = BLOCK_BITS // a_tiles.dtype.primitive_bitwidth
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n_tiles = gl.cdiv(N, BLOCK_N)
     step = 0
@@ -86,7 +121,7 @@ def _load(
     start = 0
     first = 0
     for g in range(G):
-        end, m_tiles, stages = _sizes(offs_ptr, g, start, M, K, RAGGED, ADD, BLOCK_M, BLOCK_K, INTERVAL)
+        end, m_tiles, stages = _sizes(offs_ptr, g, start, M, K, RAGGED, ADD, BLOCK_K, INTERVAL)
         last = first + m_tiles * n_tiles
         while tile < last:
             slot = tiles_done % NEXT_TILES
@@ -95,21 +130,13 @@ def _load(
             next_tiles.index(slot).store(gl.full([1], next_tile, gl.int32, ONE))
             mbarrier.arrive(tile_full.index(slot), count=1)
             i, j = _position(tile - first, m_tiles, n_tiles, GROUP_M)
-            row = i * BLOCK_M
-            column = j * BLOCK_N
-            if RAGGED == "rows":
-                row += start
-                column += g * N
             for k in range(stages):
-                offset = k * BLOCK_K
-                if RAGGED == "contraction":
-                    offset += start
-                    offset = gl.where(offset < end, offset, K)
                 stage = step % STAGES
                 mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-                load_tile(a_desc, [row, offset], full.index(stage), a_tiles.index(stage))
-                load_tile(b_desc, [column, offset], full.index(stage), b_tiles.index(stage))
+                _load_stage(
+                    a_tiles.index(stage), b_tiles.index(stage), full.index(stage), a_desc, b_desc,
+                    g, start, end, i * BLOCK_M, j * BLOCK_N, k * BLOCK_K, N, K, RAGGED, TRANSPOSED,
+                )  # fmt: skip
                 step += 1
             tile = next_tile
             tiles_done += 1
@@ -118,6 +145,35 @@ def _load(
     # There are as many draws as tiles. The program with the last draw resets the counter.
     if tile == gl.num_programs(0) + first - 1:
         gl.store(tile_counter_ptr, 0)
+
+
+@gluon.jit
+def _multiply_bf16(
+    a_tiles, b_tiles, full, empty, sum0, sum1, step, stages,
+    RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """Multiply all stages into both halves' sums. The last is neither awaited nor released."""
+    STAGES: gl.constexpr = a_tiles.type.shape[0]
+    BLOCK_K: gl.constexpr = BLOCK_BITS // a_tiles.dtype.primitive_bitwidth
+    HALF: gl.constexpr = BLOCK_N // 2
+    for s in range(stages):
+        stage = (step + s) % STAGES
+        mbarrier.wait(full.index(stage), ((step + s) // STAGES) & 1)
+        if RAGGED == "contraction":
+            a = a_tiles.index(stage).reshape((BLOCK_K, BLOCK_M)).slice(WHO * 64, 64, dim=1).permute((1, 0))
+        else:
+            a = a_tiles.index(stage).slice(WHO * 64, 64, dim=0)
+        if RAGGED == "contraction" or TRANSPOSED:
+            b = b_tiles.index(stage).reshape((BLOCK_K, BLOCK_N))
+            b0, b1 = b.slice(0, HALF, dim=1), b.slice(HALF, HALF, dim=1)
+        else:
+            b = b_tiles.index(stage).reshape((BLOCK_N, BLOCK_K))
+            b0, b1 = b.slice(0, HALF, dim=0).permute((1, 0)), b.slice(HALF, HALF, dim=0).permute((1, 0))
+        sum0 = wgmma(a, b0, sum0, is_async=True)
+        sum1 = wgmma(a, b1, sum1, is_async=True)
+        sum0, sum1 = wgmma_wait(2, deps=[sum0, sum1])
+        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=s > 0)
+    return sum0, sum1
 
 
 @gluon.jit
@@ -192,7 +248,8 @@ def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row,
     """Scale, add, round and store 64 rows of half a tile. bf16 goes by TMA, except at the end of a group or to add."""
     L: gl.constexpr = half.type.layout
     if column_scale is None:  # row_scale: numbers, or columns of 64
-        half = half * row_scale[0] * row_scale[1]
+        if row_scale is not None:
+            half = half * row_scale[0] * row_scale[1]
     else:
         half = half * row_scale[0][:, None]
         half = half * gl.convert_layout(_power(column_scale), gl.SliceLayout(0, L))[None, :]
@@ -244,14 +301,17 @@ def _columns(ptr, g, column, N, WIDTH: gl.constexpr):
 def _tile(
     a_tiles, b_tiles, full, empty, staging,
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
-    g, start, end, tile, m_tiles, n_tiles, step, stages, G, M, N, factor, RAGGED: gl.constexpr, INTERVAL: gl.constexpr,
-    GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr, WHO: gl.constexpr,
+    g, start, end, tile, m_tiles, n_tiles, step, stages, G, M, N, factor,
+    RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr,
+    ADD: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
-    BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
-    BLOCK_N: gl.constexpr = b_tiles.type.shape[1]
+    STAGES: gl.constexpr = a_tiles.type.shape[0]
+    BF16: gl.constexpr = a_tiles.dtype == gl.bfloat16
     WIDTH: gl.constexpr = BLOCK_N // 2
-    SUM: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 256 // a_tiles.dtype.primitive_bitwidth]
+    )
     sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
     sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
     block0 = b_scale_ptr
@@ -261,34 +321,40 @@ def _tile(
         block = _position(tile, m_tiles, n_tiles, GROUP_M)[1] * 2
         block0 += (g * height + block) * stages
         block1 += (g * height + gl.minimum(block + 1, height - 1)) * stages
-    for _ in range(stages % INTERVAL):
-        sum0, sum1 = _add(sum0, sum1, block0, block1, a_tiles, b_tiles, full, empty, step, 1, BLOCKS, WHO, SUM)
-        step += 1
-    for _ in range(stages // INTERVAL - 1):
-        sum0, sum1 = _add(sum0, sum1, block0, block1, a_tiles, b_tiles, full, empty, step, INTERVAL, BLOCKS, WHO, SUM)
-        step += INTERVAL
+    if BF16:
+        sum0, sum1 = _multiply_bf16(a_tiles, b_tiles, full, empty, sum0, sum1, step, stages, RAGGED, TRANSPOSED, WHO)
+    else:
+        for _ in range(stages % INTERVAL):
+            sum0, sum1 = _add(sum0, sum1, block0, block1, a_tiles, b_tiles, full, empty, step, 1, BLOCKS, WHO, SUM)
+            step += 1
+        for _ in range(stages // INTERVAL - 1):
+            sum0, sum1 = _add(
+                sum0, sum1, block0, block1, a_tiles, b_tiles, full, empty, step, INTERVAL, BLOCKS, WHO, SUM
+            )
+            step += INTERVAL
+            if BLOCKS:
+                block0 += 1
+                block1 += 1
         if BLOCKS:
-            block0 += 1
-            block1 += 1
-    if BLOCKS:
-        last0 = gl.load(block0)
-        last1 = gl.load(block1)
-    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
+            last0 = gl.load(block0)
+            last1 = gl.load(block1)
+        part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
     # Computed here, because the loop has no registers for it.
     i, j = _position(tile, m_tiles, n_tiles, GROUP_M)
     row = i * BLOCK_M + WHO * 64
     column = j * BLOCK_N
-    bias0, bias1, scale0, scale1 = None, None, None, None
+    bias0, bias1, scale0, scale1, row_scale = None, None, None, None, None
     if RAGGED == "rows":
         row += start
         row_end = end
-        m = row + gl.arange(0, 64, gl.SliceLayout(1, SUM))
-        row_scale = _before_and_after(gl.load(a_scale_ptr + m, mask=m < end, other=0))
-        if BLOCKS:
-            row_scale = row_scale[0][:, None], row_scale[1][:, None]
-        else:
-            scale0 = _columns(b_scale_ptr, g, column, N, WIDTH)
-            scale1 = _columns(b_scale_ptr, g, column + WIDTH, N, WIDTH)
+        if not BF16:
+            m = row + gl.arange(0, 64, gl.SliceLayout(1, SUM))
+            row_scale = _before_and_after(gl.load(a_scale_ptr + m, mask=m < end, other=0))
+            if BLOCKS:
+                row_scale = row_scale[0][:, None], row_scale[1][:, None]
+            else:
+                scale0 = _columns(b_scale_ptr, g, column, N, WIDTH)
+                scale1 = _columns(b_scale_ptr, g, column + WIDTH, N, WIDTH)
         if bias_ptr is not None:
             bias0 = _columns(bias_ptr, g, column, N, WIDTH)
             bias1 = _columns(bias_ptr, g, column + WIDTH, N, WIDTH)
@@ -297,42 +363,51 @@ def _tile(
         second = (row >= height).to(gl.int32) if HALVES else 0
         row += (g + second * (G - 1)) * height
         row_end = (g + second * G + 1) * height
-        e = gl.load(a_scale_ptr + g)
-        row_scale = _power(127 + (e >> 1)) * factor, _power(127 + (e - (e >> 1)))
-    part = wgmma_wait(0, deps=[part])
-    if BLOCKS:
-        part *= last0
-    sum0 += part
-    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
+        if BF16:
+            row_scale = factor, 1.0
+        else:
+            e = gl.load(a_scale_ptr + g)
+            row_scale = _power(127 + (e >> 1)) * factor, _power(127 + (e - (e >> 1)))
+    if BF16:
+        sum0, sum1 = wgmma_wait(0, deps=[sum0, sum1])
+        step += stages
+        mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
+    else:
+        part = wgmma_wait(0, deps=[part])
+        if BLOCKS:
+            part *= last0
+        sum0 += part
+        part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
     _store(sum0, out_ptr, out_desc, staging, row_scale, scale0, bias0, row, row_end, column, N, ADD)
-    part = _finish(part, empty, step, INTERVAL)
-    if BLOCKS:
-        part *= last1
-    sum1 += part
+    if not BF16:
+        part = _finish(part, empty, step, INTERVAL)
+        if BLOCKS:
+            part *= last1
+        sum1 += part
+        step += INTERVAL
     _store(sum1, out_ptr, out_desc, staging, row_scale, scale1, bias1, row, row_end, column + WIDTH, N, ADD)
-    return step + INTERVAL
+    return step
 
 
 @gluon.jit
 def _multiply(
     a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging,
-    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor, RAGGED: gl.constexpr,
-    INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr,
-    WHO: gl.constexpr,
+    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
+    RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr,
+    HALVES: gl.constexpr, BLOCKS: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: computes 64 rows of every tile that has any of them in the group."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
-    BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
-    BLOCK_K: gl.constexpr = a_tiles.type.shape[2]
+    BLOCK_K: gl.constexpr = BLOCK_BITS // a_tiles.dtype.primitive_bitwidth
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    n_tiles = gl.cdiv(N, b_tiles.type.shape[1])
+    n_tiles = gl.cdiv(N, BLOCK_N)
     step = 0
     tiles_done = 0
     tile = gl.program_id(0)
     start = 0
     first = 0
     for g in range(G):
-        end, m_tiles, stages = _sizes(offs_ptr, g, start, M, K, RAGGED, ADD, BLOCK_M, BLOCK_K, INTERVAL)
+        end, m_tiles, stages = _sizes(offs_ptr, g, start, M, K, RAGGED, ADD, BLOCK_K, INTERVAL)
         last = first + m_tiles * n_tiles
         while tile < last:
             slot = tiles_done % NEXT_TILES
@@ -346,7 +421,7 @@ def _multiply(
                     a_tiles, b_tiles, full, empty, staging.index(WHO),
                     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
                     g, start, end, tile - first, m_tiles, n_tiles, step, stages, G, M, N, factor,
-                    RAGGED, INTERVAL, GROUP_M, ADD, HALVES, BLOCKS, WHO,
+                    RAGGED, TRANSPOSED, INTERVAL, GROUP_M, ADD, HALVES, BLOCKS, WHO,
                 )  # fmt: skip
             else:
                 for _ in range(stages):
@@ -366,8 +441,8 @@ def _multiply(
 @gluon.jit(do_not_specialize=["G"])
 def grouped_mm_kernel(
     a_desc, b_desc, out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, tile_counter_ptr, G, M, N, K,
-    factor, RAGGED: gl.constexpr, STAGES: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr,
-    ADD: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr,
+    factor, RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr, INTERVAL: gl.constexpr,
+    GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
@@ -390,12 +465,12 @@ def grouped_mm_kernel(
         [
             (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
-                         RAGGED, INTERVAL, GROUP_M, ADD, HALVES, BLOCKS, 0)),
+                         RAGGED, TRANSPOSED, INTERVAL, GROUP_M, ADD, HALVES, BLOCKS, 0)),
             (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
-                         RAGGED, INTERVAL, GROUP_M, ADD, HALVES, BLOCKS, 1)),
+                         RAGGED, TRANSPOSED, INTERVAL, GROUP_M, ADD, HALVES, BLOCKS, 1)),
             (_load, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, a_desc, b_desc,
-                     tile_counter_ptr, offs_ptr, G, M, N, K, RAGGED, INTERVAL, GROUP_M, ADD)),
+                     tile_counter_ptr, offs_ptr, G, M, N, K, RAGGED, TRANSPOSED, INTERVAL, GROUP_M, ADD)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
