@@ -4,7 +4,7 @@
     steps      all three from bf16 operands, every              dgrad    da = dy w
                quantization included, the weights' too          wgrad    dw = dy^T a       2 M N K flop each
 
-- bf16 is torch's grouped mm. fp8 row is torch's with a scale a row; its sums stay in the tensor cores (fast), or are
+- bf16 is torch's grouped mm, mxep bf16 ours on Hopper. fp8 row is torch's with a scale a row; its sums stay in the tensor cores (fast), or are
   now and then moved out of them (slow). torchao's grouped mm builds on it.
 - DeepGEMM has scales for 1 x 128 elements of rows and 128 x 128 of weights. Its wgrad adds to fp32.
 - The ceiling is a dense FP8 GEMM of the same M, N, K, with a scale a row or a tensor.
@@ -116,7 +116,7 @@ def _products(at: At) -> Iterator[Row]:
         rows = at.compare(products(product, at.backend), problems, problems[0].flop)
         dense = [row["TF"] for what, row in rows.items() if what.startswith("dense") and "TF" in row]
         for what, row in rows.items():
-            row |= {"product": product, "bytes": problems[0].least_bytes(product, 2 if what == "bf16" else 1)}
+            row |= {"product": product, "bytes": problems[0].least_bytes(product, 2 if what.endswith("bf16") else 1)}
             if dense and "TF" in row:
                 row["of dense"] = row["TF"] / max(dense)
             yield beside(row, {"x bf16": rows["bf16"], "x fp8 row": rows["fp8 row, fast"]})
@@ -135,7 +135,7 @@ measure = functools.partial(sweep, measured=MEASURED)
 
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
-RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x32")
+RECIPES = ("bf16", "mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x32")
 
 
 @dataclass(frozen=True)
@@ -244,9 +244,9 @@ def deepgemm_product(product: str, p: Problem) -> Call:
     return lambda: multiply(left, right, out, groups, **how)
 
 
-def mxep_product(product: str, backend: Backend, p: Problem) -> Call:
-    """A GEMM of operands in the backend's form. On Hopper they are folded."""
-    recipe = Recipe.mxfp8()
+def mxep_product(product: str, backend: Backend, name: str, p: Problem) -> Call:
+    """A GEMM of operands in the backend's form, by the recipe of this name. On Hopper MXFP8 is folded."""
+    recipe = Recipe.named(name)
     how: dict[str, Any] = {"offs": p.offs, "out_dtype": torch.bfloat16}
     a = backend.quantize_rows(p.a, recipe.fmt, recipe)
     if product == "forward":
@@ -313,7 +313,8 @@ def products(product: str, backend: Backend) -> dict[str, Maker]:
         "fp8 row, fast": functools.partial(row_product, product, True),
         "fp8 row, slow": functools.partial(row_product, product, False),
         "DeepGEMM": functools.partial(deepgemm_product, product),
-        "mxep": functools.partial(mxep_product, product, backend),
+        "mxep bf16": functools.partial(mxep_product, product, backend, "bf16"),
+        "mxep": functools.partial(mxep_product, product, backend, "mxfp8"),
         "dense fp8, row": functools.partial(dense_product, product, True),
         "dense fp8, tensor": functools.partial(dense_product, product, False),
     }

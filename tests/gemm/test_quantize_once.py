@@ -51,6 +51,15 @@ def weight(p: Problem) -> nn.Parameter:
     return nn.Parameter(p.w.clone())
 
 
+def test_nothing_of_a_rehearsals_meta_weights_is_held() -> None:
+    w = problem().w.to("meta")
+    with quantize_weights_once() as once:
+        rowwise, saved = rowwise_and_saved(w, MX, BACKENDS["reference"], dgrad=True)
+        assert saved.colwise(MX, BACKENDS["reference"]).is_meta
+        assert rowwise.is_meta
+        assert (once.quantizations, once.nbytes) == (0, 0)
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "fp8_e5m2", "mxfp8_wgrad_bf16", "bf16"])
 def test_micro_batches_share_one_quantization_and_get_the_same_bits(recipe: str) -> None:
     p, r = problem(), Recipe.named(recipe)

@@ -62,7 +62,7 @@ def test_alternatives_compute_the_same_product(product: str, backend: str):
     wanted = exact(p)[product]
     bf16 = gemm.bf16_product(product, p)()
     assert snr(wanted, bf16) > 50  # a result rounded to 9 bits: 55 dB
-    mxep = gemm.mxep_product(product, BACKENDS[backend], p)()
+    mxep = gemm.mxep_product(product, BACKENDS[backend], "mxfp8", p)()
     assert snr(wanted, mxep) > 27  # two operands in E4M3
     assert mxep.dtype == bf16.dtype == torch.bfloat16
 

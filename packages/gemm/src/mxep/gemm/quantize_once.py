@@ -167,6 +167,8 @@ class QuantizedOnce:
     def _get(self, quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:
         parts = weight_parts(w)
         first, version = parts[0], [None if x.is_inference() else x._version for x in parts]
+        if first.is_meta:  # a rehearsal's, which stands in for a weight
+            return _made(quantize, w, recipe=recipe, backend=backend, **how)
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         places = tuple((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in parts)
         how_recipe = recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, recipe.weight_rounding
