@@ -4,8 +4,8 @@
     steps      all three from bf16 operands, every              dgrad    da = dy w
                quantization included, the weights' too          wgrad    dw = dy^T a       2 M N K flop each
 
-- bf16 is torch's grouped mm, mxep bf16 ours on Hopper. fp8 row is torch's with a scale a row; its sums stay in the tensor cores (fast), or are
-  now and then moved out of them (slow). torchao's grouped mm builds on it.
+- bf16 is torch's grouped mm, mxep bf16 ours on Hopper. fp8 row is torch's with a scale a row; its sums stay in the
+  tensor cores (fast), or are now and then moved out of them (slow). torchao's grouped mm builds on it.
 - DeepGEMM has scales for 1 x 128 elements of rows and 128 x 128 of weights. Its wgrad adds to fp32.
 - The ceiling is a dense FP8 GEMM of the same M, N, K, with a scale a row or a tensor.
 
