@@ -198,7 +198,8 @@ def check_adapters(mesh: DeviceMesh) -> None:
 
 
 def replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    """Replicate an adapter's linear. PEFT adds B A to sharded weights, so ranks compute parts, also of gradients."""
+    """Replicate an adapter's linear. PEFT adds B @ A to sharded weights, so each rank has its part of their gradients,
+    which a hook sums."""
     source = None if linear.weight.is_meta else 0
     whole = distribute_tensor(linear.weight.detach(), mesh, [Replicate()], src_data_rank=source)
     linear.weight = nn.Parameter(whole, requires_grad=linear.weight.requires_grad)

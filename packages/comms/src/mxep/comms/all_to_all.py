@@ -164,7 +164,7 @@ def plan_slots(
         ids: (T, K) int32, -1 for invalid ones.
         slots: (T, N) int32, -1 where a token has none.
         tokens: (N B,) int32 token of each slot, -1 for headers and unused slots.
-        tables: (T, 8 K) uint8, ids + 1 and weights of each token. Unused slots are 0, so ids are shifted by 1.
+        tables: (T, 8 K) uint8, ids + 1 and weights of each token, 0 where there is none.
     """
     wrong = (expert_ids < -1) | (expert_ids >= num_experts)
     ids = torch.where(wrong, -1, expert_ids)

@@ -7,7 +7,7 @@ One node for dispatch, MLP and combine equals the composed functions of `functio
     weights are quantized during the exchange, for each pass separately: backward needs no saved quantized weights
     dx is combined while the gradient of gate_up_proj computes, between nodes
 
-The ops, which a graph calls and does not look into:
+The ops, which torch.compile does not trace into:
 
     mxep::layer_forward    x, weights, ids, parameters -> out, `Saved`, the plan, kept
     mxep::layer_backward   d_out and these -> dx, d_weights and the gradients of the parameters that need one

@@ -144,7 +144,7 @@ def _product(a: Any, w: Any) -> Any:
 
 
 def _wgrad(dy: Any, a: Any) -> Any:
-    """Contract dy (M, N) and a (M, K) over rows. Returns as `_product`, with columns as results, too."""
+    """Contract dy (M, N) and a (M, K) over rows. Returns what `_product` does. Columns count as results, too."""
     folded = fold_for_wgrad(a, dy, offs := ends(None, a))
     y, x = (v.dequantize(torch.float32) for v in (dy, a))
     (y_rows, of_y), (x_rows, of_x) = map(fold_with_stats, (dy, a))

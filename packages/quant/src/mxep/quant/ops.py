@@ -120,7 +120,7 @@ def quantize_per_row(
 def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """x (..., N, K), or parts of it along N, and the columns' amax (..., K) -> quantize_columns in blocks of N."""
+    """x (..., N, K), or parts of it along N, and the columns' amax (..., K) -> `quantize_columns` with a block of N."""
     qdata, scale = encode(joined(-2, x, y, z).float(), (-2,), dtype, mode, amax.unsqueeze(-2))
     return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 

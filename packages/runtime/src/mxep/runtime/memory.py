@@ -23,7 +23,7 @@ ALIGNMENT = 512
 
 
 def pieces_of(steps: Sequence[Step]) -> list[list[int]]:
-    """Indices of steps by piece. A torch op is a piece of its own; other consecutive steps form one."""
+    """For each piece of a record, the indices of its steps. A torch op is a piece; so is each run of other steps."""
     pieces: list[list[int]] = []
     for i, step in enumerate(steps):
         is_call = isinstance(step.what, Call)

@@ -83,7 +83,7 @@ class Step(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A source that the function allocated. by: index of the torch op that allocates it, or -1 if the player does."""
+    """Memory that the recorded function allocated. by: index of the torch op that allocates it; -1: a replay does."""
 
     nbytes: int
     by: int

@@ -125,7 +125,7 @@ class NvshmemTransport(CudaTransport):
     ) -> None:
         """Put row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64.
 
-        groups: number of equal runs that the rows form. Puts take from the runs in turn.
+        groups: number of runs of consecutive rows, equally long. Puts take from the runs in turn.
         """
         programs = min(num_sms or self.max_sms, self.max_sms)
         # Program i makes puts i, i + programs, ...: they should not all go to one rank.

@@ -177,7 +177,7 @@ class TokenDispatcher(ABC):
         shapes: all that fixes shapes, as text, the same in every run.
         key: the shapes, numbered if several such dispatchers live. :func:`find_dispatcher` finds it by that.
         uses: number of users that have not closed it.
-        passes: passes of the layers it serves. Their graphs hold its memory, so they are freed with it.
+        passes: recorded passes of the layers it serves. Their CUDA graphs use its memory, so closing it frees them.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class TokenDispatcher(ABC):
     def room_for(self, x: Tensor, per_token: int = 1) -> int | None:
         """Rows reserved for an eager call with x (T, D), if batches of varying length share shapes.
 
-        per_token: rows of x per token of the caller. None: the call uses the sizes of its batch. The result follows
+        per_token: rows of x per token of the caller. Returns None to use the batch's own sizes. The result follows
         from T, the device and the most tokens that the dispatcher has room for.
         """
         tokens = len(x)

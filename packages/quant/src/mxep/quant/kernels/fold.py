@@ -28,7 +28,8 @@ relative to a copy that moves as many bytes (integration/benchmarks/frozen.py): 
 
     max_scales       scales of x and y -> a record per row and operand: its largest scale and its source row; and per
                      group the most that a row carries, max_scale of x + max_scale of y + 1, or -1 if no row counts
-    split            max_scale -> base: max_scale + this operand's half of the group's excess over the row; exponents
+    split            max_scale -> base, and the groups' exponents. base is max_scale plus half of what the row carries
+                     less than its group's most
     shift_transpose  x, then y: qdata * 2^-(base - scale), transposed
 
 A record is an int64: source row (-1: zeros), then 16 bits of max_scale or base, then, before `split`, 16 bits of group.
