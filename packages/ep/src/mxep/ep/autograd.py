@@ -3,20 +3,20 @@
 One node for dispatch, MLP and combine equals the composed functions of `functional.py` bit for bit, and costs less:
 
     SwiGLU and its backward fold what they quantize, for a backend that folds: one pass less over h and d_gate_up
-    d_out's slots are read in place, before the next exchange
+    the slots that receive d_out are read in place, before the next exchange overwrites them
     weights are quantized during the exchange, for each pass separately: backward needs no saved quantized weights
     dx is combined while the gradient of gate_up_proj computes, between nodes
 
 The ops, which torch.compile does not trace into:
 
     mxep::layer_forward    x, weights, ids, parameters -> out, `Saved`, the plan, kept
-    mxep::layer_backward   d_out and these -> dx, d_weights and the gradients of the parameters that need one
+    mxep::layer_backward   d_out and forward's tensors -> dx, d_weights and the gradients of parameters that need one
 
-Dispatcher, recipe and backend are in the graph by their keys and names. Graphs, and what inductor keeps of them on
-disk, serve all layers with the same ones. A dispatcher must know its sizes beforehand: the symmetric one with
-``max_tokens``, or the local one. Exchanges have to happen in one order on all ranks. Graphs chain layers by their data,
-forward and backward, so they do. Layers that are checkpointed are not chained where they are computed again: compile
-each by itself, or bring tokens on all ranks.
+The compiled graph names dispatcher, recipe and backend by key or name. So one graph, and its entry in inductor's disk
+cache, serves all layers with the same three. A dispatcher must know its sizes beforehand: the symmetric one with
+``max_tokens``, or the local one. Exchanges must happen in one order on all ranks. The data flow between layers fixes
+this order, forward and backward. It does not fix the order in which checkpointed layers are recomputed: compile each
+layer by itself, or bring tokens on all ranks.
 
 T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
@@ -79,8 +79,8 @@ from .rehearse import rehearse_once
 
 
 class Parameters(NamedTuple):
-    """Parameters of a layer as `Layer` takes them, DTensors too. Frozen weights are not among them. gate_up_proj is the
-    gate where up_proj is apart. The last four are of `LoRAWeights`."""
+    """Parameters of a layer as `Layer` takes them, DTensors too. Frozen weights are not among them. gate_up_proj is
+    only the gate if up_proj is given. The last four are those of `LoRAWeights`."""
 
     gate_up_proj: Tensor | None = None
     down_proj: Tensor | None = None
@@ -163,7 +163,7 @@ class NodeState(NamedTuple):
 
 
 class Layer(torch.autograd.Function):
-    """The node of a forward that `forward_pass` has computed. Returns its out."""
+    """The autograd node of a forward that `forward_pass` has already computed. Returns that forward's out."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *rest: Any) -> Tensor:
@@ -222,7 +222,7 @@ class Layer(torch.autograd.Function):
 
 
 def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
-    """Whether it has the operands of these gradients. The bias's sums one of gate_up_proj's. LoRA's never wait."""
+    """Whether `deferred` has the operands of these gradients. The bias needs gate_up's dy. LoRA's are not deferred."""
     gate_up = deferred.gate_up is not None or not (wanted.gate_up_proj or wanted.gate_up_bias)
     return gate_up and (deferred.down is not None or not wanted.down_proj)
 
@@ -230,7 +230,7 @@ def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
 def _deferred_gradients(
     ctx: Any, deferred: DeferredWgrads, wanted: Needs, gate_up_main_grad: Tensor | None, down_main_grad: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of gate_up_proj, down_proj and the bias that an earlier backward left. It exchanges nothing."""
+    """Gradients of gate_up_proj, down_proj and the bias that an earlier backward deferred. No exchange is made."""
     offs, scale = ctx.routing.plan.offs, ctx.wgrad_scale
     gate_up = down = bias = None
     how: dict[str, Any] = {"config": ctx.config, "scale": scale}
@@ -262,7 +262,7 @@ def _parameter_gradients(
 
 
 def unsupported_reason(dispatcher: TokenDispatcher, config: LayerConfig, main_grads: MainGrads) -> str | None:
-    """None if `compiled_layer` applies: all is known by name, and sizes before it runs. Otherwise the reason."""
+    """None if `compiled_layer` applies: names give all objects, and sizes are known. Otherwise the reason."""
     recipe, backend = config.recipe, config.backend
     if _accumulating:
         return "accumulate_in_place is open, and a graph adds to no .grad: leave it out, or compile around"
@@ -313,7 +313,7 @@ def compiled_layer(
 
 
 class _OpParameters(NamedTuple):
-    """The parameters of an op: its list of tensors, of which `counts` says how many are of each of these."""
+    """The parameters of an op, split from its list of tensors. `counts`: number of tensors of each field."""
 
     gate_up_proj: AnyWeight
     down_proj: Tensor | FrozenWeight
@@ -469,7 +469,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
-# Peers wait for a rank's exchanges even if it has no tokens. A compiler would drop its empty results.
+# Peers wait for the exchanges of a rank without tokens. A compiler would drop ops with empty results.
 for _op in (torch.ops.mxep.layer_forward.default, torch.ops.mxep.layer_backward.default):
     has_side_effect(_op)
 

@@ -129,7 +129,7 @@ def _kind(names: Container[str], name: str) -> str:
 
 
 def frozen_weight(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor] = local_tensor) -> FrozenWeight:
-    """This rank's weight, from the parameters that `register_frozen` made of its parts. convert: what each becomes."""
+    """This rank's weight, from the parameters that `register_frozen` made of its parts. convert: for each part."""
     parts = {part: getattr(module, f"{name}_{part}") for part in PARTS}
     block_scale = parts.pop("block_scale")
     parts["scale"] = parts["scale"] if block_scale is None else block_scale

@@ -1,4 +1,4 @@
-"""The differentiable parts of an expert-parallel layer. Composed, they are the layer. Each also works alone.
+"""The differentiable parts of an expert-parallel layer. Composed, these functions are the layer. Each also works alone.
 
     forward                                          backward
     x (T, D), weights (T, K)                         d_out (T, D)
@@ -15,7 +15,7 @@ The routing weight multiplies inside SwiGLU (the down-projection is linear). So 
 sends one unscaled copy. With a quantizing recipe rows, h and both gradients are MXTensors: nothing is quantized twice.
 The bias of the down-projection is added after combine (`add_down_bias`), as its rows were already weighted.
 
-Under torch.compile they break the graph, except `expert_mlp` and `swiglu` with a recipe that quantizes nothing.
+Under torch.compile these functions break the graph. `expert_mlp` and `swiglu` do not if the recipe quantizes nothing.
 
 T tokens of this rank, K experts per token, E experts in all, D model dim, F hidden dim, R_max rows that fit, e local
 experts.

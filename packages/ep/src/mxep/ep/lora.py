@@ -6,7 +6,7 @@
 W is quantized (`FrozenExperts`) or plain (`Experts`, with its weights frozen here). A and B are multiplied in x's
 dtype by kernels that read quantized rows as they are (`mxep.gemm.lora`). No B A of an expert is ever made.
 
-They are part of the layer's passes (`layer.py`), so they are replayed with it.
+LoRA's GEMMs are part of the layer's passes (`layer.py`), so they are replayed with the layer.
 
 R_max rows, D model dim, F hidden dim, e local experts.
 """

@@ -78,7 +78,8 @@ class ExpertParallel(ParallelStyle):
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """The parameters as an optimizer's groups: plain ones, and DTensors of each mesh.
 
-    On GPUs torch's optimizers run one kernel per group. It takes no mix of these and raises RuntimeError.
+    On GPUs torch's optimizers run one kernel per group. A mix of plain tensors and DTensors, or of meshes,
+    raises RuntimeError there.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():

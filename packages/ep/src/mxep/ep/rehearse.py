@@ -40,7 +40,7 @@ def rehearse_once(
 ) -> None:
     """Compile the kernels of this forward, and of its backward if it needs any, in other threads. CUDA alone.
 
-    It does so at a dispatcher's first call, once per layer signature.
+    Kernels are compiled at a dispatcher's first call, once per layer signature.
     """
     if dispatcher.rehearsed:
         return
@@ -85,7 +85,7 @@ def _rehearse(kind: Hashable, passes: Callable[[], None]) -> None:
     try:
         with rehearsal(), torch.no_grad():
             passes()
-    except Exception as error:  # the step itself raises it again, if it is one
+    except Exception as error:  # a real error is raised again by the step itself
         logging.getLogger("mxep.ep").debug("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
 

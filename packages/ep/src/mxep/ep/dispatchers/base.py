@@ -3,7 +3,7 @@
 A dispatcher transports bytes and plans rows. It knows nothing of formats except the alignment of groups. Exchanges:
 
     dispatch    tokens to their experts, with their ids and weights; makes the plan   (forward)
-    redispatch  other bytes of the same tokens, by that plan                          (backward of combine)
+    redispatch  other bytes of the same tokens, by the plan of dispatch               (backward of combine)
     combine     rows back to their tokens' ranks, summed                              (forward; backward of dispatch)
 
 Each returns a handle. If the dispatcher can, it runs the exchange on a communication stream until `wait()`.
@@ -65,7 +65,7 @@ class Handle(Protocol[_T_co]):
     """An exchange in flight."""
 
     def wait(self) -> _T_co:
-        """Return its result, for the current stream. The host does not wait. Call it once."""
+        """Return the exchange's result. The current stream waits for it, the host does not. Call it once."""
 
 
 class Done(NamedTuple, Generic[_T]):
@@ -90,15 +90,15 @@ class Later(Generic[_T]):
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
 LEAST_DEVICE_WITH_ROOMS = 0
-"""Index of the first device on which batches of varying length share shapes. -1 is the CPU. It replays nothing."""
+"""Index of the first device on which batches of varying length share shapes. -1 is the CPU, which replays nothing."""
 
 _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.WeakValueDictionary()
 """Live dispatchers by ``key``."""
 
 
 def find_dispatcher(key: str) -> "TokenDispatcher":
-    """The live dispatcher with this ``key``, which ops of a compiled graph take, as they cannot take objects. Raises
-    KeyError if it is gone."""
+    """The live dispatcher with this ``key``. Ops of a compiled graph take the key, because they take no objects.
+    Raises KeyError if the dispatcher is gone."""
     return _dispatchers[key]
 
 
@@ -113,7 +113,7 @@ def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
 
 
 def check_reserved(most: int, max_tokens: int | None) -> None:
-    """Raise ValueError if more was reserved than the dispatcher was made for."""
+    """Raise ValueError if `most`, the tokens to reserve, exceeds the dispatcher's max_tokens."""
     if max_tokens is not None and most > max_tokens:
         raise ValueError(f"reserve: got {most} tokens, wanted at most the max_tokens = {max_tokens} of this layer")
 
@@ -175,7 +175,7 @@ class TokenDispatcher(ABC):
 
     Attributes:
         shapes: all that fixes shapes, as text, the same in every run.
-        key: the shapes, numbered if several such dispatchers live. :func:`find_dispatcher` finds it by that.
+        key: the shapes, with a number if another live dispatcher has the same. :func:`find_dispatcher` takes it.
         uses: number of users that have not closed it.
         passes: recorded passes of the layers it serves. Their CUDA graphs use its memory, so closing it frees them.
     """
@@ -226,7 +226,7 @@ class TokenDispatcher(ABC):
     slots_are_tokens = False
     """True if slots are the payload itself, so that backward can make rows again from x."""
     in_graphs = False
-    """True if exchanges need nothing of the host, and a routing is only a plan: see :meth:`graph_state`."""
+    """True if exchanges need nothing from the host, and a routing is only a plan: see :meth:`graph_state`."""
     has_rooms = False
     """True if `dispatch` takes ``room``. Each class states it itself, because a derived class need not."""
     new_dispatch = NEW
@@ -236,7 +236,7 @@ class TokenDispatcher(ABC):
     blocks = 1
     """Number of blocks in each sender's tokens. Each block has its own source: see :func:`mxep.comms.make_plan`."""
     row_dtype: torch.dtype | None = None
-    """Widest dtype of rows that there is room for; None: any."""
+    """Widest dtype of rows that buffers have room for; None: any."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.world_size}, capacity={self.capacity})"
@@ -247,7 +247,7 @@ class TokenDispatcher(ABC):
         return self
 
     of_this_process: tuple[str, ...] = ("passes",)
-    """Dicts that are empty in another process: graphs, and mapped memory."""
+    """Names of dicts that pickling empties, because CUDA graphs and mapped memory belong to one process."""
 
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
@@ -255,8 +255,8 @@ class TokenDispatcher(ABC):
         return {**self.__dict__, **{name: {} for name in self.of_this_process}}
 
     def number_layer(self) -> int:
-        """Number of a new layer, for `begin`: from 1 on, 0 without peers. All ranks must make a group's layers in one
-        order, as they do process groups. Making a layer resets the count of failures."""
+        """Number of a new layer, for `begin`: from 1 on, or 0 without peers. All ranks must make a group's layers in
+        one order. Making a layer resets the count of failures."""
         if self._exchanges is None:
             return 0
         self._exchanges.failures = 0
@@ -264,8 +264,8 @@ class TokenDispatcher(ABC):
         return self._exchanges.layers
 
     def begin(self, layer: int) -> None:
-        """Declare that the next dispatch belongs to this layer, or with 0 to one without a number. If two ranks give
-        different numbers but 0, the dispatch raises PeersDisagree. Raises RuntimeError as `claim` does."""
+        """Declare that the next dispatch belongs to this layer; 0: to a layer without a number. If two ranks give
+        different numbers, neither of them 0, the dispatch raises PeersDisagree. Raises RuntimeError as `claim` does."""
         if self._exchanges is not None:
             self.claim()
             self.new_dispatch = new_dispatch(layer, self._exchanges.failures)
@@ -274,8 +274,8 @@ class TokenDispatcher(ABC):
     def watched(self) -> Iterator[None]:
         """Run a pass, or a part of one. If it raises, tell peers, which may wait for this rank until their timeout.
 
-        A failed pass that had sent something may be over for its peers. So the next dispatch, which may repeat it,
-        differs from theirs.
+        Peers may complete a pass that failed here after it had sent something. The number of failures is part of the
+        next dispatch's number (not for layer 0), so peers notice if only this rank repeats the pass.
         """
         if self._exchanges is None:
             yield
@@ -316,8 +316,8 @@ class TokenDispatcher(ABC):
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
         """Make room for calls with up to ``max_tokens`` tokens of each rank on ``device``, from the next one on.
 
-        All ranks call it. They may name different numbers, and the most counts. It never makes less room. Dispatchers
-        with buffers of each step's size have nothing to do. Raises ValueError on all ranks for more than the max_tokens
+        All ranks call it. They may give different numbers; the largest counts. Room never shrinks. Dispatchers whose
+        buffers have each step's size do nothing. Raises ValueError on all ranks for more than the max_tokens
         that the dispatcher was made with.
         """
         self.claim()
@@ -347,7 +347,7 @@ class TokenDispatcher(ABC):
         return None
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
-        """(senders, most tokens of each) of a dispatch of ``num_tokens``. None: only running it tells."""
+        """(senders, most tokens of each) of a dispatch of ``num_tokens``. None: known only after the dispatch."""
         return None
 
     @abstractmethod
@@ -398,7 +398,7 @@ class TokenDispatcher(ABC):
         """Number of rows that a layer keeps in full for backward."""
         return routing.plan.kept_rows(self.capacity) if self.recomputes else routing.plan.max_rows
 
-    def launched(self, exchanges: int) -> None:  # noqa: B027  without an order there is nothing to count
+    def launched(self, exchanges: int) -> None:  # noqa: B027  a dispatcher without peers counts nothing
         """Count the exchanges of a record that was replayed."""
 
     def check(self) -> None:
@@ -491,7 +491,7 @@ class TokenDispatcher(ABC):
 def _plan(
     ids: Tensor, weights: Tensor, num_tokens: Tensor, running: Tensor, *, invalid: int, **sizes: Any
 ) -> RoutingPlan:
-    """`make_plan`, which updates running, the dispatcher's counts. The plan has no dispatch's number yet."""
+    """`make_plan`. It adds to running, the dispatcher's counts. The plan has no dispatch number yet."""
     plan = make_plan(ids, weights, num_tokens, **sizes, running=running)
     if invalid:
         plan.counts[-1] += invalid

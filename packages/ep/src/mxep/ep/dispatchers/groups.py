@@ -1,7 +1,7 @@
 """State shared by the dispatchers of a process group: counters, transports with their memory, and nodes.
 
 Transports stay open from one layer to the next and close with their last user. The ranks of a group form nodes: rank r
-is rank r % L of node r // L. Groups of both directions are made once:
+is rank r % L of node r // L. The process groups within and across nodes are made once:
 
     W = 6 ranks, L = 2 of each node    within   (0 1) (2 3) (4 5)     the ranks of a node
                                        across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
@@ -73,7 +73,8 @@ def open_transport(
 ) -> Transport:
     """The group's transport on this device, with one more user. Collective.
 
-    It is a new one if the old one has failed on any rank. Of the ranks that raised, only some waited for a peer.
+    A new transport replaces one that has failed on any rank. All ranks compare notes, because a failure may be known
+    to some ranks only.
     kind: NvshmemTransport, or None for NVLink (CUDA) or shared memory (CPU).
 
     Raises ValueError if the transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
@@ -116,7 +117,7 @@ def close_transport(transport: Transport) -> None:
 
 
 def lives(group: dist.ProcessGroup | None) -> bool:
-    """True if the group was not destroyed."""
+    """True if the group exists and was not destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
@@ -133,10 +134,10 @@ _T = TypeVar("_T")
 
 
 def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
-    """Return make(), tensors that outlive the current call. Records leave it out.
+    """Return the tensors of make(), which outlive the current call. Records do not include make()'s steps.
 
-    While torch.compile's mode="reduce-overhead" warms up or records, a thread's allocations belong to graphs, which
-    raise if anything but outputs stays there. So another thread makes them then.
+    While torch.compile's mode="reduce-overhead" warms up or records, a thread's allocations belong to CUDA
+    graphs, which raise if anything but outputs stays there. So another thread then calls make().
     """
 
     def aside() -> _T:
@@ -153,7 +154,7 @@ def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
 
 
 GRACE = 1.0
-"""Seconds that ranks have to report themselves after one of their exchanges has failed."""
+"""Seconds in which ranks must report to the store after one of their exchanges has failed."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +179,13 @@ _known: dict[tuple[str, int | None], tuple[dist.ProcessGroup, Nodes]] = {}
 
 
 def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
-    """The group's nodes, of `ranks` ranks each, or by host if that is None. Collective at the first call with these
-    arguments.
+    """The group's nodes, of `ranks` ranks each; one node per host if `ranks` is None. Collective at the first call with
+    these arguments.
 
-    timeout: maximum seconds of a collective between nodes; None: the group's. Only the first call's counts.
+    timeout: maximum seconds of a collective between nodes; None: the group's. Only the first call's timeout
+    is used.
 
-    Raises ValueError on all ranks if they do not fit or ask for different numbers.
+    Raises ValueError on all ranks if `ranks` does not divide the group or differs between ranks.
     """
     if group is None:
         return Nodes()
@@ -219,7 +221,7 @@ def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) ->
 
 
 def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
-    """Make a group of these ranks, without the others. torch sorts the ranks."""
+    """Make a group of these ranks. Other ranks need not call it. torch would sort the ranks."""
     if ranks != sorted(ranks):
         raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
@@ -234,7 +236,7 @@ def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
 
 
 def silence(group: dist.ProcessGroup) -> str:
-    """Name the ranks that are silent after an exchange of the group failed. All other ranks ask, too."""
+    """Name the ranks that are silent after an exchange of the group failed. All live ranks call it."""
     ranks, present = dist.get_process_group_ranks(group), set[int]()
 
     def listen() -> None:

@@ -3,7 +3,7 @@
     across   rank l of node n <-> rank l of each node m    all-to-all of equal splits: the host reads no sizes
     within   rank l of node m <-> the node's ranks         symmetric memory: a `SymmetricDispatcher` of the node
 
-    dispatch     across: rows of the tokens that need node m, with ids and weights; then within, which plans
+    dispatch     across: rows of the tokens that need node m, with ids and weights; then within, which makes the plan
     redispatch   the same two steps with other bytes of the same tokens, without ids
     combine      within: one sum for each token that came across; then across: these sums return, and are summed
 
@@ -276,7 +276,7 @@ class HierarchicalDispatcher(TokenDispatcher):
     def _cross(self, outgoing: Sequence[Tensor], number: Tensor, step: str) -> Handle[Payload]:
         """Send B rows of (N B, n_i) each to each node, and receive as many. The first tensor has the headers.
 
-        number: (1,) int32 of the dispatch.
+        number: (1,) int32, the dispatch's number.
         """
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))

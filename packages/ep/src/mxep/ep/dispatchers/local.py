@@ -1,6 +1,6 @@
 """LocalDispatcher: no expert parallelism. Slots are the tokens themselves, and only the plan is made.
 
-Threads may call it at once: exchanges share nothing, and plans add their counts under a lock.
+Several threads may call one dispatcher at once: exchanges share nothing, and plans add counts under a lock.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """SymmetricDispatcher: symmetric-memory stores, one barrier per exchange, no host sync, no collective.
 
 A token travels once per destination rank, and each receiver makes its own plan. A dispatch of new sizes makes a
-workspace; only then do ranks use collectives. All workspaces of a group lie in one pair of buffers (`groups.py`).
+workspace, and only making one uses collectives. All workspaces of a group lie in one pair of buffers (`groups.py`).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .base import Handle, Later, Payload, Routing, TokenDispatcher, check_reserv
 from .groups import close_transport, has_failed, made_to_stay, open_transport
 
 OVERLAP_SMS = 32
-"""SMs for a dispatch that overlaps with other work: it gets 0.92 of the links' bandwidth."""
+"""SMs for a dispatch that overlaps with other work. They reach 0.92 of the links' bandwidth."""
 
 
 class SymmetricDispatcher(TokenDispatcher):
@@ -35,11 +35,11 @@ class SymmetricDispatcher(TokenDispatcher):
     Args:
         dim: D. dtype: widest dtype of rows on the wire, in dispatch (unquantized) or combine.
         max_tokens: T_max, most tokens a rank will ever dispatch at once; slots are sized for it. None: the most that
-            any rank brings to the first batch, or that :meth:`reserve` said since. A rank with more than T_max raises
-            ValueError, its peers PeersDisagree. Both say what to set. Then the layers have to be made again, or each be
-            given ``reserve`` if max_tokens is None.
-        timeout: maximum seconds to wait for a peer, the same for all of a group. None: that of the group's transport if
-            it is open, else of its collectives. It also limits how late a rank may come between two steps.
+            any rank brings to the first batch, or a larger number given to :meth:`reserve` since. A rank with more than
+            T_max raises ValueError, its peers PeersDisagree. Both say what to set. Then make the layers again, or, if
+            max_tokens is None, call ``reserve`` on each.
+        timeout: maximum seconds to wait for a peer, the same for all of a group. None: the timeout of the group's open
+            transport, else that of the group's collectives. It also limits how late a rank may come between two steps.
     """
 
     borrows = True
@@ -122,8 +122,8 @@ class SymmetricDispatcher(TokenDispatcher):
         return combine(workspace, rows, plan, ids, row_values, async_op=aside, room=routing.room)
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
-        """See :class:`TokenDispatcher`. After a batch that was too large it drops the failed buffers, on all ranks,
-        so that the step can be repeated. Other layers that shared them need it, too.
+        """See :class:`TokenDispatcher`. After a batch that was too large, reserve drops the failed buffers on all
+        ranks, so that the step can be repeated. Call it on other layers that share the buffers, too.
         """
         super().reserve(max_tokens, device)
         device = torch.empty(0, device=device, dtype=torch.float32).device
@@ -136,14 +136,14 @@ class SymmetricDispatcher(TokenDispatcher):
             self._workspaces = {key: each for key, each in self._workspaces.items() if key[0] != device}
             self.passes.clear()
             if device in self._counts:
-                self._counts[device].zero_()  # they are of the failed step
+                self._counts[device].zero_()  # counts of the failed step
             # A rank with an intact transport must not find it again, either.
             transport.arena.refused = transport.arena.refused or "given up by reserve(), which others need, too"
             close_transport(self._opened.pop(device))
         check_reserved(most, self.max_tokens)
         if self.max_tokens is None and most > self._most_tokens.get(device, 0):
             self._most_tokens[device] = most
-            self.passes.clear()  # their graphs have fewer slots
+            self.passes.clear()  # recorded CUDA graphs have fewer slots
 
     def begin(self, layer: int) -> None:
         super().begin(layer)
@@ -186,7 +186,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
 
     def _workspace_of(self, routing: Routing) -> Workspace:
-        """Workspace in which a plan was made."""
+        """Workspace whose dispatch made this routing."""
         slots, top_k = routing.plan.slot_rows.shape
         key = routing.plan.slot_rows.device, slots // self.world_size, top_k
         if key not in self._workspaces:
