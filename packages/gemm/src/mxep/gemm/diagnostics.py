@@ -2,12 +2,12 @@
 
 fold_report is slow, and works on any device, with any backend. The hopper backend folds MX rows to one scale per row,
 so elements far below the largest of their row lose bits. This matters only where the other operand is large, so the
-report gives the lowest SNR of any row of the result. While it is open, compiled code runs eagerly. It does not see
-replayed CUDA graphs, nor weights that `quantize_weights_once` already held.
+report gives the lowest SNR of any row of the result. While a report is open, compiled code runs eagerly. Reports leave
+out CUDA graphs captured before, and quantizations that `quantize_weights_once` already held.
 
-A GEMM has 2 M N K FLOPs, as torch counts its own. M is the number of valid rows, offs[-1], read from the device.
-Padding rows of a group count, rows past the groups do not. With fake tensors or in a CUDA graph's capture nothing can
-be read, so M is the capacity.
+A GEMM has 2 M N K FLOPs, the formula that torch uses for its own GEMMs. M is the number of valid rows, offs[-1], read
+from the device. Padding rows of a group count, rows past the groups do not. With fake tensors or in a CUDA graph's
+capture offs cannot be read, so M is the capacity.
 
 M rows, N out features, K in features, G groups.
 """
@@ -42,8 +42,8 @@ class FoldedProduct:
     """A GEMM of a module (its name, or class) with a weight (G, N, K).
 
     elements: count in both operands, over all calls. rounded: elements changed by folding. flushed: elements that
-    become zero. spread: maximum binades between scales that become one. snr_db: lowest SNR of any row of the folded
-    result."""
+    become zero. spread: largest ratio of scales that folding merges into one, in binades. snr_db: lowest SNR of any
+    row of the folded result."""
 
     module: str
     weight: tuple[int, ...]
@@ -71,7 +71,7 @@ class FoldReport(dict[tuple[str, tuple[int, ...], str], FoldedProduct]):
 
 @contextlib.contextmanager
 def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
-    """Report on all GEMMs of MX operands in the process while it is open. model: gives modules their names."""
+    """Report on all GEMMs of MX operands in the process while the context is open. model: gives modules their names."""
     report, modules, inside = FoldReport(), [""], threading.local()
     names = {module: name or "model" for name, module in model.named_modules()} if model else {}
     owner: dict[Any, str] = {}  # module of each operand in forward, by address
@@ -144,7 +144,7 @@ def _product(a: Any, w: Any) -> Any:
 
 
 def _wgrad(dy: Any, a: Any) -> Any:
-    """Contract dy (M, N) and a (M, K) over rows. Returns what `_product` does. Columns count as results, too."""
+    """Contract dy (M, N) and a (M, K) over rows. Returns the same as `_product`, with the results' transposes, too."""
     folded = fold_for_wgrad(a, dy, offs := ends(None, a))
     y, x = (v.dequantize(torch.float32) for v in (dy, a))
     (y_rows, of_y), (x_rows, of_x) = map(fold_with_stats, (dy, a))
@@ -196,7 +196,7 @@ def _bf16_wgrad_flops(out: Any, y: Tensor, x: Tensor, offs: Tensor, *_: Any, out
 
 @count_flops(ops.grouped_wgrad_reference, ops.fold_for_wgrad)
 def _wgrad_flops(y: Tensor, y_s: Any, y_i: Any, x: Tensor, x_s: Any, x_i: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    """FLOPs of the product, or of the fp8_grouped_wgrad that follows a fold: its own operands have zeros between."""
+    """FLOPs of the GEMM. A fold counts for the fp8_grouped_wgrad after it, whose operands have padding zeros."""
     return 2 * rows_of(offs, len(y if y_i is None else y_i)) * y.shape[1] * x.shape[1]
 
 

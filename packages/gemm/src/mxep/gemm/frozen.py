@@ -1,20 +1,20 @@
-"""FrozenWeight: a weight that stays quantized and is never trained, as checkpoints ship it or frozen from bf16.
+"""FrozenWeight: a quantized weight that is never trained, read from a quantized checkpoint or frozen from bf16.
 
     freeze(w, "mxfp8")       E4M3, 1.04 bytes an element      blocks of 32 along K, scales in e8m0
     freeze(w, "mxfp4")       E2M1, 0.53 bytes an element
     freeze(w, "fp8_block")   E4M3, 1.00 bytes an element      blocks of 128 x 128, scales in fp32
 
     forward   its qdata, one scale per row                   dgrad   the same qdata, one scale per column
-              mxfp8: stored so, multiplied where they lie            (`mxep.quant.fold_for_dgrad`), a byte an element
+              mxfp8: stored in this form, no copy                    (`mxep.quant.fold_for_dgrad`), a byte an element
               mxfp4: expanded, a byte an element
 
-A scale in fp32 does not fold. The GEMM of Hopper multiplies its sums over 128 elements by it, both ways, exactly:
-forward as qdata lie, dgrad with qdata transposed.
+A scale in fp32 does not fold. Hopper's GEMM multiplies each sum over 128 elements by the block's scale, exactly.
+Forward reads qdata in place, dgrad a transposed copy of them.
 
-On Hopper no bf16 copy of the weight is made. It is expanded for one GEMM at a time, and the expansion is dropped after
-it. Folding MXFP8 to one scale per row rounds its smallest elements (`mxep.quant.fold`): below 1 in 10^4 of Gaussian
-weights, by at most 2^-18 of their row's amax. They are kept separately, so `shipped` returns every original byte. With
-folded=False qdata are stored as shipped, and forward folds them at each call.
+On Hopper no bf16 copy of the weight is made. The weight is expanded for one GEMM at a time; the expansion is then
+freed. Folding MXFP8 to one scale per row rounds its smallest elements (`mxep.quant.fold`): below 1 in 10^4 of Gaussian
+weights, by at most 2^-18 of their row's amax. Their original bytes are kept separately, so `shipped` returns every
+byte of the checkpoint. With folded=False qdata are stored as shipped, and forward folds them at each call.
 
 qdata and scales are uint8: `.to(torch.bfloat16)`, mixed precision and FSDP2 cast floating-point tensors only.
 G groups (experts), N out features, K in features.
@@ -47,7 +47,7 @@ FORMATS: dict[str, MXFormat] = {"mxfp8": E4M3, "mxfp4": E2M1, "fp8_block": E4M3}
 FP8_BLOCK = (128, 128)
 """Rows x columns of a block of "fp8_block", as the GEMM multiplies them."""
 LOST = 1024
-"""At most one element in this many of a group may be kept separately."""
+"""At most one element in LOST of a group may be kept separately."""
 _SCALE = torch.float8_e8m0fnu
 
 
@@ -59,9 +59,9 @@ class FrozenWeight(Bundle):
         qdata: uint8, (G, N, K) of E4M3 or (G, N, K/2) of E2M1, two per byte.
         scale: uint8 (G, N, K/32), e8m0 as shipped. fp8_block: fp32 in 4 bytes each, (G, ceil(N/128), 4 ceil(K/128)).
         column_scale: uint8 (G, K/32), scales for dgrad. fp8_block: None.
-        row_scale: uint8 (G, N, 1) if qdata are folded to one scale per row, else None: they are as shipped.
-        lost_index, lost_qdata: int32 and uint8 (G, N K / 1024), if folded: places within a group, -1 at the end, of
-            elements that do not come back by unfolding, and their bytes as shipped.
+        row_scale: uint8 (G, N, 1) if qdata are folded to one scale per row; None if qdata are as shipped.
+        lost_index, lost_qdata: int32 and uint8 (G, N K / 1024), if folded: positions within a group of the elements
+            that unfolding does not restore (unused entries -1), and these elements' shipped bytes.
     """
 
     qdata: Tensor
@@ -94,7 +94,7 @@ class FrozenWeight(Bundle):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors that it consists of, in order: 2 of fp8_block, 3 of MX, or 6 if they are folded."""
+        """Its tensors in order: 2 for fp8_block, 3 for MX, 6 for folded MX."""
         return [x for x in (getattr(self, name) for name in self.field_names) if x is not None]
 
     @property
@@ -102,7 +102,7 @@ class FrozenWeight(Bundle):
         return sum(part.nbytes for part in self.parts)
 
     def along_k(self) -> MXTensor | BlockFP8:
-        """The values that GEMMs multiply: qdata with one scale per row if they are stored so, else per block."""
+        """The values that GEMMs multiply: qdata with one scale per row if folded, else one per block."""
         if self.column_scale is None:
             return BlockFP8(self.qdata.view(E4M3.dtype), self.scale.view(torch.float32), FP8_BLOCK)
         scale, block = (self.scale, BLOCK) if self.row_scale is None else (self.row_scale, self.shape[-1])
@@ -110,7 +110,7 @@ class FrozenWeight(Bundle):
         return MXTensor(qdata, scale.view(_SCALE), None, -1, block, self.dtype, trusted=True)
 
     def shipped(self) -> MXTensor | BlockFP8:
-        """The bytes as they came: blocks of 32 along K, or of 128 x 128."""
+        """The checkpoint's bytes: blocks of 32 along K, or of 128 x 128."""
         if self.row_scale is None or self.lost_index is None or self.lost_qdata is None:
             return self.along_k()
         qdata = _unfolded(self.qdata.view(E4M3.dtype), self.row_scale, self.scale)
@@ -120,7 +120,7 @@ class FrozenWeight(Bundle):
         return MXTensor(qdata.view(E4M3.dtype), self.scale.view(_SCALE), None, -1, BLOCK, self.dtype, trusted=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values (G, N, K) in `dtype`, default bf16, which holds those of MX formats exactly."""
+        """The values (G, N, K) in `dtype`, default bf16, which holds values of MX formats exactly."""
         return self.along_k().dequantize(dtype or self.dtype)
 
     def __getitem__(self, groups: slice) -> "FrozenWeight":
@@ -141,7 +141,7 @@ def _unfolded(qdata: Tensor, row_scale: Tensor, scale: Tensor) -> Tensor:
 
 
 def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> FrozenWeight:
-    """Freeze w (G, N, K). The result shares an MXTensor's scales, and its qdata unless they are folded.
+    """Freeze w (G, N, K). If w is an MXTensor, the result shares its scales, and unless folded its qdata.
 
     w: bf16 or fp32, quantized here along K to `fmt`. If it is quantized already, `fmt` must be its format. It is then
         an MXTensor of E4M3 or E2M1 with blocks of 32 along K, BlockFP8 with power-of-two scales ("mxfp8"), or BlockFP8
@@ -149,7 +149,7 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
     folded: store MXFP8 with one scale per row, as Hopper multiplies it. Other formats never are.
 
     Waits for the device. Raises ValueError for other formats and shapes. With folded=True it also raises ValueError if
-    more than one in 1024 elements of a group do not fold exactly. Norms within a row that differ by 2^10 do that.
+    more than one in 1024 elements of a group do not fold exactly, e.g. if norms within a row differ by 2^10.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
@@ -157,7 +157,7 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
         w = to_mxfp8(w)
     if len(w.shape) != 3 or w.shape[-1] % BLOCK:
         raise ValueError(f"freeze: expected w (G, N, K) with K a multiple of {BLOCK}, got {tuple(w.shape)}")
-    with torch.inference_mode(False), torch.no_grad():  # backward saves its parts
+    with torch.inference_mode(False), torch.no_grad():  # forward saves the parts for backward
         return _freeze(w, fmt, folded)
 
 

@@ -1,19 +1,19 @@
 """A GEMM and its gradients: two functions that are replayed, and two ops for torch.compile.
 
     mxep::product_forward     a, weights (G, N, K) or (N, K), bias, offs -> out, what backward needs
-    mxep::product_backward    dy and these -> da and dw, of those that need one
+    mxep::product_backward    dy and the saved tensors -> da and dw, those that are needed
 
-A graph calls the ops without tracing into them. They run the eager code, with its replays and held weights, so a
-compiled GEMM costs the host as much as an eager one. The graph holds recipe and backend by name.
+A compiled graph calls the ops without tracing into them. The ops run the eager code, with its replays and held weights,
+so a compiled GEMM costs the host as much as an eager one. The compiled graph holds recipe and backend by name.
 
 A backward pass may need only some gradients. Operands are kept for a later pass that needs the others:
 
     dx, = torch.autograd.grad(out, x, dy, retain_graph=True)     dgrad; the operands of wgrad are kept
-    dw, = torch.autograd.grad(out, w, dy)                        wgrad of these; nothing is computed or moved again
+    dw, = torch.autograd.grad(out, w, dy)                        wgrad of the kept operands; nothing is quantized again
 
-Pipeline schedules that split backward (zero bubble) do so. `ctx.needs_input_grad` does not help: it tells which inputs
-required a gradient in forward. A weight gradient that is added to main_grad must be computed only if it is wanted, or
-it is added twice.
+Pipeline schedules that split backward (zero bubble) make these two calls. `ctx.needs_input_grad` does not help: it
+tells which inputs required a gradient in forward. A weight gradient that is added to main_grad must be computed only if
+it is wanted, or it is added twice.
 
 M rows, N out features of all weights, K in features, G groups.
 """
@@ -35,7 +35,7 @@ from mxep.runtime.replay import replayed
 
 
 class Product(NamedTuple):
-    """out (M, N), and what backward needs: a for wgrad, w in 2-D blocks, the amax of w's columns; or None."""
+    """out (M, N), and tensors for backward, each or None: a for wgrad, w in 2-D blocks, the amax of w's columns."""
 
     out: Tensor
     a: Any
@@ -55,7 +55,7 @@ def forward(
     out_dtype: torch.dtype,
     needs: tuple[bool, bool],
 ) -> Product:
-    """a (M, K), w (G, N, K), whole, in parts or already quantized. needs: whether a and w have gradients."""
+    """a (M, K), w (G, N, K): each whole, in parts or already quantized. needs: whether a and w need gradients."""
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
@@ -74,7 +74,7 @@ class BackwardInput(Operands):
     Attributes:
         a: (M, K), as forward kept it, or None without dw. offs: (G,) or None.
         w: the weight, whole, in parts or already quantized; None without da. amax: (G, K) of its columns, or None.
-        dys: (M, N of each) for each of w's parts. main_grads: fp32 or None for each.
+        dys: (M, N of that part) for each of w's parts. main_grads: fp32 or None for each part.
     """
 
     a: Any
@@ -86,7 +86,7 @@ class BackwardInput(Operands):
 
 
 class ProductGradients(NamedTuple):
-    """da (M, K), dw (G, N, K), and dy quantized; or None."""
+    """da (M, K), dw (G, N, K), and the quantized dy. Each may be None."""
 
     da: Tensor | None
     dw: Tensor | None
@@ -105,10 +105,10 @@ def backward(
     quantized: bool,
     widths: tuple[int, ...],
 ) -> ProductGradients:
-    """The gradients of a and w, and dy quantized. It consumes a.
+    """The gradients of a and w, and dy quantized. Frees its references to a and dys.
 
     wanted: whether to compute da and dw, which are None otherwise. dw is None, too, if it was added to main_grads.
-    dtypes: da's and dw's. quantized: the first dy is all of them, as an earlier call quantized them.
+    dtypes: da's and dw's. quantized: dys[0] is the joined dys, quantized by an earlier call.
     widths: N of the parts.
     """
     a, offs, dys, main_grads = given.a, given.offs, given.dys, given.main_grads
@@ -162,7 +162,8 @@ def joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
 
 
 class SavedProduct(NamedTuple):
-    """out (M, N), and what backward needs: a for wgrad; w for dgrad, or its parts; the amax of w's columns, or None."""
+    """out (M, N), and tensors for backward: a for wgrad; w, or its parts, for dgrad; the amax of w's columns, or
+    None."""
 
     out: Tensor
     a: Any
@@ -240,7 +241,7 @@ def _forward(
         ws = _grouped(ws)
         out, rows, w, amax = run_forward(a, ws, bias, offs, *how, out_dtype, (needs[0], needs[1]))
         saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
-        if is_held(join_parts(ws), how[0]):  # the graph may overwrite outputs
+        if is_held(join_parts(ws), how[0]):  # a compiled graph may overwrite outputs
             saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
     return [out, *(a.new_empty(()) if x is None else x for x in saved)]
 
@@ -336,7 +337,7 @@ def _grouped(ws: list[Tensor]) -> list[Tensor]:
 def is_wanted(ctx: Any, i: int) -> bool:
     """True if the running backward uses the gradient of a function's i-th tensor argument.
 
-    ctx: the function's, in its backward. Always True in a compiled graph, which computes all required gradients.
+    ctx: the function's, in its backward. Always True under torch.compile, whose graphs compute all required gradients.
     """
     if torch.compiler.is_compiling():
         return True
@@ -350,7 +351,7 @@ def is_wanted(ctx: Any, i: int) -> bool:
 
 
 def graph_is_retained() -> bool:
-    """True if the graph can be used again after the running backward."""
+    """True if the autograd graph can be used again after the running backward."""
     return not torch.compiler.is_compiling() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -370,14 +371,14 @@ class SavedOperands:
         return cls(dys, tuple(dy._version for dy in dys), operands)
 
     def fits(self, *dys: Tensor) -> bool:
-        """True if these are the same tensors, unchanged."""
+        """True if dys are the same tensors as kept, unchanged."""
         return all(dy is old and dy._version == was for dy, old, was in zip(dys, self.dys, self.versions))
 
 
 def for_anomaly_mode(grad: Any, offs: Tensor | None) -> Any:
-    """Return the gradient (R, ...) or None as it is; while torch checks for NaN, a copy with zeros from offs[-1] on.
+    """Return grad (R, ...) or None unchanged; while torch checks for NaN, a copy with zeros from row offs[-1] on.
 
-    Under `torch.autograd.set_detect_anomaly(True)` torch checks all rows, and those past the groups are unspecified.
+    `torch.autograd.set_detect_anomaly(True)` checks all rows, but rows past the groups are unspecified and may be NaN.
     """
     if grad is None or offs is None or torch.compiler.is_compiling():
         return grad

@@ -2,10 +2,10 @@
 
     forward  out = a  w^T     contracts K   a quantized along K (rows), w along K
     dgrad    da  = dy w       contracts N   dy quantized along N (rows), w along N
-    wgrad    dw  = dy^T a     contracts M   the rows' qdata again: requantized along tokens, or as `wgrad` says
+    wgrad    dw  = dy^T a     contracts M   the same qdata, requantized along tokens; else see `Recipe.wgrad`
 
 Scaling "none" multiplies operands as they are ("bf16"), "row" has one power-of-two scale per row ("fp8"), "mx" one per
-32 elements ("mxfp8"). A contraction axis, tokens of a group included, is a multiple of GROUP_ALIGNMENT[scaling].
+32 elements ("mxfp8"). Contracted sizes (K, N, each group's tokens) are multiples of GROUP_ALIGNMENT[scaling].
 
 M rows, N out features, K in features, G groups.
 
@@ -52,18 +52,19 @@ class Recipe:
 
     scaling: "none", "row" or "mx".
     fmt: element format of activations and weights. grad_fmt: the gradients'.
-    mode: rule for a scale, given the largest magnitude that it covers.
-    weight_block: "1x32", blocks along the contraction, which take two quantizations of a weight; "32x32", tiles: one
-        quantization serves w and w^T (scaling "mx" only).
+    mode: rule that computes a scale from the largest magnitude of its block or row.
+    weight_block: "1x32", blocks along the contraction, so a weight is quantized twice (along K, along N); "32x32",
+        tiles, so one quantization serves w and w^T (scaling "mx" only).
     wgrad: "mx" makes the weight gradient from the qdata of both operands, and saves only qdata for backward. Scaling
         "mx" requantizes them along tokens without bf16 in between; "row" multiplies their dequantized values. "bf16"
         saves the unquantized activation, if there is one, and multiplies unquantized operands.
     weight_rounding: "none", or "mxfp4": weights are rounded to MXFP4 along K first, in forward and dgrad alike, and
         their gradients pass unchanged: quantization-aware training (scaling "mx", blocks "1x32"). FP8 holds the rounded
-        values exactly if the scales within one block or row differ by a factor of at most 2^14. fp32 weights are
-        rounded to bf16 before, as they are exported. It takes a bf16 copy of the weight for each quantization.
+        values exactly if the scales within one block or row differ by a factor of at most 2^14. fp32 weights are first
+        rounded to bf16, as in an export. Each quantization allocates a bf16 copy of the weight.
     saved_gate_up: form of gate and up that a layer of `mxep.ep` saves for backward: "unquantized", or "fp8". "fp8" is
-        `fmt` with one scale per row: half of the bytes. All gradients are made from it. Forward and GEMMs ignore it.
+        `fmt` with one scale per row: half of the bytes. Backward computes all gradients from the saved form. Forward's
+        results and the GEMMs do not depend on it.
 
     Raises ValueError for other values, for tiles without MX scales, for rounding with tiles or without MX scales, and
     for saved_gate_up "fp8" with scaling "none".
@@ -155,7 +156,7 @@ class Recipe:
         return x.axis == -1 and x.block_size == (self.block_size or x.shape[-1])
 
     def along_tokens(self, x: Tensor, offs: Tensor | None) -> Tensor:
-        """Block an operand of wgrad (M, D) along M instead of D, in its own format. It may have a row index.
+        """Block an operand of wgrad (M, D) along M instead of D, in its own format. x may have a row index.
 
         offs None: one group of any number of rows; the last block is filled up with zero rows.
         Only MXTensors with scaling "mx" are requantized. Anything else is returned as it is.
@@ -171,7 +172,7 @@ class Recipe:
         return requantize(x, mode=self.mode, offs=offs)
 
     def rounded_weight(self, w: Tensor) -> Tensor:
-        """The values (G, N, K) that GEMMs quantize: w, or with weight_rounding "mxfp4" its values in MXFP4, in bf16."""
+        """The values (G, N, K) that GEMMs quantize: w, or with weight_rounding "mxfp4" w rounded to MXFP4, as bf16."""
         if self.weight_rounding == "none":
             return w
         return quantize(w.bfloat16(), fmt=E2M1).dequantize(torch.bfloat16)
@@ -179,7 +180,7 @@ class Recipe:
     def quantize_rows(self, x: Tensor, fmt: MXFormat | None = None, room: int | None = None) -> Tensor:
         """Quantize x (..., D) bf16 or fp32 along D; x itself if scaling is "none". Gradients pass unchanged.
 
-        fmt: default this recipe's; `grad_fmt` for a gradient. room: as for `mxep.quant.quantize`."""
+        fmt: default self.fmt; pass self.grad_fmt for a gradient. room: as for `mxep.quant.quantize`."""
         if self.scaling == "none":
             return x
         return quantize(x, fmt=fmt or self.fmt, mode=self.mode, block_size=self.block_size, room=room)
@@ -207,7 +208,7 @@ linear: a GEMM with one weight, or with q, k and v together. Size 535 gains 1.23
 grouped_mm: T rows per group. The smallest measured size is 473 and gains 1.18.
 experts: a layer of mxep.ep, T rows per expert, model dim K, hidden dim N. Size 267 gains 1.14, 176 nothing.
 
-These gains were measured over torch's bf16 GEMM. Over the hopper backend's, size 266 gains 1.01 (experts, an H100).
+These gains are over torch's bf16 GEMM. Over the hopper backend's bf16 GEMM, size 266 gains 1.01 (experts, an H100).
 """
 FIXED: Final = {"linear": 26e6, "grouped_mm": 0.0, "experts": 0.0}
 """Elements that take as long as the launches. Groups share launches, but the rule does not know their number."""
@@ -226,9 +227,9 @@ def auto_recipe(rows: float, in_features: int, out_features: int, *, of: str = "
 
 
 def least_rows(in_features: int, out_features: int, *, of: str) -> float:
-    """Rows T that give size LEAST[of]. MXFP8 pays above it. inf if it never pays.
+    """Rows T that give size LEAST[of]: MXFP8 pays from more rows on. inf if it never pays.
 
-    Example: of experts with 2048 and 768 features, 240 * 2048 * 768 / (2048 * 768 - 240 * (2048 + 768)) = 420.9.
+    Example: for experts with 2048 and 768 features, 240 * 2048 * 768 / (2048 * 768 - 240 * (2048 + 768)) = 420.9.
     """
     if of not in LEAST:
         raise ValueError(f"of: got {of!r}, want one of {', '.join(LEAST)}")

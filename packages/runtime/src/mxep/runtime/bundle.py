@@ -1,10 +1,10 @@
-"""Bundles: objects of tensors, which replayed functions take and return, and how they come apart.
+"""Split the nested arguments and results of replayed functions into tensors and a hashable form, and rebuild them.
 
-    take_apart(x)   plain tensors of x in order, and its form: all the rest of it, hashable
+    take_apart(x)   plain tensors of x in order, and its form: everything else in x, hashable
     build(form, tensors)   x again, with other tensors
 
-An object of tensors is a tensor, None, a tuple, named tuple or list of objects, or a `Bundle`. Whatever else a field
-holds is part of the form. Objects of a class registered by `register_parts` come apart into their parts.
+An object of tensors is a tensor, None, a tuple, named tuple or list of objects, or a `Bundle`. Any other
+value of a field is part of the form. `register_parts` lets a class be split into parts.
 """
 
 import operator
@@ -30,7 +30,7 @@ class Bundle:
 
 
 class Operands(Bundle):
-    """A bundle that a replayed function owns and may consume. A replay empties it."""
+    """A bundle that the replayed function owns and may empty. A replay empties it."""
 
     def release(self, *names: str) -> None:
         """Set fields to None, so that later allocations can use their memory."""
@@ -41,11 +41,11 @@ class Operands(Bundle):
 
 _PARTS: dict[type, type] = {}
 _WHOLE: dict[type, type] = {}
-"""Registered classes, by those of their parts and the other way round."""
+"""_PARTS: parts class to registered class. _WHOLE: registered class to parts class."""
 
 
 def register_parts(parts: type, whole: type) -> None:
-    """Let replayed functions use objects of type `whole`, which their callers give and get as `parts`.
+    """Let replayed functions use objects of type `whole`. Their callers pass and receive `parts` instead.
 
     parts: a named tuple. `parts.of(whole)` and `parts.join()` convert.
     """
@@ -96,7 +96,8 @@ def take_apart(x: Any) -> tuple[list[Tensor], Form]:
 
 
 def take(x: Any, tensors: list[Tensor], classes: list[type] | None = None) -> Form:
-    """The form of x, as in `take_apart`. Appends its tensors to the list, and to `classes` the types of all else."""
+    """The form of x, as in `take_apart`. Appends the tensors of x to `tensors`, and the types of its other values to
+    `classes`."""
     kind: Any = type(x)
     if kind is Tensor or kind is Parameter:
         tensors.append(x)
@@ -150,5 +151,5 @@ def count(form: Form) -> int:
 
 
 def tensors_in(x: Any) -> list[Tensor]:
-    """The plain tensors of x, those of parts and of registered objects included."""
+    """The plain tensors of x, including those in parts and in registered objects."""
     return take_apart(as_parts(x))[0]

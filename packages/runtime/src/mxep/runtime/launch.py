@@ -1,7 +1,7 @@
 """Launch a Triton kernel for less of the host's time than `kernel[grid](...)` takes.
 
-At every call Triton works out the facts that a kernel is specialized for, and looks up the compiled kernel by them.
-Here the same facts are a short key to the kernels that Triton has launched once.
+At every call Triton derives the facts that a kernel is specialized for, and uses them to look up the compiled kernel.
+Here the same facts form a short key, and a dict holds each kernel that Triton has launched once.
 """
 
 import functools
@@ -24,9 +24,9 @@ from .record import Rehearsal, here
 
 _IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
-"""Key to (compiled kernel, its constexprs in order, the kernel). The key holds the kernel's id."""
+"""By key: (compiled kernel, its constexprs in order, the kernel). The key contains the kernel's id."""
 _ahead: dict[tuple[Any, ...], Future[Any]] = {}
-"""Key to the compilation of a kernel that was not launched yet."""
+"""By key: the compilation of a kernel that was not launched yet."""
 MOST_THREADS = 16
 """Maximum threads of this process that compile at once."""
 
@@ -44,14 +44,14 @@ def next_power_of_2(n: int) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """`kernel[grid](*args, **constants)` on the current device and stream.
 
-    args: all parameters but the constexprs, in order: tensors, ints, floats, None, and tensor descriptors. These have
-        `base`, `block_shape`, the other fields that Triton's launcher reads, and a method `for_triton` that makes
-        Triton's own. Kernels get tensors of e8m0 and E2M1 as uint8.
+    args: all parameters but the constexprs, in order: tensors, ints, floats, None, and tensor descriptors. Descriptors
+        have `base`, `block_shape`, the other fields that Triton's launcher reads, and a method `for_triton` that
+        makes Triton's descriptor. Kernels get tensors of e8m0 and E2M1 as uint8.
 
-    constants: constexprs, which follow them in the kernel's signature, and options such as num_warps.
+    constants: constexprs, which follow `args` in the kernel's signature, and options such as num_warps.
     """
     recorder = here.recorder
-    # Interpreted, profiled, or on an AMD GPU, where kernels are specialized for the bytes of a storage, too.
+    # Triton launches if interpreted or profiled. On AMD GPUs it also specializes kernels for a storage's size.
     if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
         if recorder is None or not recorder.rehearses:
             kernel[grid](*map(for_triton, args), **constants)
@@ -91,10 +91,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """Code inside launches nothing. It runs on meta tensors, and then the kernels that it would have launched are
-    compiled in other threads. The first launch of each waits for it.
+    """Code inside launches nothing. It runs on meta tensors. Then other threads compile the kernels that it would have
+    launched. The first launch of each kernel waits for its compilation.
 
-    Triton compiles a kernel at its first launch, and all others wait. Its passes and ptxas release the GIL.
+    Otherwise Triton compiles each kernel at its first launch, one after the other. Its passes and ptxas release the
+    GIL.
     """
     before, here.recorder = here.recorder, (mine := Rehearsal())
     try:
@@ -126,18 +127,18 @@ def _begin_thread(device: int) -> None:
 
 
 def is_profiled() -> bool:
-    """Whether somebody hooks Triton's launches."""
+    """Whether a profiler hooks Triton's launches."""
     hooks = knobs.runtime.launch_enter_hook
     return bool(getattr(hooks, "calls", hooks))
 
 
 @functools.cache
 def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """A function of arguments of these types: what Triton compiles different kernels for, and the values to launch.
+    """Returns a function from arguments of these types to (facts, values). Triton specializes kernels for the facts.
 
-    These facts are a tensor's dtype, and whether its address is a multiple of 16. For an int they are its size, and
-    whether it is 1 or a multiple of 16. A `Length` has none. A loop over the arguments would take three times as long
-    as the function written for them.
+    These facts are a tensor's dtype, and whether its address is a multiple of 16. For an int they are its width (32 or
+    64 bits), and whether it is 1 or a multiple of 16. A `Length` has no facts. A loop over the arguments would take
+    three times as long as the function written for them.
     """
     facts, values, lines = [repr(tuple(kind.__name__ for kind in kinds))], [], []
     for i, kind in enumerate(kinds):

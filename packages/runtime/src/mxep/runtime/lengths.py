@@ -1,6 +1,6 @@
-"""Batches of changing length share a record: their memory has room for a few more tokens, and their length moves.
+"""Batches of similar length share a record: memory is sized for a few more tokens, and each replay sets the length.
 
-    tokens                          room       at most so much more
+    tokens                          room       most extra rows, or share
     1 .. 511                        steps of   16
     512 .. 1023                     steps of   64
     2^n .. 2^(n+1) - 1, from 1024   steps of   2^n / 16        6.25 %
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class Length(int):
-    """The number of tokens of a call, or what follows from it: an argument of a kernel that moves from play to play.
+    """The number of tokens of a call, or a number computed from it. A kernel argument that each replay sets.
 
-    rule: computes the number from the tokens; None: the number of tokens itself. No kernel may be specialized for it.
-    Nothing but such arguments and `record.fill` may depend on a length: not a shape, not a grid.
+    rule: computes the number from the tokens; None: the number of tokens itself. No kernel may be specialized for a
+    Length. Only kernel arguments and `record.fill` may depend on one: no shape and no grid.
     """
 
     rule: Callable[[int], int] | None
@@ -34,13 +34,13 @@ class Length(int):
 
 
 def room_for(tokens: int) -> int:
-    """The rows that a call of so many tokens has room for."""
+    """The number of rows that memory is sized for in a call of so many tokens."""
     step = 16 if tokens < 512 else 64 if tokens < 1024 else 1 << (tokens.bit_length() - 5)
     return -(-tokens // step) * step
 
 
 def first_rows(x: Tensor, rows: int) -> Tensor:
-    """The first rows of x, in its memory. Autograd does not see a view."""
+    """The first rows of x, sharing its memory. Autograd does not see the result as a view of x."""
     if len(x) == rows:
         return x
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), (rows, *x.shape[1:]), x.stride())

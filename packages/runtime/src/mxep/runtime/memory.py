@@ -1,9 +1,9 @@
 """Plan the memory of a record: one slab per graph for temporaries, and cuts that keep the peak low.
 
 Two temporaries share bytes of a slab only if every user of one precedes every user of the other by edges of the graph.
-Results are allocated before the first graph that uses them, and so is memory that several graphs use. A pass in one
-graph would hold temporaries and gradients at once. The function frees temporaries before it allocates a gradient. So
-the graph is cut at such points until its peak is close to the function's.
+Results are allocated before the first graph that uses them, and so is memory that several graphs use. In one
+graph, temporaries and gradients would be held at once, but the function frees temporaries before it allocates a
+gradient. So the record is cut into more graphs at such points until its peak is close to the function's.
 """
 
 import bisect
@@ -23,7 +23,7 @@ ALIGNMENT = 512
 
 
 def pieces_of(steps: Sequence[Step]) -> list[list[int]]:
-    """For each piece of a record, the indices of its steps. A torch op is a piece; so is each run of other steps."""
+    """For each piece of a record, the indices of its steps. A piece is one torch op, or a run of other steps."""
     pieces: list[list[int]] = []
     for i, step in enumerate(steps):
         is_call = isinstance(step.what, Call)
@@ -37,9 +37,9 @@ class Layout(NamedTuple):
     """Memory of each piece.
 
     Attributes:
-        slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources allocated before it.
-        drops, donated: sources and arguments that are free after it. peak: maximum bytes alive at once, over all
-        pieces.
+        slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources allocated before
+        the piece. drops, donated: sources and arguments freed after the piece. peak: maximum bytes alive at once, over
+        all pieces.
     """
 
     slabs: list[tuple[dict[int, int], int]]
@@ -62,7 +62,7 @@ class Sizes:
         """Bytes of each source. An argument counts the bytes that the steps use."""
         users: dict[int, list[int]] = {}
         self._packed: dict[tuple[int, ...], tuple[dict[int, int], int]] = {}
-        """Results of `packed`, by sources: most pieces of one cut are those of the next."""
+        """Cached results of `packed`, by sources. Most pieces stay the same from one tried cut to the next."""
         for i, step in enumerate(record.steps):
             for view in _views(step):
                 users.setdefault(view.source, []).append(i)
@@ -79,7 +79,7 @@ class Sizes:
         self._donated = [i for i in given if i not in self._kept and i not in record.written]
         large = {source for source, nbytes in self._bytes.items() if nbytes >= SMALL and source in self._last}
         self.changes = {self._first[source] for source in large & self._kept}
-        """Candidate cuts: steps before which a large result is allocated, or large memory has become free."""
+        """Candidate cuts: steps before which a large result is allocated, or large memory is freed."""
         self.changes |= {self._last[x] + 1 for x in large if x >= record.given or x in self._donated}
 
     def of(self, pieces: Sequence[list[int]]) -> Layout:
@@ -126,8 +126,8 @@ SMALL = 8 << 20
 
 
 _cuts: dict[Hashable, tuple[list[list[int]], float]] = {}
-"""By kernels: the last cut of a record, and how many times the wanted peak it has. Records of other sizes try it first,
-since a search takes as long as recording."""
+"""By kernels: the last cut of a record, and the ratio of its peak to the wanted one. Records of other sizes try this
+cut first, since a search takes as long as recording."""
 MOST_CUTS_KEPT = 1024
 
 
@@ -167,7 +167,7 @@ def _cut(sizes: Sizes, pieces: list[list[int]], wanted: int) -> list[list[int]]:
 
 
 class Order(NamedTuple):
-    """Sets of steps, as bits: those that use a source, and those that precede all its users."""
+    """Two sets of steps, as bit masks: users of a source, and steps that precede all its users."""
 
     users: int
     earlier: int
@@ -186,7 +186,7 @@ def order_of(record: Record, users_of: dict[int, list[int]]) -> dict[int, Order]
 
 
 def packed(sources: Sequence[int], nbytes: dict[int, int], orders: dict[int, Order]) -> tuple[dict[int, int], int]:
-    """Offset in a slab of each source of a piece, and the slab's bytes. nbytes: aligned, of each source.
+    """Offset in a slab of each source of a piece, and the slab's bytes. nbytes: aligned bytes of each source.
 
     Two sources share bytes only if each user of one precedes each user of the other by edges of the graph.
     """

@@ -4,8 +4,8 @@
     torch.compile, fake tensors,    `torch.ops.mxep.<name>`, which calls the same two, or the fake
     subclasses, modes, gradients
 
-A custom op costs the host about 40 us a call, more than most of these kernels run for. A dispatch mode has to see the
-ops, and the mode that counts FLOPs needs a formula for each (`count_flops`).
+A custom op costs the host about 40 us a call, and most of these kernels run for less. Dispatch modes still have to see
+the ops, and torch's FLOP counter needs a formula for each op (`count_flops`).
 """
 
 import functools
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from .record import here
 
 E4M3_CAPABILITY, ANY_GPU = (8, 9), (0, 0)
-"""Triton converts to E4M3 from the first of these capabilities on (Ada, Hopper, Blackwell). A100 is older."""
+"""Values for `capability`. Triton converts to E4M3 on GPUs of capability 8.9 or more (not on A100, which has 8.0)."""
 _INDEX_DTYPES = (torch.int32,)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -81,7 +81,7 @@ class Op:
         return self._launch(*args)
 
     def _launch(self, *args: Any) -> Any:
-        """The launcher, with vectors (tensors of one axis: row_index, offs, bias ...) packed, as kernels read them."""
+        """The launcher, called with 1-d tensors (row_index, offs, bias ...) made contiguous, as kernels expect."""
         index = None
         for i in self._tensors:
             x = args[i]
@@ -127,10 +127,10 @@ def op(
 
     name: ``"mxep::..."``.
     fake: computes the shapes of its results.
-    launcher: ``"module:function"``, imported (with Triton) at the first call on CUDA. None: the reference runs there.
-    mutates_args: names of arguments that it writes.
+    launcher: ``"module:function"``, imported (with Triton) at the first call on CUDA. None: the reference runs on CUDA.
+    mutates_args: names of the arguments that the op writes.
     index_dtypes: dtypes of integer vectors. Others raise ValueError on CUDA.
-    capability: the lowest that can run the launcher. The reference runs on older GPUs.
+    capability: lowest compute capability that can run the launcher. The reference runs on older GPUs.
     """
     return lambda reference: Op(name, reference, fake, launcher, mutates_args, index_dtypes, capability)
 
@@ -156,8 +156,8 @@ def _log_that_it_is_slow(index: int) -> None:
 
 
 def check_no_tangent(*tensors: Tensor | None) -> None:
-    """Raises NotImplementedError for a dual tensor within `torch.autograd.forward_ad`. Torch does not see calls of
-    kernels, so its tangent would be lost. Elsewhere the check costs a comparison."""
+    """Raises NotImplementedError for a dual tensor within `torch.autograd.forward_ad`. Torch does not see kernel
+    launches, so the tangent would be lost. Outside forward_ad the check costs one comparison."""
     if forward_ad._current_level < 0:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -185,7 +185,7 @@ def mode_listens() -> bool:
         return False
     modes = _get_current_dispatch_mode_stack()
     for mode in modes:
-        # FlopCounterMode copies torch's formulas when it is made. Importing it, to add ours there, would import Triton.
+        # Each FlopCounterMode has its own copy of torch's formulas. Importing torch's counter would import Triton.
         formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(formulas, dict):
             _add_formulas(formulas)
@@ -206,9 +206,9 @@ def _add_formulas(registry: dict[Any, Any]) -> None:
 
 
 def count_flops(*ops: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorate a formula that torch.utils.flop_counter uses for these ops, where torch has none itself.
+    """Decorate a formula that torch.utils.flop_counter uses for these ops if torch has no formula of its own.
 
-    It gets the op's arguments, and the op's result as `out_val`.
+    The formula gets the op's arguments, and the op's result as `out_val`.
     """
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:

@@ -1,11 +1,11 @@
-"""`@replayed`: a function of tensors that is recorded in its second call with a signature, then played.
+"""`@replayed`: a function of tensors that is recorded at the second call with a signature, then replayed.
 
-The Python between two launches costs the host more than the launches, and these more than a graph of them. Calls with
-tensors of the same shapes do the same. So the second such call is recorded as it runs (`record.py`), and all later ones
-play the record over their own memory (`graph.py`). The first is not, as shapes that never come again would pay for a
-record without having it played. Nothing runs twice, and nothing is captured. Unlike a graph that a
-user captures it fixes no memory of arguments and results: weights may move, calls may overlap, and all of it works
-under FSDP2, checkpoints and pipelines.
+The Python between launches costs the host more than the launches do, and one CUDA graph costs less than its launches.
+Calls with tensors of the same shapes launch the same steps. So the second such call is recorded as it runs
+(`record.py`), and later calls replay the record over their own memory (`graph.py`). The first call is not recorded,
+because its shapes may never come again. Nothing runs twice, and nothing is captured. Unlike a captured CUDA graph, a
+record does not fix the memory of arguments and results: weights may move, calls may overlap, and FSDP2, checkpoints and
+pipelines work.
 """
 
 import functools
@@ -55,9 +55,9 @@ class _Refused(_Kind):
         self.calls = 1 << self.tries
 
     def is_due(self) -> bool:
-        """Count a call. Returns True if it is another try."""
+        """Count a call. Returns True if this call tries again."""
         self.calls -= 1
-        return self.calls <= 0  # below, where another thread counted in between
+        return self.calls <= 0  # below 0 if another thread counted in between
 
 
 class _Recorded(_Kind):
@@ -105,12 +105,12 @@ class Replayed:
         """Called after each replay. For subclasses."""
 
     def moving(self, **static: Any) -> tuple[int, ...]:
-        """Indices of the tensors whose first size may vary within a signature (`lengths.py`). In each call it is the
-        same for all. For subclasses."""
+        """Indices of tensors whose number of rows may vary within a signature (`lengths.py`). In one call, all of these
+        have the same number. For subclasses."""
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:
-        """The results of this call: recorded, replayed, or the function's. Operands among `args` are emptied."""
+        """Record this call, replay it or call the function, and return its results. A replay empties `Operands`."""
         if torch.compiler.is_compiling() or here.calls:
             return self.direct(*args, **static)
         moving = self.moving(**static)
@@ -155,7 +155,7 @@ class Replayed:
         return build(found.form, iter(results))
 
     def _call(self, key: Hashable, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """The results of a signature's first call. Functions inside it are not counted."""
+        """The results of a signature's first call. Replayed functions called inside do not count as seen."""
         self._keep(key, _Kind())
         here.calls = True
         try:
@@ -194,22 +194,22 @@ class Replayed:
             self._kinds[key] = kind
 
     def direct(self, *args: Any, **static: Any) -> Any:
-        """The function itself, called as it would be replayed."""
+        """Call the function itself, taking and returning parts as a replay does."""
         return as_parts(self.function(*as_whole(args), **static))
 
 
 def replayed(function: Callable[..., Any]) -> Replayed:
-    """Record and play a function (*args, **static) -> results on CUDA; elsewhere it is called as ever.
+    """Record and replay a function (*args, **static) -> results on CUDA. On other devices it is just called.
 
     args, results: objects of tensors (`bundle.py`), on one device. Results are new tensors, views of them, or
-    arguments. static: hashable. With shapes, strides and dtypes it decides all that the function does.
+    arguments. static: hashable. The function's steps may depend only on these, and on shapes, strides and dtypes.
 
     The function owns its `Operands` and may `release` their fields, to reuse this memory. A replay does the same.
     Callers pass and get the parts of objects with registered parts; the function sees the objects whole.
 
     A class of static objects can have an attribute `recordable`: whether functions given such objects are recorded.
-    The function must not read from the device. Its control flow depends only on its arguments. Other tensors that it
-    uses are `fixed`. It calls `refuse` if it starts kernels without `launch`. Not replayed: CPU tensors,
+    The function must not read from the device. Other tensors that it
+    uses must be `fixed`. It must call `refuse` if it starts kernels without `launch`. Not replayed: CPU tensors,
     other subclasses, with gradients enabled, under torch.compile or a dispatch mode, while a graph is captured, and
     when a profiler hooks Triton's launches.
     """
@@ -218,7 +218,7 @@ def replayed(function: Callable[..., Any]) -> Replayed:
 
 @contextmanager
 def no_replays() -> Iterator[None]:
-    """While it is open, all threads call functions instead of replaying them: for debuggers and the like."""
+    """Inside, all threads call functions instead of replaying them. For debugging, for example."""
     global _paused
     with _pausing:
         _paused += 1
@@ -234,7 +234,7 @@ _pausing = threading.Lock()
 
 
 class _Given(NamedTuple):
-    """The arguments of a call: what makes its kind, their form, their tensors and where these begin."""
+    """The arguments of a call: key (their signature), form, tensors and the tensors' addresses."""
 
     key: Hashable
     form: Form
@@ -263,7 +263,7 @@ def _taken_apart(args: tuple[Any, ...], static: dict[str, Any], moving: tuple[in
 
 
 def _released(args: tuple[Any, ...], form: Form) -> list[int]:
-    """Indices of the tensors in fields of bundles that are None by now."""
+    """Indices of tensors in `Operands` fields that the function has set to None."""
     found: list[int] = []
     at = 0
     for x, part in zip(args, form[1:]):
@@ -284,7 +284,7 @@ def is_recordable(kind: type) -> bool:
 
 
 def _settings() -> tuple[object, ...]:
-    """Settings of the process by which torch chooses kernels, or fills memory that it gives out."""
+    """Settings of the process that affect which kernels torch chooses, or whether it fills new memory."""
     c = torch._C
     return (
         c._get_deterministic_algorithms(),
@@ -301,7 +301,7 @@ def _settings() -> tuple[object, ...]:
 @functools.cache
 def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None]:
     """A function of num_tensors tensors that returns (the device and the rest of the signature), addresses. It returns
-    None if they are not on one GPU, or if those that move are not dense or differ in length."""
+    None if the tensors are not on one GPU, or if moving ones are not contiguous or differ in length."""
     names = [f"x{i}" for i in range(num_tensors)]
     lines = [f"here = {names[0]}.get_device()"]
     others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])
@@ -311,10 +311,10 @@ def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tu
         unlike = [f"{name}.shape[0] != {of[0]}.shape[0]" for name in of[1:]]
         lines += [f"if {' or '.join([*unlike, *(f'not {name}.is_contiguous()' for name in of)])}:", "    return None"]
     lines += [f"p_{name} = {name}.data_ptr()" for name in names]
-    # Which tensors share an address is part of the signature: a graph then has the address once.
+    # Which tensors share an address is part of the signature: a record notes a shared address as one source.
     places = ", ".join(f"p_{name}" for name in names)
     lines += [f"apart = len({{{places}}}) == {len(names)} or tuple(map(({places},).index, ({places},)))"]
-    # Alignment to 32 bytes: torch's elementwise kernels load so many at once where they can.
+    # Alignment to 32 bytes: torch's elementwise kernels load 32 bytes at once if they can.
     lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 31"]
     lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 31' for name in names)},)"]
     # A replay bumps the version of tensors that the graph writes, and inference tensors have none.
