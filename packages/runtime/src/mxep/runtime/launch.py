@@ -51,7 +51,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     constants: constexprs, which follow `args` in the kernel's signature, and options such as num_warps.
     """
     recorder = here.recorder
-    # Triton launches if interpreted or profiled. On AMD GPUs it also specializes kernels for a storage's size.
+    # Triton launches if interpreted or profiled, and on AMD GPUs, where it also specializes for a storage's size.
     if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
         if recorder is None or not recorder.rehearses:
             kernel[grid](*map(for_triton, args), **constants)
@@ -127,7 +127,7 @@ def _begin_thread(device: int) -> None:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler hooks Triton's launches."""
+    """Whether anything hooks Triton's launches, such as a profiler."""
     hooks = knobs.runtime.launch_enter_hook
     return bool(getattr(hooks, "calls", hooks))
 
@@ -136,8 +136,8 @@ def is_profiled() -> bool:
 def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
     """Returns a function from arguments of these types to (facts, values). Triton specializes kernels for the facts.
 
-    These facts are a tensor's dtype, and whether its address is a multiple of 16. For an int they are its width (32 or
-    64 bits), and whether it is 1 or a multiple of 16. A `Length` has no facts. A loop over the arguments would take
+    These facts are a tensor's dtype, and whether its address is a multiple of 16. For an int they are the type that
+    holds it, and whether it is 1 or a multiple of 16. A `Length` has no facts. A loop over the arguments would take
     three times as long as the function written for them.
     """
     facts, values, lines = [repr(tuple(kind.__name__ for kind in kinds))], [], []

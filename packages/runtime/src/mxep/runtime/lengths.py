@@ -1,6 +1,6 @@
 """Batches of similar length share a record: memory is sized for a few more tokens, and each replay sets the length.
 
-    tokens                          room       most extra rows, or share
+    tokens                          room       extra rows or share, at most
     1 .. 511                        steps of   16
     512 .. 1023                     steps of   64
     2^n .. 2^(n+1) - 1, from 1024   steps of   2^n / 16        6.25 %

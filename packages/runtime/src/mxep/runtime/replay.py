@@ -202,7 +202,7 @@ def replayed(function: Callable[..., Any]) -> Replayed:
     """Record and replay a function (*args, **static) -> results on CUDA. On other devices it is just called.
 
     args, results: objects of tensors (`bundle.py`), on one device. Results are new tensors, views of them, or
-    arguments. static: hashable. The function's steps may depend only on these, and on shapes, strides and dtypes.
+    arguments. static: hashable. With shapes, strides and dtypes of args it decides all that the function does.
 
     The function owns its `Operands` and may `release` their fields, to reuse this memory. A replay does the same.
     Callers pass and get the parts of objects with registered parts; the function sees the objects whole.
