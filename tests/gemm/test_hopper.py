@@ -10,6 +10,7 @@ from torch import Tensor
 from gemm.problem import Problem, Result, problem, quantized_weight, snr
 from mxep.gemm import Recipe, freeze, grouped_mm, quantize_weights_once
 from mxep.gemm.backends import Hopper
+from mxep.gemm.backends.base import AlongTokens
 from mxep.gemm.backends.hopper import bf16_grouped_mm, bf16_grouped_wgrad, fp8_grouped_mm, fp8_grouped_wgrad
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.quant import MXTensor, fold_for_wgrad, quantize, quantize_blocks
@@ -285,6 +286,24 @@ def test_bf16_operands_that_tma_cannot_load_are_copied() -> None:
     assert want.same_as(q.run("bf16", backend=BACKEND))
     shifted = p.w.new_empty(p.w.numel() + 1)[1:].view(p.w.shape).copy_(p.w)
     assert want.same_as(replace(p, w=shifted).run("bf16", backend=BACKEND))
+
+
+def test_bf16_gradients_of_narrow_weights_are_refused() -> None:
+    """Without a check, the gradient would be whatever empty memory holds."""
+    dy, a = torch.randn(32, 12, device=DEVICE).bfloat16(), torch.randn(32, 64, device=DEVICE).bfloat16()
+    offs = torch.tensor([32], device=DEVICE, dtype=torch.int32)
+    with pytest.raises(ValueError, match="got N=12, K=64, want multiples of 8"):
+        BACKEND.wgrad(AlongTokens(dy, a), offs, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("n", [16, 24])
+def test_bf16_gradients_are_written_in_halves_of_any_width(n: int) -> None:
+    dy, a = torch.randn(32, n, device=DEVICE).bfloat16(), torch.randn(32, 64, device=DEVICE).bfloat16()
+    offs, halves = torch.tensor([8, 32], device=DEVICE, dtype=torch.int32), torch.empty(2, 2, n // 2, 64, device=DEVICE)
+    assert BACKEND.wgrad(AlongTokens(dy, a), offs, out_dtype=torch.float32, halves=halves) is None
+    want = BACKEND.wgrad(AlongTokens(dy, a), offs, out_dtype=torch.float32)
+    assert want is not None
+    assert torch.equal(halves.transpose(0, 1).flatten(1, 2), want)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8_wgrad_bf16"])

@@ -61,8 +61,6 @@ class Hopper(Backend):
         return out
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
-        if not isinstance(dy, MXTensor):
-            return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
         return self.forward(dy, _transposed(w), offs, bias=None, out_dtype=out_dtype)
 
     def expand_rowwise(self, w: FrozenWeight) -> Any:
@@ -85,10 +83,12 @@ class Hopper(Backend):
         if not isinstance(operands, AlongTokens):
             fp8_grouped_wgrad(out, operands.y_t, operands.x_t, operands.exponent, operands.offs, scale, add)
             return True
-        if offs is None or out.shape[-2] % ALIGNMENT:  # of halves
+        if offs is None:
             return False
         y, x = as_bf16(operands.dy), as_bf16(operands.a)
         check_alignment(y.shape[1], x.shape[1])
+        if out.shape[-2] % ALIGNMENT:  # of halves
+            return False
         bf16_grouped_wgrad(out, y, x, offs, scale, add)
         return True
 

@@ -157,10 +157,9 @@ def bf16_grouped_mm(a, w, offs, bias, out_dtype):
     (M, K), N = a.shape, w.shape[1]
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if M:
-        a, w = _loadable(a), w if w.stride(-2) == 1 and w.stride(-1) % 8 == 0 else _loadable(w)
+        transposed = w.stride(-1) != 1 and w.stride(-2) == 1
+        a, w = _loadable(a), _loadable(w.mT if transposed else w)
         a_desc = Descriptor(a, (M, K), a.stride(), (BLOCK_M, BLOCK_K_BF16), _BF16)
-        if transposed := w.stride(-1) != 1:
-            w = _loadable(w.mT)
         block = (1, BLOCK_K_BF16, BLOCK_N) if transposed else (1, BLOCK_N, BLOCK_K_BF16)
         w_desc = Descriptor(w, w.shape, w.stride(), block, _BF16_3D)
         bias = None if bias is None else bias.contiguous()
