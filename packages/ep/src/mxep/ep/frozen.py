@@ -24,8 +24,8 @@ from .experts import Experts, run_experts
 PARTS = (*FrozenWeight.field_names, "block_scale")
 """Names of a weight's parameters, after its own name and "_".
 
-A weight has "block_scale" if its qdata are folded, else "scale". torch.distributed.checkpoint reads what a model names
-and nothing else: with one name for both, it would read folded qdata as if they were not."""
+A weight has "block_scale" if its qdata are folded, else "scale". With one name for both, torch.distributed.checkpoint
+would read folded qdata into a model of unfolded ones."""
 
 
 class FrozenExperts(nn.Module):

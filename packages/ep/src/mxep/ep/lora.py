@@ -173,31 +173,35 @@ class LoRAExperts(nn.Module):
         transformers' experts that are not transposed.
         """
         found = {}
-        for name, prefix in (("down_proj", ""), ("gate_up_proj", "base_layer.")):
-            A, B = (getattr(self, f"{name}_lora_{letter}").data for letter in "AB")
-            A, B = (x.full_tensor() if isinstance(x, DTensor) else x for x in (A, B))
-            found[f"{prefix}lora_A.weight"] = A.flatten(0, 1)
-            found[f"{prefix}lora_B.weight"] = B.permute(1, 2, 0).flatten(1)
+        for key, x in self._by_pefts_names().items():
+            x = x.full_tensor() if isinstance(x, DTensor) else x
+            found[key] = x.flatten(0, 1) if key.endswith("A.weight") else x.permute(1, 2, 0).flatten(1)
         return found
 
     @torch.no_grad()
     def load_peft_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy tensors of `peft_state_dict`, from which a rank of spread experts takes its own. Raises ValueError for
         missing names and other shapes, before any copy."""
-        into: dict[str, Tensor] = {}
-        expected: dict[str, tuple[int, ...]] = {}
-        for name, prefix in (("down_proj", ""), ("gate_up_proj", "base_layer.")):
-            A, B = (getattr(self, f"{name}_lora_{letter}") for letter in "AB")
-            into |= {f"{prefix}lora_A.weight": A, f"{prefix}lora_B.weight": B}
-            expected[f"{prefix}lora_A.weight"] = A.shape[0] * A.shape[1], A.shape[2]
-            expected[f"{prefix}lora_B.weight"] = B.shape[1], B.shape[0] * B.shape[2]
-        got = {name: tuple(state[name].shape) if name in state else None for name in expected}
+        shares, expected = self._by_pefts_names(), {}
+        for key, share in shares.items():
+            E, rows, columns = share.shape
+            expected[key] = (E * rows, columns) if key.endswith("A.weight") else (rows, columns * E)
+        got = {key: tuple(state[key].shape) if key in state else None for key in expected}
         if got != expected:
             raise ValueError(f"load_peft_state_dict: expected {expected}, got {got}")
-        for name, share in into.items():
-            E, *shape = share.shape
-            x = state[name]
-            x = x.view(E, *shape) if name.endswith("A.weight") else x.view(*shape, E).permute(2, 0, 1)
+        for key, share in shares.items():
+            E, rows, columns = share.shape
+            x = state[key]
+            x = x.view(share.shape) if key.endswith("A.weight") else x.view(rows, columns, E).permute(2, 0, 1)
             if isinstance(share, DTensor):
                 x = distribute_tensor(x.contiguous(), share.device_mesh, share.placements, src_data_rank=None)
             share.copy_(x)
+
+    def _by_pefts_names(self) -> dict[str, Tensor]:
+        """Each A (E, r, in) and B (E, out, r) by the name of its tensor in `peft_state_dict`."""
+        prefixes = {"down_proj": "", "gate_up_proj": "base_layer."}
+        return {
+            f"{prefix}lora_{letter}.weight": getattr(self, f"{name}_lora_{letter}").data
+            for name, prefix in prefixes.items()
+            for letter in "AB"
+        }
