@@ -1,8 +1,8 @@
-"""Order of the rows of an all-to-all by destination rank, and the headers that ranks compare.
+"""Plans of all-to-alls: rows ordered by destination rank, with headers that ranks compare; slots per node.
 
-The rows to each rank begin with a header row. Its first bytes are one int32 word, written by `join_rows`:
+The rows for each rank begin with a header row. Its first bytes are one int32 word, written by `join_rows`:
 
-    word   number of the dispatch * 4 + step (1 dispatch, 2 redispatch, 3 combine); a new dispatch has the number
+    word   dispatch number * 4 + step (1 dispatch, 2 redispatch, 3 combine); a new dispatch sends the number
            `layout.new_dispatch`
 
 W = 2 ranks of 2 experts, T = 2 tokens, K = 2:
@@ -26,7 +26,7 @@ from mxep.runtime.op import ANY_GPU, op
 from .layout import NEW
 
 ANY_NEW = NEW * 4 + 1
-"""Word of a new dispatch by a layer without a number. It matches any other new dispatch, see `layout.differ`."""
+"""Word of a new dispatch by a layer without a number. It matches every new dispatch, as in `layout.differ`."""
 AllToAllTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -55,18 +55,18 @@ def _fake_plan(
 def plan_all_to_all(
     expert_ids: Tensor, weights: Tensor, experts_per_rank: int, num_ranks: int, width: int
 ) -> AllToAllTensors:
-    """Order (token, expert) pairs by destination rank, stably. P = min(K, W).
+    """Order (token, expert) pairs by destination rank, stably. P = min(K, W), the most ranks of a token.
 
     expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. width: copied into sizes.
 
     Results:
-        sizes: (W, 3) int64, per rank: rows to it with the header; invalid ids of all tokens; width.
+        sizes: (W, 3) int64. Per rank: rows sent to it, header included; invalid ids of all tokens; width.
         ids: (T, K) int32, -1 for invalid ones.
-        token: (W + T K,) int32 token of each row, -1 for headers and for unsent pairs. Unsent pairs come last.
+        token: (W + T K,) int32 token of each row, -1 for headers and for unsent pairs, which come last.
         tables: (W + T K, 8) uint8, id and weight of each row; -1 and 0 for headers.
         position: (T, K) int32 row of each pair, -1 for none.
-        rows: (T P, K) int32. One row per (token, rank), ranks ascending: the rows of its pairs, -1 for other pairs.
-        sums: (T, P) int32 indices into `rows` of each token's ranks, -1 after its last rank.
+        rows: (T P, K) int32. One list per (token, rank), ranks ascending: `position` of pairs on that rank, else -1.
+        sums: (T, P) int32 indices of each token's lists in `rows`, -1 after its last rank.
     """
     top_k = expert_ids.shape[1]
     wrong = (expert_ids < -1) | (expert_ids >= experts_per_rank * num_ranks)
@@ -103,7 +103,7 @@ def plan_all_to_all(
     capability=ANY_GPU,
 )
 def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None:
-    """Write the header word into the first row of each block. Narrow rows hold only its first bytes.
+    """Write the header word into the first row of each rank's block, or its first n bytes if n < 4.
 
     rows: (R, n) uint8, last axis dense. sizes: (W, any) int64, first column: rows of each block. number: (1,) int32.
     """
@@ -120,10 +120,10 @@ def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None
     capability=ANY_GPU,
 )
 def compare_headers(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, step: int) -> None:
-    """Compare the received words with this rank's, and keep the first mismatch.
+    """Compare the received header words with this rank's word.
 
-    rows, sizes, number: as in :func:`mark_headers`. found: (1 + W,) int32: 1 after a mismatch, then the words of all
-    blocks. Only the first mismatch is written.
+    rows, sizes, number: as in :func:`mark_headers`. found: (1 + W,) int32, written by the first call that finds a
+    mismatch: 1, then the words of all blocks.
     """
     size = min(4, rows.shape[1])
     seen, own = torch.zeros(2, len(sizes), 4, dtype=torch.uint8, device=rows.device).unbind()
@@ -155,16 +155,17 @@ def plan_slots(
     expert_ids: Tensor, weights: Tensor, counts: Tensor, num_nodes: int, num_slots: int, experts_per_node: int,
     num_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Give each token a slot on each node that it needs. If more than C tokens need one, C evenly spread ones go.
+    """Give each token a slot on each node that it needs. If more than C need a node, C evenly spread ones get a slot.
 
-    expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. num_slots: C, at least 1. counts: (3,) int64,
-    updated: the most tokens that need one node, the pairs without a slot, the invalid ids.
+    expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. num_slots: C, at least 1. A node has B = C + 1
+    slots, the first of them for a header. counts: (3,) int64, updated: maximum of tokens that need one node, sum of
+    pairs without a slot, sum of invalid ids.
 
     Results:
         ids: (T, K) int32, -1 for invalid ones.
         slots: (T, N) int32, -1 where a token has none.
         tokens: (N B,) int32 token of each slot, -1 for headers and unused slots.
-        tables: (T, 8 K) uint8, ids + 1 and weights of each token, 0 where there is none.
+        tables: (T, 8 K) uint8: each token's ids + 1, 0 for none, then its weights.
     """
     wrong = (expert_ids < -1) | (expert_ids >= num_experts)
     ids = torch.where(wrong, -1, expert_ids)
@@ -172,7 +173,6 @@ def plan_slots(
     here = ids.div(experts_per_node, rounding_mode="floor")[:, :, None] == of_node  # (T, K, N)
     needed = here.any(1)
     before, total = needed.cumsum(0) - needed.long(), needed.sum(0).clamp_min(num_slots)
-    # If not all tokens fit, evenly spread ones do.
     place = (before * num_slots + total // 2) // total
     fits = needed & (place < ((before + 1) * num_slots + total // 2) // total)
     slots = torch.where(fits, of_node * (num_slots + 1) + 1 + place, -1)  # after the header
@@ -198,8 +198,10 @@ def plan_slots(
     capability=ANY_GPU,
 )
 def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Read tables (R, 8 K) uint8 of :func:`plan_slots` -> ids (R, K) int32, weights (R, K) fp32. Ids count from
-    first_expert on; other experts' ids become -1."""
+    """Read tables (R, 8 K) uint8 of :func:`plan_slots` -> ids (R, K) int32, weights (R, K) fp32.
+
+    ids: expert - first_expert for the num_experts experts from there on, else -1.
+    """
     ids, weights = tables.view(torch.int32).chunk(2, 1)
     ids = ids - (1 + first_expert)
     valid = (ids >= 0) & (ids < num_experts)
@@ -213,7 +215,10 @@ def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Te
     capability=ANY_GPU,
 )
 def pick_values(values: Tensor, slots: Tensor, ids: Tensor, experts_per_node: int) -> Tensor:
-    """Value (T, K) of each pair's slot, 0 without one. values (N B, K) fp32 of slots, slots (T, N), ids (T, K)."""
+    """Value (T, K) of each pair, from its slot on its expert's node; 0 for pairs without a slot.
+
+    values: (N B, K) fp32. slots: (T, N) int32. ids: (T, K) int32.
+    """
     node = ids.div(experts_per_node, rounding_mode="floor").clamp_min(0)
     slot = slots.gather(1, node.long())
     of_pairs = values.gather(0, slot.clamp_min(0).long())

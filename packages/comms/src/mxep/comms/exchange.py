@@ -1,13 +1,13 @@
 """The two exchanges. Each has one barrier.
 
     dispatch   token t -> slot (this rank, t) of every rank that owns one of its experts, once; tables to all
-    combine    rows of slot (r, t), summed -> slot (this rank, t) of rank r, which sums over ranks in their order
+    combine    sum of the rows of slot (r, t) -> slot (this rank, t) of rank r, which sums over ranks in rank order
 
-Forward dispatch and backward combine are `dispatch`; forward combine and backward dispatch are `combine`.
+The backward of a combine is a `dispatch`, the backward of a dispatch is a `combine`.
 T tokens on this rank, T_max slots per rank, K experts per token, W ranks, S = W * T_max slots, D elements per row.
 
-Both return a handle. Its ``wait`` returns the received data; the host never waits. With ``async_op=True``, and for
-every dispatch with tables, a CUDA exchange runs on the transport's stream. ``wait`` then makes the current stream wait
+Both return a handle. Its ``wait`` returns the received data without blocking the host. With ``async_op=True``, and for
+every dispatch with tables, a CUDA exchange runs on the transport's stream, and ``wait`` makes the current stream wait
 for it. Other exchanges run on the current stream.
 """
 
@@ -30,9 +30,10 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """An exchange that has begun.
 
-    tables: the senders' expert_ids (W, T_max, K) int32, weights (W, T_max, K) fp32 and num_tokens (W,) int32. Only a
-        dispatch with weights has them; they have arrived. Rows past num_tokens are unspecified. Borrowed like slots.
-    number: number of a dispatch with weights, for `RoutingPlan.dispatch`.
+    tables: the senders' expert_ids (W, T_max, K) int32, weights (W, T_max, K) fp32 and num_tokens (W,) int32, for use
+        without ``wait``. Only a dispatch with weights has them. Entries past num_tokens are unspecified. Borrowed like
+        the slots.
+    number: (1,) int32 number of a dispatch with weights, for `RoutingPlan.dispatch`.
     """
 
     _in_flight: Workspace | None
@@ -41,7 +42,7 @@ class Handle(Generic[T]):
     number: Tensor | None = None
 
     def wait(self) -> T:
-        """Return the slots, or the sums and values, for use on the current stream. The host does not wait."""
+        """Return the slots, or the sums and values, for use on the current stream. Does not block the host."""
         if self._in_flight is not None:
             self._in_flight.join()
         return self._result
@@ -61,15 +62,15 @@ def dispatch(
     """Dispatch each token once to every rank that owns one of its experts. Collective.
 
     Args:
-        payload: uint8 tensors (T, n_i), or (room, n_i) with rows past T ignored. They form one row side by side.
+        payload: uint8 tensors (T, n_i), concatenated per row.
         expert_ids: (T, K) int32 or int64, -1 is not routed.
-        weights: (T, K) fp32. None makes this a redispatch: the plan exists, ids are the same, and no tables travel.
+        weights: (T, K) fp32. None makes this a redispatch, with the ids of ``plan``: no tables are sent.
         plan: plan of a redispatch. Peers compare its `dispatch`.
-        async_op: let other work run before ``wait``. A plan of the handle's ``tables`` may always run before it.
+        async_op: let other work run before ``wait``. The handle's ``tables`` may always be used before it.
         num_sms: maximum multiprocessors for the rows, up to the workspace's; None: the workspace's. Limit it to leave
             multiprocessors for overlapping kernels. On H200s no other kernel was seen to start on a multiprocessor that
             an exchange used.
-        room: rows of payload tensors that are longer than T.
+        room: number of rows of payload tensors that are longer than T. Rows past T are ignored.
 
     ``wait`` returns the slots: uint8 (S, n_i) strided views into the workspace, borrowed until its next exchange. Slot
     s = rank * T_max + token holds that token's payload. Slots that no table names are unspecified.
@@ -78,8 +79,8 @@ def dispatch(
     On CUDA such a pair is not sent, and make_plan counts it.
 
     Raises PeerTimeout and PeersDisagree, on CUDA at a later exchange or in ``workspace.transport.check()``. The
-    transport is then unusable. Peers of a rank with invalid ids or more than max_tokens tokens raise PeersDisagree.
-    Ranks also raise it if they redispatch along different dispatches, or begin new dispatches of different layers.
+    transport is then unusable. Ranks raise PeersDisagree if a peer has invalid ids or more than max_tokens tokens, if
+    their plans are of different dispatches, or if they begin new dispatches of different layers.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
@@ -94,11 +95,11 @@ def dispatch(
         number = workspace.new_dispatch()
     in_flight = async_op or weights is not None
     with workspace.stream((payload, expert_ids)) if in_flight else contextlib.nullcontext():
-        # After this: every rank's tokens for this rank are in its slots.
+        # After this: this rank's slots hold every rank's tokens for it.
         workspace.exchange.dispatch(buffer, payload, expert_ids, num_sms, number)
     tables = None
     if weights is not None:
-        # After this: the tables of all W ranks are here.
+        # After this: this rank has the tables of all W ranks.
         number = expert_ids.new_empty(1, dtype=torch.int32)
         workspace.exchange.dispatch_tables(buffer, expert_ids, weights, number)
         tables = workspace.tables(buffer)
@@ -115,21 +116,21 @@ def combine(
     async_op: bool = False,
     room: int | None = None,
 ) -> Handle[tuple[Tensor, Tensor | None]]:
-    """Combine rows at their tokens' ranks, which sum them. Collective.
+    """Sum the rows of each token at the token's rank. Collective.
 
-    The rows of each slot are summed in fp32, in the order of the token's expert list, and rounded to the rows' dtype.
-    The token's rank sums the ranks' results in fp32, in rank order, and rounds once.
+    Each rank sums a token's rows in fp32, in the order of the token's expert list, and rounds to the rows' dtype.
+    The token's rank sums these results in fp32, in rank order, and rounds once.
 
     Args:
-        rows: (R_max, D) bf16 or fp32, expert-major in the order of ``plan``. Rows past its last group are not read.
-        plan: plan of the dispatch that brought the rows. Peers with another `dispatch` number raise.
+        rows: (R_max, D) bf16 or fp32, in the order of ``plan``. Rows past its last group are not read.
+        plan: plan of the dispatch that brought the rows. Ranks with different `dispatch` numbers raise.
         expert_ids: (T, K), this rank's ids in that dispatch.
-        row_values: (R_max,) fp32, one number per row to send back with it.
+        row_values: (R_max,) fp32, one number to send with each row.
         async_op: let other work run before ``wait``.
-        room: rows of the results, at least T. Rows past T are unspecified. None: T.
+        room: rows of the results, at least T; None: T. Rows past T are unspecified.
 
-    ``wait`` returns two tensors. The sums (T, D) have rows.dtype and are zero for tokens routed nowhere. The values
-    (T, K) fp32 hold each pair's row value, 0 for a pair without a row; None without row_values. Raises as dispatch.
+    ``wait`` returns two tensors. The sums (T, D) have rows.dtype and are zero for tokens without a row. The values
+    (T, K) fp32 are each pair's row value, 0 for a pair without a row; None without row_values. Raises as dispatch.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
@@ -139,11 +140,9 @@ def combine(
     if expert_ids.is_cpu:
         check_ids(expert_ids, workspace.num_experts)
     _check_rows(workspace, rows, plan, row_values)
-    # Allocated on the current stream, which uses them afterwards.
     room = max(tokens, room or 0)
-    out = rows.new_empty(room, workspace.dim)
+    out = rows.new_empty(room, workspace.dim)  # on the current stream, which uses it afterwards
     values = None if row_values is None else row_values.new_empty(room, workspace.top_k)
-    # Every rank with one of this rank's tokens puts its sum into slot (that rank, token). Then they are summed.
     buffer = workspace.begin("combine")
     in_flight = (rows, plan, expert_ids, row_values, out, values)
     with workspace.stream(in_flight) if async_op else contextlib.nullcontext():
@@ -157,7 +156,7 @@ _INTS, _ROWS, _FP32 = (torch.int32, torch.int64), (torch.bfloat16, torch.float32
 def _check_tokens(
     workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None, room: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return contiguous ids (T, K) and weights. Tell peers of errors that only this rank can see."""
+    """Check arguments; return contiguous ids (T, K) and weights. Peers are told of errors that only this rank has."""
     if not payload:
         raise ValueError("payload: got no tensor, wanted at least one")
     rows, width = payload[0].shape[0], 0

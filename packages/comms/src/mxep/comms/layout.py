@@ -22,38 +22,38 @@ from mxep.runtime.lengths import room_for
 ALIGNMENT = 16
 ROWS_ALIGNMENT = 128
 CHUNKS = 16
-"""Maximum pieces that rows travel in. Each piece has its own signal."""
+"""Most chunks that an exchange's rows are cut into. Each chunk has its own signal."""
 CHANNELS = 1 + CHUNKS
-"""Signals of a buffer: one for tables, one for each chunk of rows."""
+"""Signals of each sender: one for tables, one per chunk of rows."""
 NUM_COUNTERS = 2 + CHANNELS + 2
-"""Counters: exchanges of tables and of rows, arrivals at each signal and at the end, tiles."""
+"""Counters: exchanges of tables, exchanges of rows, arrivals per channel, arrivals at the end, tiles drawn."""
 STEPS = ("barrier", "dispatch_tables", "dispatch", "combine", "refused")
-"""Kinds of exchanges. Op ids hold their index. A rank sends "refused" so that peers do not wait for it."""
+"""Kinds of exchange, by the index in an op id. A rank that cannot dispatch sends "refused": its peers then raise."""
 
 PE_SHIFT = 40
 """A put's destination is one int64: PE (NVSHMEM's process rank) << 40 | byte in that PE's buffer. -1: no put."""
 TABLES, ROWS = 0, 1
-"""Channels of tables and of the first rows."""
+"""Channels of the tables and of the first chunk of rows."""
 ANY_ID = 2**31 - 1
 """Value of num_experts if E is unknown: any nonnegative id is valid."""
 
 NEW = -1
-"""Number sent with a new dispatch by a layer without a number. It matches any other new dispatch."""
+"""Number that a layer without a number sends with a new dispatch. It matches every new dispatch of a peer."""
 LAYERS, FAILURES = 2**16, 2**12
-"""Layer and failure numbers wrap around here: a header of 32 bits holds both, and two bits more."""
+"""Layer numbers and failure counts wrap around here, so that a 32-bit header holds both and two bits for the step."""
 
 
 def new_dispatch(layer: int, failures: int) -> int:
-    """Number sent with a new dispatch, which has no number of its own yet: -1 - (layer + failures * 2^16).
+    """Number that a new dispatch sends until its tables give it one: -1 - (layer + failures * 2^16).
 
-    layer: number among the layers of the group, from 1; 0: unknown. failures: passes on this rank that raised after
-    they had sent something.
+    layer: number of the layer in its group, from 1; 0: unknown. failures: number of forwards and backwards on this rank
+    that raised after they had sent something.
     """
     return NEW - ((layer - 1) % (LAYERS - 1) + 1 + failures % FAILURES * LAYERS) if layer else NEW
 
 
 def differ(number: int, other: int) -> bool:
-    """True if two ranks are known to be in different dispatches. `kernels/signals.py` has the same rule."""
+    """True if two ranks' numbers show that they are in different dispatches. `compare_dispatches` has the same rule."""
     return number != other and max(number, other) != NEW
 
 
@@ -71,7 +71,7 @@ def round_up(n: int, alignment: int) -> int:
 
 
 def num_owners(num_experts: int, num_local_experts: int) -> int:
-    """O, the number of ranks that a plan counts rows for: all if E is known and divides evenly, else this one."""
+    """O, the number of ranks whose rows a plan counts: all ranks if E is known and divides evenly, else this one."""
     known = num_experts != ANY_ID and num_experts % num_local_experts == 0
     return num_experts // num_local_experts if known else 1
 
@@ -86,7 +86,7 @@ class Layout:
 
     Attributes:
         world_size: W. max_tokens: T_max. top_k: K. row_bytes: a multiple of 16.
-        num_slots: W * T_max. mark: a number below 16 that differs between most layouts.
+        num_slots: W * T_max. mark: a hash of the sizes, 0 to 12, which op ids hold.
     """
 
     world_size: int
@@ -121,10 +121,10 @@ class Layout:
         return max(tokens, min(room_for(tokens), self.max_tokens))
 
     def op_id(self, step: str, number: int) -> int:
-        """Id that all ranks of an exchange must share: the step, the bytes of its rows and the layout's mark.
+        """Id that all ranks of an exchange must share: the step, a number below 2^24 and the layout's mark.
 
-        number: bytes of a row, less than 2^24. For dispatch_tables it is K. For a refusal it is the number of tokens
-        that do not fit, 0 for invalid ids.
+        number: bytes of a row; for dispatch_tables K; for a refusal the size of the batch that does not fit, or 0 for
+        invalid ids.
         """
         return self.mark << 27 | STEPS.index(step) << 24 | number
 

@@ -11,12 +11,12 @@ Two ranks of T_max = 2 send to this one. It owns experts 0 and 1, K = 2, and gro
     slot_rows    [4, 0]  [-1, 5]  [1, -1]  [-1, -1]
     offs   4   8            group_sizes  2  2
 
-Rows of an expert are ordered by (source rank, token, place in the token's list), that is by flat index slot * K + k.
+Rows of an expert are ordered by (source rank, token, k), that is by flat index slot * K + k.
 
-**Rows that do not fit.** Experts are capped at one common level: the largest L at which groups of min(n, L) rows, once
-padded, fit R_max. An expert shares its rows between the sources in the same way: one each in turn, in rank order, as
-long as a source has more. Each source keeps its first rows. Example with three experts of 7, 2 and 4 pairs, R_max = 8,
-groups padded to 2:
+**Rows that do not fit.** All experts are capped at the largest level L at which groups of min(n, L) rows, once padded,
+fit R_max. Each expert deals its rows to the sources, one at a time in rank order, until they are used up or the source
+has no more. Each source keeps its first rows. Example with three experts of 7, 2 and 4 pairs, R_max = 8, groups padded
+to 2:
 
     expert          0         1       2
     pairs           7         2       4       padded: 8 + 2 + 4 = 14 of 8 rows
@@ -24,7 +24,7 @@ groups padded to 2:
     of rank 0, 1    6, 1      0, 2    1, 3
     kept of them    1, 1      0, 2    1, 1
 
-So an expert with few tokens loses none to a busy one, and a rank with few tokens loses none to one with many.
+So busy experts take no rows from the others, and ranks with many tokens take none from the others.
 """
 
 import math
@@ -48,10 +48,7 @@ DROPPED = -2
 
 
 class CapacityExceeded(RuntimeError):
-    """Rows did not fit the capacity. They were dropped and counted, so the step's results are not usable.
-
-    Every rank of the group raises it in the same step, so all can skip that step.
-    """
+    """Rows did not fit the capacity and were dropped. All ranks of the group raise it, so that all skip this step."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +57,11 @@ class Capacity:
 
     With S slots, K experts per token, e local experts and groups padded to m rows:
 
-    - :meth:`worst_case`: S * min(K, e) rows plus e * (m - 1) of padding. All rows always fit, unless K > e and a token
-      names an expert twice.
+    - :meth:`worst_case`: S * min(K, e) rows plus e * (m - 1) of padding. All rows fit, unless K > e and a token names
+      an expert twice.
     - :meth:`factor` (c): c times the balanced load T_max * K, plus padding; at most the worst case. Rows that do not
       fit are dropped and counted. overflow="raise" makes that an error, overflow="drop" does not.
-      All experts of a rank are capped at one number of rows, the largest that fits after padding. An expert shares its
-      rows evenly between the source ranks. Each source keeps its first rows.
+      All experts of a rank are capped at one number of rows, which is shared evenly between the source ranks.
       overflow="recompute" drops no rows: R_max is the worst case, and c bounds the rows that a layer keeps from forward
       to backward (`kept_rows`). Backward recomputes the other rows.
     - :meth:`exact`: the rows this step needs, read from the device (a device-to-host sync).
@@ -109,14 +105,14 @@ class Capacity:
         return Capacity("exact")
 
     def rows(self, num_sources: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> int:
-        """R_max, a multiple of ``alignment``. Not available for ``exact``, which needs the step's tables."""
+        """R_max, a multiple of ``alignment``. Not for ``exact``, where it depends on the step's tables."""
         of = Capacity.worst_case() if self.overflow == "recompute" else self
         return of.kept_rows(num_sources, max_tokens, top_k, num_local_experts=num_local_experts, alignment=alignment)
 
     def kept_rows(
         self, num_sources: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int
     ) -> int:
-        """Number of rows to keep in full for backward, a multiple of ``alignment``. Without "recompute": R_max."""
+        """Rows that a layer keeps for backward, a multiple of ``alignment``. R_max unless overflow is "recompute"."""
         assert self.kind != "exact"
         padding = num_local_experts * (alignment - 1)
         worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, alignment)
@@ -127,7 +123,7 @@ class Capacity:
 
     @staticmethod
     def enough(needed: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> float:
-        """Smallest factor, to two digits, with room for ``needed`` padded rows."""
+        """Smallest factor, rounded up to two decimals, with room for ``needed`` padded rows."""
         unpadded = needed - (num_local_experts + 1) * (alignment - 1)  # R_max is rounded up to a multiple
         return max(1, math.ceil(100 * unpadded / max(1, max_tokens * top_k))) / 100
 
@@ -148,12 +144,12 @@ class RoutingPlan(Bundle):
         slot_rows: (S, K) int32 row of each pair; -1: not for this rank, -2 (DROPPED): for this rank, but did not fit.
         offs: (e,) int32 inclusive cumulative sum of the padded group sizes, without dropped rows; at most R_max.
         group_sizes: (e,) int32 rows of each expert, unpadded, with dropped rows.
-        counts: (2 O + 1,) int64: padded rows that each of O owners of experts needs, rows that did not fit there,
-            invalid ids. All ranks find the same counts of all owners, because they have the tables of all senders.
+        counts: (2 O + 1,) int64: `needed`, `overflow` and `invalid`. If O = W they are equal on all ranks, because each
+            rank has the tables of all senders.
         num_tokens: (W,) int32 tokens of each sender.
         alignment: multiple that group sizes are padded to.
-        dispatch: (1,) int32 number of its dispatch, equal on all ranks. :func:`redispatch <dispatch>` and `combine`
-            compare it with the peers' numbers. None: unknown, which matches only unknown. Unused on one rank.
+        dispatch: (1,) int32 number of the dispatch that brought the tables, equal on all ranks. Redispatches and
+            combines compare it with the peers' numbers. None: unknown, which matches only None.
     """
 
     row_slot: Tensor
@@ -168,17 +164,18 @@ class RoutingPlan(Bundle):
 
     @property
     def needed(self) -> Tensor:
-        """(O,) int64 padded rows that each owner needs, before dropping. O is W if E is known, else 1 (this rank)."""
+        """(O,) int64 padded rows that each owner of experts needs, before dropping. O is W, or 1 (this rank) if E is
+        unknown."""
         return self.counts[: len(self.counts) // 2]
 
     @property
     def overflow(self) -> Tensor:
-        """(O,) int64 rows that did not fit on each owner. All owners have the same R_max."""
+        """(O,) int64 rows that did not fit on each owner."""
         return self.counts[len(self.counts) // 2 : -1]
 
     @property
     def invalid(self) -> Tensor:
-        """() int64 ids outside [-1, num_experts), of all senders. Always 0 on CPU, because they raise."""
+        """() int64 number of ids outside [-1, num_experts), of all senders. On CPU such ids raise."""
         return self.counts[-1]
 
     @property
@@ -210,18 +207,18 @@ def make_plan(
     """Plan the rows of experts first_expert .. first_expert + num_local_experts - 1.
 
     Args:
-        expert_ids: (W, T_max, K) int32, tables of W senders. -1 is not routed; other ranks' experts are ignored.
+        expert_ids: (W, T_max, K) int32, tables of W senders. -1 and other ranks' experts are ignored.
         weights: (W, T_max, K) fp32.
         num_tokens: (W,) int32, tokens of each sender. Later entries of its table are not read.
-        alignment: every group is padded to a multiple of it. An expert without rows takes none.
+        alignment: groups are padded to a multiple of it. Experts without rows get no padding.
         capacity: bound on rows, default :meth:`Capacity.worst_case`. Only ``exact`` reads from the device.
         num_experts: E, the bound on valid ids; None checks only for ids below -1. If E is a multiple of
-            num_local_experts, owners have equal shares, and overflow is counted for all of them.
-        running: counts of earlier plans, updated: maximum of the rows needed, sums of the others.
-        blocks: B, a divisor of T_max. A table's T_max tokens are B blocks, each from its own source. Sources share the
-            rows that fit. Block b of table w is source b * W + w.
-        max_tokens: T_max of the plan, if more than the table's; for one table. R_max follows from it. The rows that may
-            be used follow from the table's own length.
+            num_local_experts, rows are counted for all owners.
+        running: `counts` over several plans, updated: maximum of the rows needed, sums of the others.
+        blocks: B, a divisor of T_max. Each table consists of B blocks of T_max / B tokens, each from its own source.
+            Sources share the rows that fit. Block b of table w is source b * W + w.
+        max_tokens: T_max of the plan, if more than the table's; for one table. The results have the shapes of this
+            T_max, but the rows that may be used are those of the table's own T_max.
 
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """
@@ -256,19 +253,19 @@ def make_plan(
     fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, *rest)
     plan = RoutingPlan(*fields, alignment=alignment)
     if exact:
-        plan.overflow.zero_()  # it was computed with this rank's R_max, and others have their own
+        plan.overflow.zero_()  # it assumes this rank's R_max on all owners, but each has its own
         if running is not None:
             _count(plan.counts, running)
     return plan
 
 
 def narrow_ids(expert_ids: Tensor) -> Tensor:
-    """Ids as int32; int32 ids are returned as they are. Ids are clamped, so that no int64 wraps into a valid id."""
+    """Ids as int32. They are clamped first, so that no int64 wraps around into a valid id."""
     return expert_ids if expert_ids.dtype == torch.int32 else expert_ids.clamp(-(2**31), 2**31 - 1).int()
 
 
 def check_ids(expert_ids: Tensor, num_experts: int) -> None:
-    """Raise ValueError if an id lies outside [-1, num_experts). Meant for CPU tensors: it syncs with the device."""
+    """Raise ValueError if an id is outside [-1, num_experts). For CPU tensors: on CUDA it would sync."""
     wrong = expert_ids[(expert_ids < -1) | (expert_ids >= num_experts)]
     if len(wrong):
         raise ValueError(f"expert ids: got {sorted(set(wrong.tolist()))}, wanted -1 (not routed) to {num_experts - 1}")
@@ -300,14 +297,14 @@ def plan_rows(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
     alignment: int, max_rows: int, num_experts: int, blocks: int, max_tokens: int, limit: int, running: Tensor | None,
 ) -> PlanTensors:  # fmt: skip
-    """The tensors of a RoutingPlan in order, from the tables of :func:`make_plan`. max_tokens: T_max. limit: rows that
-    may be used, at most max_rows."""
+    """Tensors of a RoutingPlan, in order. Arguments as in :func:`make_plan`. limit: rows that may be used, at most
+    max_rows."""
     num_tables, tokens, top_k = expert_ids.shape
     if behind := max_tokens - tokens:
         expert_ids, weights = pad(expert_ids, (0, 0, 0, behind), value=-1), pad(weights, (0, 0, 0, behind))
     pairs = expert_ids.numel()
     local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
-    # One group of pairs per (expert, source), in the order of rows.
+    # One group of pairs per (expert, source), sorted like the rows.
     sources = num_tables * blocks
     source = torch.arange(sources, dtype=torch.int64, device=local.device)
     group = local * sources + source[:, None].expand(-1, max_tokens // blocks * top_k).flatten()
@@ -322,7 +319,7 @@ def plan_rows(
     starts = (ends - padded)[:, None] + shares.cumsum(1) - shares
     row_of_pair = _rows_of_pairs(torch.where(local >= 0, group, -1), *map(Tensor.flatten, (of_sources, shares, starts)))
 
-    # Pairs without a row write into an extra row that is cut off. Padding reads an extra pair of weight 0.
+    # Pairs without a row write into an extra row, cut off below. Padding reads an extra pair of weight 0.
     flat = torch.arange(pairs, dtype=torch.int64, device=expert_ids.device)
     pair_of_row = local.new_full((max_rows + 1,), pairs)
     pair_of_row = pair_of_row.scatter_(0, torch.where(row_of_pair >= 0, row_of_pair, max_rows), flat)[:max_rows]
@@ -367,14 +364,14 @@ def _group_sizes(local: Tensor, num_local_experts: int) -> Tensor:
 
 
 def _capped(sizes: Tensor, alignment: int, max_rows: int) -> Tensor:
-    """Cap group sizes (..., e) at one level, a whole number of tiles, so that they fit."""
+    """Cap group sizes (..., e) at one level, a multiple of ``alignment``, so that the padded sizes fit max_rows."""
     tiles = _round_up(sizes, alignment).div(alignment, rounding_mode="floor")
     level = _level(tiles, torch.full_like(tiles[..., 0], max_rows // alignment)) * alignment
     return torch.minimum(sizes, level[..., None])
 
 
 def _shares(of_sources: Tensor, kept: Tensor) -> Tensor:
-    """Rows that fit of each source, (e, sources). of_sources: (e, sources) sizes in rank order. kept: (e,) rows."""
+    """Rows of each expert that each source keeps, (e, sources). of_sources: (e, sources) pairs. kept: (e,) rows."""
     level = _level(of_sources, kept)[:, None]
     shares = torch.minimum(of_sources, level)
     more = of_sources > level
@@ -382,10 +379,10 @@ def _shares(of_sources: Tensor, kept: Tensor) -> Tensor:
 
 
 def _level(sizes: Tensor, room: Tensor) -> Tensor:
-    """Largest level (...) with min(sizes, level).sum(-1) <= room, or more than all. sizes (..., n), room (...).
+    """Largest level (...) with min(sizes, level).sum(-1) <= room; at least max(sizes) if all fit. sizes: (..., n).
 
-    For i = 0, 1, ..., take the i smallest sizes plus n - i times the level. The sum is the least of these, so one of
-    them has to fit.
+    min(sizes, level).sum() is the minimum over i of (sum of the i smallest sizes) + (n - i) * level. It fits if one of
+    these fits, so the level is the maximum of their limits.
     """
     ascending = sizes.sort(-1).values
     others = torch.arange(sizes.shape[-1], 0, -1, dtype=torch.int64, device=sizes.device)
@@ -393,9 +390,9 @@ def _level(sizes: Tensor, room: Tensor) -> Tensor:
 
 
 def _rows_of_pairs(group: Tensor, sizes: Tensor, shares: Tensor, starts: Tensor) -> Tensor:
-    """Row of each pair (S * K,), given its group or -1. -1 without a group, DROPPED past the group's share.
+    """Row of each pair (S * K,): -1 if its group is -1, DROPPED past its group's share.
 
-    Per group: sizes, the number of its pairs; shares, how many of them fit; starts, the row of its first pair.
+    Per group: sizes, number of pairs; shares, number of pairs that fit; starts, row of its first pair.
     """
     groups = sizes.shape[0]
     # A stable sort keeps the flat order within each group; -1 sorts last.

@@ -11,11 +11,11 @@ from .layout import ALIGNMENT, round_up
 
 
 def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Row i of each result is row ``row_index[i]`` of its part, or zeros if the index is negative.
+    """Gather rows of each part: row i of the result is row ``row_index[i]``, or zeros if the index is negative.
 
-    payload: (S, n_i) each, any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32. None copies all
-    rows densely, at the speed of a copy even if rows of bytes lie apart. offs: (e,) int32. Rows past its last entry are
-    not read, and on CUDA not written. Results: (R, n_i).
+    payload: parts (S, n_i), of any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32; None: all
+    rows, as a dense copy. offs: (e,) int32. Rows past its last entry are not read, and on CUDA not written.
+    Results: (R, n_i).
     """
     return tuple(gather_part(part, row_index, offs) for part in payload)
 
@@ -27,12 +27,12 @@ def join_rows(
     number: Tensor | None = None,
     step: int = 0,
 ) -> Tensor:
-    """Gather rows of bytes side by side: row i is row ``row_index[i]`` of each part, then row i of the table.
+    """Concatenate per row: row i is row ``row_index[i]`` of each part, then row i of the table, then zeros.
 
-    payload: (S, n_i) uint8 each, at least one. row_index: (R,) int32. table: (R, m) uint8. number: (1,) int32.
-    Result: (R, n) uint8. n is the sum of all n_i and m, rounded up to 16 so that parts can be read in wide words.
-    A part is zero if the index is negative, and the bytes after the table are zero. With a number, rows of negative
-    index begin with a header word: number * 4 + step in int32, or the first n bytes of it.
+    payload: parts (S, n_i) uint8, at least one. row_index: (R,) int32. Parts are zero where it is negative.
+    table: (R, m) uint8. number: (1,) int32. If given, rows with a negative index begin with the header word
+    number * 4 + step, int32, or with its first n bytes.
+    Result: (R, n) uint8, n = sum of all n_i and m, rounded up to 16 so that parts can be read in wide words.
     """
     first, *others = payload
     other = torch.cat(others, 1) if len(others) > 1 else (*others, None)[0]
@@ -100,13 +100,13 @@ def _gather(part: Tensor, row_index: Tensor) -> Tensor:
     if part.shape[0] == 0:
         return part.new_zeros(row_index.shape[0], part.shape[1])
     words = _as_words(part)
-    # masked_fill, not a product with a mask: rows that no index names may hold NaN.
+    # Not a multiplication by a mask: row 0 may hold NaN.
     rows = words.index_select(0, row_index.clamp_min(0)).masked_fill_(row_index[:, None] < 0, 0)
     return rows.view(part.dtype)
 
 
 def _as_words(part: Tensor) -> Tensor:
-    """View rows as 8-byte words if they consist of whole ones: a CPU copies them 4 times as fast as bytes."""
+    """View rows as 8-byte words where sizes allow: a CPU copies them 4 times as fast as bytes."""
     size = part.element_size()
     if any(count * size % 8 for count in (part.shape[1], part.stride(0), part.storage_offset())) or part.stride(1) != 1:
         return part

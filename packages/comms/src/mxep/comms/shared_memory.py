@@ -1,26 +1,23 @@
 """SharedMemoryTransport: processes of one user on one machine map each other's memory.
 
-A buffer is an anonymous file (memfd). Its peers open it through ``/proc/<pid>/fd/<n>`` and map it, then all descriptors
-are closed. From then on only the mappings hold the memory. It is gone with the last process, even after a crash, and
-never has a name in the file system.
+A buffer is an anonymous file (memfd). Peers open it through ``/proc/<pid>/fd/<n>`` and map it, then all descriptors are
+closed. Only the mappings hold the memory, so it is freed with the last process, even after a crash.
 
-The barrier: each rank owns one 64-bit signal in the signal pad of every peer, and writes the number of the barrier
-there. The number only grows. The rank waits until every signal of its own pad shows that number or a later one. A
-signal has one writer, so no atomic is needed. But a peer must not see the signal before the stores that precede it. x86
-keeps the order of stores and of loads. Other machines are refused.
+The barrier: each rank writes the number of the barrier, which only grows, into its own 64-bit signal in every peer's
+signal pad. Then it waits until all signals of its own pad show that number or a later one. A signal has one writer, so
+no atomic is needed. But no peer may see the signal before the stores that precede it. x86 keeps the order of stores and
+of loads; other machines are refused.
 
 Before the signal, each rank writes its op id (`Layout.op_id`) into one of two rows in turn. Two are enough: a peer may
-be in the next barrier already, but not in the one after that. Ranks with different op ids raise PeersDisagree. The
-upper half of that word is the number of the exchange's dispatch, which is compared in the same way.
+be one barrier ahead, but not two. The upper half of that word is the number of the dispatch. Ranks raise PeersDisagree
+if op ids or dispatch numbers differ.
 
 PlainExchange makes exchanges in plain torch, for memory that the host can reach. It is the reference: `KernelExchange`
-and `PutExchange` have the same methods, and must equal it bit for bit.
+and `PutExchange` have the same methods, and must equal it bit for bit. Each method ends with a barrier.
 
     dispatch_tables    ids (T, K), weights (T, K) and T       -> entry (this rank) of every rank's tables
     dispatch           token t                                -> slot (this rank, t) of each rank that needs it
-    combine            the sum of slot (r, t)'s rows          -> slot (this rank, t) of rank r, which sums over ranks
-
-After each, this rank has all ranks' stores, and all ranks have this rank's.
+    combine            sum of the rows of slot (r, t)         -> slot (this rank, t) of rank r, which sums over ranks
 """
 
 import os
@@ -49,8 +46,7 @@ class SharedMemoryTransport(Transport):
         group: ranks on this machine; None is the default group, or this process alone without one.
         timeout: seconds that a barrier waits for a peer; None: the timeout of the group's own collectives.
 
-    Collective. Raises RuntimeError on other systems than Linux on x86-64, and if ranks are on several machines, in
-    several containers or of several users.
+    Collective. Raises RuntimeError unless all ranks are on one Linux x86-64 machine, in one container, of one user.
     """
 
     access = "host"
@@ -83,7 +79,7 @@ class SharedMemoryTransport(Transport):
             paths = gather_objects(f"/proc/{os.getpid()}/fd/{fd}", self.group)
             # torch.from_file closes its own descriptor and leaves the mapping.
             peers = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
-            gather_objects(None, self.group)  # nobody closes before all have mapped
+            gather_objects(None, self.group)  # no rank closes its descriptor before all have mapped it
         finally:
             os.close(fd)
         return SymmetricBuffer(
@@ -111,7 +107,7 @@ class SharedMemoryTransport(Transport):
     def signal(self, op_id: int, dispatch: int = 0) -> None:
         """Enter the next barrier without waiting there."""
         self._counter += 1
-        # Release: the stores of this exchange are older than the signal, and x86 shows them in that order.
+        # Release: x86 shows this exchange's stores before the signal.
         for op_ids, signals in zip(self._op_ids, self._signals):
             op_ids[self._counter % 2, self.rank] = dispatch << 32 | op_id
             signals[self.rank] = self._counter
@@ -125,7 +121,7 @@ class SharedMemoryTransport(Transport):
         self._signals, self._op_ids = [], []
 
     def _wait(self) -> bool:
-        """True if all ranks arrive within the timeout. Yields the core first, then naps, longer and longer."""
+        """True if all ranks arrive within the timeout. Polls, yielding the core, then sleeps longer and longer."""
         signals = self._signals[self.rank]
         for _ in range(POLLS):
             if (signals >= self._counter).all():
@@ -149,10 +145,8 @@ class PlainExchange:
         self.rank = transport.rank
 
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
-        """Tell the peers that this rank will not come; they raise PeersDisagree. Waits for nobody.
-
-        tokens: size of the batch that does not fit; 0 for another reason.
-        """
+        """Tell the peers that this rank skips the exchange. tokens: size of the batch that does not fit; 0: invalid
+        ids. Does not wait."""
         self._count()
         self.transport.signal(self.layout.op_id("refused", tokens))
 
@@ -173,7 +167,7 @@ class PlainExchange:
         self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor,
         num_sms: int | None = None, number: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """number: number of the repeated dispatch, or `Workspace.new_dispatch`; None: unknown."""
+        """number: (1,) int32 dispatch number of the plan, or `Workspace.new_dispatch`; None: unknown."""
         packed = _pack([part[: len(expert_ids)] for part in payload])
         slot = self.rank * self.layout.max_tokens + torch.arange(len(packed), dtype=torch.int64, device="cpu")
         owner = owners(expert_ids, self.experts_per_rank)
@@ -190,7 +184,7 @@ class PlainExchange:
         layout, local, width = self.layout, buffer.local, rows.shape[1] * rows.itemsize
         packed = _pack([sum_slots(rows, plan.slot_rows).view(torch.uint8)])
         slot = self.rank * layout.max_tokens + torch.arange(layout.max_tokens, dtype=torch.int64, device="cpu")
-        # A slot with only dropped rows sends zeros: the token's rank cannot know of the drop and expects a sum.
+        # A slot whose rows were all dropped sends zeros: the token's rank does not know of the drop and reads the slot.
         was_sent = (plan.slot_rows != -1).any(1)
         padded = None if row_values is None else torch.cat((row_values, row_values.new_zeros(1)))
         for rank, peer in enumerate(buffer.peers):
@@ -211,7 +205,7 @@ class PlainExchange:
             values[: len(owner)] = found
 
     def _count(self) -> None:
-        self.transport.check()  # may raise; after it, nothing keeps peers from being told
+        self.transport.check()  # nothing after it can fail before the signal
         self.transport.arena.exchanges += 1
 
     def _meet(self, step: str, number: int, dispatch: Tensor | None = None) -> None:
@@ -225,7 +219,7 @@ class PlainExchange:
         rows.view(torch.int64).index_copy_(0, index, packed.view(torch.int64))
 
     def _slots_of(self, owner: Tensor) -> Tensor:
-        """(T, W) int32: slot for rank r's sum of token t, -1 if no expert of t is on r."""
+        """(T, W) int32: slot of rank r's sum of token t, -1 if no expert of t is on r."""
         ranks = torch.arange(self.layout.world_size, dtype=torch.int32, device="cpu")
         token = torch.arange(len(owner), dtype=torch.int32, device="cpu")
         needed = (owner[:, :, None] == ranks).any(1)
@@ -233,17 +227,17 @@ class PlainExchange:
 
 
 def width_of(payload: Sequence[Tensor]) -> int:
-    """Bytes per row."""
+    """Bytes per row of a payload."""
     return sum(part.shape[1] for part in payload)
 
 
 def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:
-    """Rank that owns each id, -1 for -1."""
+    """Rank that owns each expert id, -1 for -1."""
     return expert_ids.div(experts_per_rank, rounding_mode="floor")
 
 
 def _pack(payload: Sequence[Tensor]) -> Tensor:
-    """Join parts (N, n_i) uint8 to (N, n) uint8, with n rounded up to 16 bytes."""
+    """Concatenate parts (N, n_i) uint8 to (N, n) uint8, zero-padded to a multiple of 16 bytes."""
     width = width_of(payload)
     gap = payload[0].new_zeros(len(payload[0]), round_up(width, ALIGNMENT) - width)
     return torch.cat((*payload, gap), 1)

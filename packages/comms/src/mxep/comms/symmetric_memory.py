@@ -1,7 +1,7 @@
 """SymmetricMemoryTransport: CUDA devices of one NVLink domain, over torch's symmetric memory.
 
-torch allocates memory and exchanges handles. Barriers and exchanges are this package's kernels on the peers' pointers.
-Multicast is never used. On CUDA the device waits for peers and records failed waits.
+torch allocates the memory and exchanges its handles. Barriers and exchanges are kernels of this package. They store to
+the peers' addresses, never by multicast. The device waits for peers and records failed waits.
 """
 
 import os
@@ -29,19 +29,18 @@ class FaultRecord:
         self._written = self.values.numpy()
 
     def state(self, timeout: float, device: torch.device) -> torch.Tensor:
-        """(4,) int64 on the device, for waits: failed flag, limit in ns, address of this record, number of dispatches
-        with tables."""
+        """State of waits, (4,) int64 on the device: failed flag, limit in ns, this record's address, dispatch count."""
         return torch.tensor([0, int(timeout * 1e9), self.values.data_ptr(), 0], device=device, dtype=torch.int64)
 
     def check(self, rank: int, limit: float, group: dist.ProcessGroup | None = None) -> None:
-        """Raise the recorded failure, if any. group: its store may hold the late ranks' reasons."""
+        """Raise the recorded failure, if any. group: process group with the notes of late ranks (`told_failures`)."""
         if not self._written[0]:
             return
         _, channel, signal, *seen = self.values.tolist()
         if channel < 0:
             raise PeersDisagree.over_dispatches(rank, step_of(signal), seen)
         epoch = signal >> 32
-        # Epochs wrap around at 2^31: a rank is late if it is less than half a turn behind.
+        # Epochs are 32-bit and wrap around: a rank is late if it is behind by less than 2^31.
         missing = {peer: its >> 32 for peer, its in enumerate(seen) if (epoch - (its >> 32)) % 2**32 in range(1, 2**31)}
         if missing:
             raise PeerTimeout(rank, missing, step_of(signal), epoch, limit, group)
@@ -52,8 +51,8 @@ class CudaTransport(Transport):
     """Base of the transports of CUDA tensors.
 
     Attributes:
-        state: :meth:`FaultRecord.state`, (4,) int64 on the device. clock: True if kernels wait by a GPU's clock.
-        max_sms: maximum multiprocessors that an exchange may use.
+        state: :meth:`FaultRecord.state`. clock: True if waits read the GPU's clock, False if they count polls.
+        max_sms: most multiprocessors that an exchange may use.
     """
 
     state: torch.Tensor
@@ -76,7 +75,7 @@ class CudaTransport(Transport):
 
 
 def cuda_device(device: torch.device | str | None) -> torch.device:
-    """The device with an index, as tensors have it; the current device if none is given."""
+    """The device with its index, as tensors name it; by default the current device."""
     given = torch.device("cuda" if device is None else device)
     return torch.device("cuda", torch.cuda.current_device()) if given.index is None else given
 
@@ -87,11 +86,10 @@ class SymmetricMemoryTransport(CudaTransport):
     Args:
         group: ranks of one NVLink domain; None is the default group, or this process alone without one.
         device: this rank's device; None is the current one.
-        timeout: seconds that a barrier waits for a peer, by the device's clock; None: the timeout of the group's own
-            collectives. A failed wait does not stop the stream. Later kernels compute with invalid data, and
-            :meth:`check` and the next exchange raise.
+        timeout: seconds that a barrier waits for a peer; None: the timeout of the group's own collectives. After a
+            failed wait the stream goes on and computes with invalid data. :meth:`check` and the next exchange raise.
 
-    Collective. A single rank uses plain memory. Raises RuntimeError without CUDA.
+    Collective. Raises RuntimeError without CUDA.
     """
 
     access = "kernels"
@@ -131,15 +129,14 @@ class SymmetricMemoryTransport(CudaTransport):
         return KernelExchange(self, layout, experts_per_rank, num_sms)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Allocate memory that is zero before any peer can store to it: each rank zeroes its own before rendezvous."""
+        """Allocate zeroed memory. Each rank zeroes its own before rendezvous, so no peer stores to it earlier."""
         group = None if self.world_size == 1 else self.group  # a single rank needs plain memory only
         local = (torch if group is None else symm_mem).empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
-        torch.cuda.synchronize(self.device)  # the zeroes are written, all earlier exchanges are over
+        torch.cuda.synchronize(self.device)  # zeroes are written, all earlier exchanges have ended
         if group is None:
             return SymmetricBuffer(0, [local], torch.tensor([local.data_ptr()], device=self.device, dtype=torch.int64))
         handle = symm_mem.rendezvous(local, group)
-        # get_remote_tensor adds the tensor's offset, needed if torch cut the tensor from a larger segment. get_buffer
-        # does not.
+        # Not get_buffer: it ignores the offset of a tensor that torch cut from a larger segment.
         peers = [
             local if rank == self.rank else handle.get_remote_tensor(rank, (nbytes,), torch.uint8)
             for rank in range(self.world_size)

@@ -1,10 +1,10 @@
 """Transports: how ranks reach each other's memory.
 
 allocate(n)     rank 0: [ n bytes ]   rank 1: [ n bytes ]   ...   each rank has the addresses of all of them
-barrier(step)   no rank leaves before all have entered; stores made before it are visible after it
-check()         raises known failures of earlier barriers
+barrier(step)   no rank leaves before all have entered; all ranks' stores before it are visible after it
+check()         raises if an earlier barrier is known to have failed
 
-A rank that raises leaves a note in the process group's store, for peers that time out:
+A rank that raises leaves a note in the process group's store. Peers that time out quote it:
 
 rank 1   raises MemoryError in its layer, before an exchange      tell_failure: writes the note
 rank 0   times out                                                told_failures: "rank 1 raised MemoryError: ..."
@@ -31,7 +31,7 @@ from .layout import NEW, Layout, describe_dispatch, step_of
 
 T = TypeVar("T")
 GRACE = 5.0
-"""Seconds that the process group's store has to answer. Its host may be gone."""
+"""Seconds to wait for an answer of the process group's store, whose host may be down."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +60,10 @@ class SymmetricBuffer:
 
 
 class OneThread:
-    """Guard that lets one thread make the exchanges of a group, because ranks must make them in one order.
+    """Guard that lets only one thread make the exchanges of a group.
 
-    Two threads of a process would take turns by chance, and differently on each rank. The first thread that exchanges
-    owns the exchanges until it ends. Autograd's threads act for it: code within a backward may always exchange.
+    All ranks must make them in the same order, but two threads take turns by chance. The first thread that exchanges
+    owns the exchanges until it ends. Code within a backward may always exchange, on autograd's threads.
     """
 
     def __init__(self) -> None:
@@ -93,15 +93,15 @@ class Arena:
     Attributes:
         device: the transport's device.
         buffers: two buffers of one size, used in turn; empty before the first workspace.
-        exchanges: exchanges begun. dispatches: dispatches with tables, counted here on CPU only.
+        exchanges: number of exchanges begun. dispatches: number of dispatches with tables, on CPU only.
         new_dispatch: number that the next new dispatch sends, see `Transport.announce`.
         signal_pad: signal pad of barriers that move no rows; None on CPU.
         stream: stream on which the last exchange began. in_flight: tensors it still uses. done: event at its end.
-        capture: id of the CUDA graph capture with the last exchange, 0 if none. was_captured: True after any capture.
+        capture: id of the CUDA graph capture that contains the last exchange, 0 if none.
+        was_captured: True once any exchange was captured.
         replaced: smaller, older buffers that captured graphs still store to.
         refused: reason why this rank refused an exchange. No exchange follows a refusal.
-        users: number of users of this transport that have not closed it. Code that shares a transport counts them.
-        thread: guard that admits one thread to exchanges.
+        users: number of open users of this transport, counted by the code that shares it.
     """
 
     device: torch.device
@@ -123,9 +123,8 @@ class Arena:
     def graph_state(self, transport: Transport) -> tuple[SymmetricBuffer, bool] | None:
         """State that a record of the next exchanges depends on: the first exchange's buffer, and was_captured.
 
-        After a capture nobody counts the graph's launches, so each exchange begins with a barrier. None if no record
-        can be replayed: exchanges are not kernels, none has a buffer, one was refused or is in flight, or the last ran
-        on another stream. Raises like ``transport.check()``.
+        None if no record can be replayed: exchanges are not kernels, there are no buffers yet, an exchange was refused
+        or is in flight, or the last one began on another stream. Raises like ``transport.check()``.
         """
         if transport.access != "kernels" or self.refused is not None or not self.buffers:
             return None
@@ -157,9 +156,9 @@ class Transport(ABC):
     Attributes:
         access: how peers' memory is written: by the "host", by "kernels" that store to its address, or by "puts".
         rank, world_size: those of ``group``. device: device of the buffers. group: None for a process alone.
-        stream: stream of asynchronous exchanges; None on CPU. All workspaces share it, so that exchanges run one after
-            another. A kernel that waits on every multiprocessor must never block the one that its peers wait for.
-        timeout: maximum seconds to wait for a peer, by default those of the process group.
+        stream: stream of asynchronous exchanges; None on CPU. All workspaces share it, so exchanges run one by one. Two
+            at once could deadlock: each may fill a rank's multiprocessors while its peers wait for the other.
+        timeout: maximum seconds to wait for a peer, by default the process group's timeout.
         arena: state that its workspaces share.
         new_dispatch: (1,) int32 on the device, number that the next new dispatch sends (`layout.new_dispatch`).
     """
@@ -192,10 +191,9 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
-        """Wait for all ranks. Raises PeerTimeout; its message names ``step``.
+        """Wait for all ranks. step: name of the operation in the PeerTimeout that it may raise.
 
-        signal_pad: buffer of :func:`signal_pad_bytes` to meet over. Barriers that may run at once, on two streams, need
-        one each.
+        signal_pad: buffer of :func:`signal_pad_bytes`. Barriers that may run at once, on two streams, need one each.
         """
 
     @abstractmethod
@@ -205,8 +203,8 @@ class Transport(ABC):
     def announce(self, new_dispatch: int) -> None:
         """Set the number that new dispatches send from now on.
 
-        It is written at once, because a record that many layers share may be replayed next. A dispatch outside of
-        records writes it again, in the order of its stream or of the captured graph.
+        It is written at once, because a record that many layers share may be replayed next. A dispatch that is not
+        replayed writes it again (`Workspace.new_dispatch`).
         """
         arena = self.arena
         arena.new_dispatch = new_dispatch
@@ -216,12 +214,12 @@ class Transport(ABC):
             self.new_dispatch.fill_(new_dispatch)
 
     def free(self, buffer: SymmetricBuffer) -> None:
-        """Release a buffer without an exchange in flight. Local; views that are still held stay valid."""
+        """Release a buffer that no exchange in flight uses. Local; views that are still held stay valid."""
         buffer.free()
         self._buffers = [each for each in self._buffers if each is not buffer]
 
     def check(self) -> None:
-        """Raise PeerTimeout or PeersDisagree if an earlier barrier is known to have failed. Waits for nothing."""
+        """Raise PeerTimeout or PeersDisagree if an earlier barrier is known to have failed. Does not wait."""
         if self._unusable:
             raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
 
@@ -236,7 +234,7 @@ class PeerTimeout(RuntimeError):
     """Some ranks did not enter a barrier in time. The transport is unusable afterwards.
 
     Attributes:
-        missing: ranks of the group that did not arrive. step: operation of the other ranks.
+        missing: ranks of the group that did not arrive. step: operation at which this rank waited.
         counter: number of the barrier. limit: seconds waited.
     """
 
@@ -255,11 +253,11 @@ class PeerTimeout(RuntimeError):
 
 
 class PeersDisagree(RuntimeError):
-    """Ranks called different exchanges, or sent rows of different widths. The transport is unusable afterwards."""
+    """Ranks made different exchanges, or sent rows of different widths. The transport is unusable afterwards."""
 
     @classmethod
     def over(cls, rank: int, op_ids: Sequence[int]) -> PeersDisagree:
-        """The error that ``rank`` raises, given each rank's op id."""
+        """The error of ``rank``, given each rank's op id."""
         for peer, op_id in enumerate(op_ids):
             if step_of(op_id) == "refused":
                 tokens = op_id & 0xFFFFFF
@@ -277,14 +275,14 @@ class PeersDisagree(RuntimeError):
 
     @classmethod
     def over_dispatches(cls, rank: int, step: str, dispatches: Sequence[int]) -> PeersDisagree:
-        """The error that ``rank`` raises, given each rank's dispatch number."""
+        """The error of ``rank``, given each rank's dispatch number."""
         found = (f"rank {peer} of {describe_dispatch(number)}" for peer, number in enumerate(dispatches))
         why = "ranks ran forwards or backwards in another order, or one left out or repeated an exchange"
         return cls(f"rank {rank} met peers in a {step} of other dispatches: {', '.join(found)}: {why}")
 
 
 def batch_too_large(tokens: int, max_tokens: int) -> str:
-    """Message about a batch that is too large, and how to make room."""
+    """Message about a batch that is too large, with the cure."""
     return f"batch: got {tokens} tokens, wanted at most max_tokens = {max_tokens}: {how_to_make_room(tokens)}"
 
 
@@ -294,9 +292,9 @@ def how_to_make_room(tokens: int) -> str:
 
 
 def tell_failure(group: dist.ProcessGroup | None, error: BaseException | str, *, over: bool = False) -> str:
-    """Leave a note of the error that this rank raised, in place of an earlier note. Returns the note's text.
+    """Write a note of the error that this rank raised, over any earlier note. Returns the note's text.
 
-    error: or such a text. over: remove the note instead, unless another error has replaced it.
+    error: the exception, or the text that an earlier call returned. over: remove the note if it still has this text.
     """
     key = f"mxep/raised/{dist.get_rank(group)}"
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"[:1000]
@@ -313,7 +311,7 @@ def tell_failure(group: dist.ProcessGroup | None, error: BaseException | str, *,
 
 
 def told_failures(group: dist.ProcessGroup | None, ranks: Iterable[int]) -> str:
-    """Notes of these ranks, worded as the end of a message; "" without notes or if the store does not answer."""
+    """The notes of these ranks, to append to a message; "" if there are none or the store does not answer."""
     notes: list[str] = []
 
     def read() -> None:
@@ -346,19 +344,19 @@ def _store(group: dist.ProcessGroup | None) -> Any:
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
     """Timeout in seconds of a group's own collectives on a device. torch's default is 600 for NCCL, 1800 for gloo."""
     if group is None:
-        return dist.default_pg_timeout.total_seconds()  # nobody is waited for
+        return dist.default_pg_timeout.total_seconds()  # a single process waits for no peer
     served = [each for each in group._device_types if each.type == device.type] or group._device_types
     options: Any = group._get_backend(served[0]).options
     return float(options._timeout.total_seconds())
 
 
 def signal_pad_bytes(world_size: int) -> int:
-    """Bytes of a barrier's signal pad: a signal for each rank, and the local counter."""
+    """Bytes of a barrier's signal pad: one signal per rank and the local counter, int64."""
     return (world_size + 1) * 8
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's value, in rank order; only this one without a process group. For set-up only."""
+    """Every rank's value, in rank order; only this rank's without a process group. Slow: for set-up."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size(group)

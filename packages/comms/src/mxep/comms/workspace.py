@@ -1,38 +1,37 @@
-"""Workspace: two symmetric buffers that exchanges use in turn, and the proof that one barrier each is enough.
+"""Workspace: two symmetric buffers that exchanges use in turn, and the proof that one barrier per exchange is enough.
 
-The transport owns the buffers, in its *arena*. Workspaces of other sizes share them and count their exchanges together,
-so below "exchange i" is the i-th of all. A workspace is the arena and a layout. If it is larger than all before it, it
-brings two larger buffers. Views keep the old ones alive.
+The transport owns the buffers, in its *arena*. All its workspaces share them, each with its own layout. Exchange i
+below is the i-th of all workspaces. A workspace that needs more bytes allocates two larger buffers for all.
 
     exchange    0        1        2        3
     buffer      0        1        0        1
     rank p   put|B0|read put|B1|read put|B2|read ...
 
-Exchange i: stores into the peers' buffer i % 2, barrier B_i, reads of the own buffer i % 2. Every rank makes the same
-exchanges in the same order, and one begins after the one before has ended. On a device this is the order of the
-current stream. A new stream first waits for the stream of the last exchange, so that all act as one.
+Exchange i stores into the peers' buffer i % 2, passes barrier B_i and reads the rank's own buffer i % 2. Every rank
+makes the same exchanges in the same order, each after the last has ended. On a device the current stream keeps this
+order. A new stream first waits for the stream of the last exchange.
 
-**No read sees a later exchange's stores.** Rank p stores exchange i + 2 into rank q's buffer i % 2 only after it left
-B_{i+1}. It left B_{i+1} only after q entered it. By program order, on a device by stream order, q enters B_{i+1} after
-its last read of buffer i % 2, which is borrowed until q's exchange i + 1.
+**No read sees a later exchange's stores.** Rank p stores exchange i + 2 into rank q's buffer i % 2 only after leaving
+B_{i+1}, so after q entered B_{i+1}. By then q has read buffer i % 2, because it is borrowed only until q's exchange
+i + 1.
 
 **No read misses its own exchange's stores.** q reads buffer i % 2 after B_i, which every p enters after its stores.
 
-**No stale row is read.** An exchange reads only rows that were written in it. A reader looks only at slots that the
-tables name, and the tables of all W ranks are written whole in the exchange that they describe.
+**No stale row is read.** A reader looks only at slots that the tables name. Each exchange writes all of these slots,
+and all W ranks write their tables in the exchange that they describe.
 
-**One buffer would not do.** p leaves B_i as soon as q has entered it. It may then store exchange i + 1 while q still
-reads the rows of exchange i. So it takes two buffers, or a second barrier.
+**One buffer is not enough.** p leaves B_i as soon as q has entered it, and may store exchange i + 1 while q still reads
+the rows of exchange i. That takes a second buffer or a second barrier.
 
 Tables have a separate barrier, in the same exchange and in other words of the buffer. So a plan is made from them while
 rows are in flight on the transport's stream. A rank enters the table barrier of exchange i + 2 after it left that of
-exchange i + 1, so the proof holds for tables, too. `combine` cuts B_i into chunks of tokens: rank p sums a chunk that
-all ranks have stored, and has left B_i when it has left the last chunk.
+exchange i + 1, so the proof holds for tables, too. `combine` has a barrier per chunk of tokens. Rank p sums a chunk
+once all ranks have stored it, and leaves B_i with the last chunk.
 
-**A captured graph** may be replayed at any time, even twice in a row. With an odd number of exchanges a buffer is then
-used twice in a row. So the graph's first exchange begins with a barrier that moves no rows, after the reads of all
-earlier work. After a capture every exchange outside of a graph does the same, because nobody tells the host of replays.
-Replayed records (`mxep.runtime.replay`) keep the order of all exchanges and are counted.
+**A captured graph** may be replayed at any time. If it has an odd number of exchanges, two replays use a buffer twice
+in a row. So its first exchange begins with an extra barrier, after all earlier reads. After a capture every exchange
+outside of graphs does the same, because the host does not know of replays. Replayed records (`mxep.runtime.replay`)
+need none: they keep the order of all exchanges and are counted.
 """
 
 import contextlib
@@ -53,16 +52,16 @@ Tables = tuple[Tensor, Tensor, Tensor]
 
 
 class Workspace:
-    """The buffers of exchanges, with one layout. Several layers may share one, and all share the transport's buffers.
-    Over all of them, every rank must make the same exchanges in one order.
+    """Exchanges of one layout, over the transport's buffers. Layers may share a workspace. Every rank must make the
+    same exchanges in the same order, over all workspaces of a transport.
 
     Args:
         transport: access to the other ranks' memory.
-        max_tokens: T_max, most tokens a rank dispatches at once. top_k: K. dim: D, elements of a row of a combine.
-        row_bytes: bytes of the widest row in either direction; None is 2 * dim (enough for bf16 and MXFP8).
+        max_tokens: T_max, most tokens of a rank in one dispatch. top_k: K. dim: D, elements per row of a combine.
+        row_bytes: most bytes per row, dispatched or combined; None is 2 * dim (enough for bf16 and MXFP8).
         num_experts: E, a multiple of W; rank r owns experts r * E/W .. (r + 1) * E/W - 1.
-        num_sms: maximum multiprocessors that an exchange may use; None: all. All ranks need the same number, because
-            rows are cut into chunks by it. Links need few: see the docs.
+        num_sms: maximum multiprocessors that an exchange may use; None: all. It decides how a combine's rows are cut
+            into chunks, so all ranks need the same number. Links need few: see the docs.
 
     Collective. Raises ValueError on every rank if arguments differ between ranks or are invalid. Raises RuntimeError
     while a CUDA graph is captured.
@@ -122,8 +121,8 @@ class Workspace:
     def begin(self, step: str) -> SymmetricBuffer:
         """Return the next exchange's buffer.
 
-        Views of the exchange before last end here, views of the last exchange when this one ends. `exchange` counts an
-        exchange once peers are told of it. If it fails before that, it may be repeated in the same buffer.
+        It ends the loan of views of the exchange before last. `exchange` counts an exchange once peers are told of it.
+        If it fails before that, it may be repeated in the same buffer.
 
         Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed. Raises RuntimeError on a
         second thread, after this rank refused an exchange, or if one is in flight across the start or end of a capture.
@@ -147,20 +146,20 @@ class Workspace:
         return arena.buffers[arena.exchanges % 2]
 
     def refuse(self, why: str, *, tokens: int = 0) -> None:
-        """Skip the next exchange and tell the peers, which raise PeersDisagree. A single rank just goes on."""
+        """Tell the peers that this rank skips the exchange: they raise PeersDisagree. A single rank does nothing."""
         if self.transport.world_size > 1 and self.arena.refused is None:
             self.exchange.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
             self.arena.refused = why
 
     def new_dispatch(self) -> Tensor:
-        """(1,) int32 number that peers compare in a dispatch without a number. Call it after `begin`."""
+        """(1,) int32 number that a new dispatch sends. Call it after `begin`."""
         number = self.transport.new_dispatch
         with set_up():  # many layers share a record: `announce` writes it before each replay
             number.fill_(self.arena.new_dispatch)
         return number
 
     def slots(self, buffer: SymmetricBuffer, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Views (S, n_i) of the parts, which lie side by side in the buffer's slots."""
+        """Views (S, n_i) of the payload's parts in the buffer's slots."""
         widths = tuple(part.shape[1] for part in payload)
         key = self.layout, widths
         if key not in buffer.views:
@@ -175,13 +174,13 @@ class Workspace:
             layout, local = self.layout, buffer.local
             buffer.views[layout] = layout.ids(local), layout.values(local), layout.num_tokens(local)
         ids, weights, num_tokens = buffer.views[self.layout]
-        return ids, weights.detach(), num_tokens  # detached, as callers may attach autograd history to floats
+        return ids, weights.detach(), num_tokens  # a new tensor, to which callers may attach autograd history
 
     @contextlib.contextmanager
     def stream(self, in_flight: object) -> Iterator[None]:
-        """Run an exchange on the transport's stream, after all work of the stream on which it began.
+        """Run an exchange on the transport's stream, after the earlier work of the stream on which it began.
 
-        in_flight: tensors that the exchange uses, held until `join`, which waits for the transport's stream.
+        in_flight: tensors that the exchange uses, held until `join`.
         """
         arena, stream = self.arena, self.transport.stream
         arena.in_flight = in_flight
@@ -199,10 +198,7 @@ class Workspace:
             arena.done = self._done
 
     def join(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Make the current stream wait for the last exchange, if one is in flight. The host does not wait.
-
-        stream: the current stream, if known.
-        """
+        """Make the current stream wait for the last exchange if it is in flight. stream: the current one, if known."""
         arena = self.arena
         if arena.done is not None:
             stream = stream or current_stream(self._device_index)
@@ -220,7 +216,7 @@ class Workspace:
         return torch.cuda.Event()
 
     def _make_room(self) -> None:
-        """Allocate buffers that hold the layout, if needed. Then all ranks' devices are idle, see ``allocate``."""
+        """Allocate larger buffers if the layout needs them. `allocate` leaves all devices idle, so old ones may go."""
         arena, transport = self.arena, self.transport
         if arena.buffers and arena.buffers[0].local.numel() >= self.layout.nbytes:
             return
@@ -234,7 +230,7 @@ class Workspace:
                 transport.free(buffer)
 
     def _is_order_unknown(self, capture: int) -> bool:
-        """True if the device may run this exchange after another one than the last that was made.
+        """True if replays of a captured graph may come between the last exchange and this one.
 
         capture: id of the capture that this exchange is part of, 0 if none.
         """
@@ -255,7 +251,7 @@ def capture_of(stream: torch.cuda.Stream) -> int:
     """Id of the capture that the current stream is part of, 0 outside of one."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
-    # torch tells only that a capture runs. The driver tells its id.
+    # Only the driver tells the id.
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
     failed = ask(ctypes.c_void_p(stream.cuda_stream), *map(ctypes.byref, (status, number)), None, None, None)

@@ -3,10 +3,10 @@
 The launcher of an op has the op's signature and takes CUDA tensors (CPU tensors under Triton's interpreter). Its
 result equals the op's plain-torch reference bit for bit.
 
-    exchange      all launches of a workspace; tokens to slots on the ranks that need them; tables
-    combine       sums of rows, stored to the tokens' ranks, summed over ranks
+    exchange      all launches of a workspace; dispatch of tokens and of tables
+    combine       sums of rows: stored to the tokens' ranks, summed there over ranks
     signals       device functions: signals between the programs of all ranks; the barrier
     plan          slots to expert-major rows
     rows          rows by an index, sums of rows
-    all_to_all    pairs by destination rank, slots of nodes
+    all_to_all    (token, expert) pairs by destination rank, slots of nodes
 """

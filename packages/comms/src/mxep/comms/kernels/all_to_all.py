@@ -1,12 +1,11 @@
-"""Orders pairs by destination rank in two launches, without a sort. Writes and compares headers, one program each.
+"""Orders (token, expert) pairs by destination rank in two launches, without a sort; writes and compares headers.
 
-    count   a program a chunk of tokens    ids -> counts (chunks, W), invalid ids (chunks,)
-    place   the same programs              counts -> the first row to each rank of this chunk's pairs
-                                           ids, tile by tile -> position, rows, sums; token and tables of these rows
+    count   one program per chunk of tokens    ids -> counts (chunks, W), invalid ids (chunks,)
+    place   the same programs                  counts -> first row to each rank of this chunk's pairs
+                                               ids, tile by tile -> position, rows, sums, token, tables
 
 Each `place` program sums the counts of earlier chunks itself, and orders the pairs of a tile by counting in bytes, as
-in `plan.py`. A tile holds whole tokens, with K padded to a power of two. Unsent pairs fill the last rows. The row
-of an unsent pair follows from its index and the number of sent pairs before it.
+in `plan.py`. A tile holds whole tokens, with K padded to a power of two. Unsent pairs fill the last rows, in order.
 Rows are int32: W + T K and T P K stay below 2^31.
 """
 
@@ -20,19 +19,19 @@ from mxep.comms.layout import NEW
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 ANY_NEW = tl.constexpr(NEW * 4 + 1)
-"""The constant of `mxep.comms.all_to_all`."""
+"""As in `mxep.comms.all_to_all`."""
 MOST_CHUNKS = 128
 COUNT_TILE = 1024
 NODE_TILE = 2048
-"""Tokens x nodes of a tile."""
+"""Maximum tokens x nodes of a tile."""
 MOST_TOKENS = 256
-"""Maximum tokens of a tile of tokens x nodes."""
+"""Maximum tokens of a tile."""
 FLAT_TILE = 1024
 
 
 @triton.jit
 def _owner(ids, experts_per_rank, num_ranks):
-    """Rank of each id, -1 for ids without a rank; and a mask of invalid ids."""
+    """Rank of each id, -1 for -1 and invalid ids; mask of invalid ids."""
     valid = (ids >= 0) & (ids < experts_per_rank * num_ranks)
     rank = tl.where(valid, tl.maximum(ids, 0) // experts_per_rank, -1)
     return rank, (ids != -1) & (valid == 0)
@@ -113,7 +112,7 @@ def pair_place_kernel(
         position = tl.where(is_sent, row, -1)
         tl.store(position_ptr + pair, position, mask=mask)
 
-        # Number of the token's ranks below each pair's rank. Each rank counts once, at its first pair.
+        # For each pair, count the token's ranks below its rank. A rank counts once, at its first pair.
         rank, position = tl.reshape(rank, (TILE // KP, KP)), tl.reshape(position, (TILE // KP, KP))
         place_of_rank, num = tl.zeros((TILE // KP, KP), tl.int32), tl.zeros((TILE // KP,), tl.int32)
         for j in range(TOP_K):
@@ -165,7 +164,7 @@ def plan_all_to_all(
 
 @triton.jit
 def _header_bytes(rows_ptr, sizes_ptr, row_stride, size_stride, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
-    """(BLOCKS, 4) pointers to the first bytes of each block's first row, and a mask of the existing ones."""
+    """(BLOCKS, 4) pointers to the first bytes of each block's first row, and a mask of those that exist."""
     block, byte = tl.arange(0, BLOCKS), tl.arange(0, 4)[None, :]
     sizes = tl.load(sizes_ptr + block * size_stride, mask=block < blocks, other=0)
     head = tl.cumsum(sizes, 0) - sizes
@@ -223,7 +222,7 @@ def _pairs_of_nodes(
     ids_ptr, token, mask, experts_per_node, num_experts,
     TOP_K: tl.constexpr, NODES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_T, NODES) number of each token's pairs on each node, and (BLOCK_T,) number of its invalid ids."""
+    """(BLOCK_T, NODES) pairs of each token on each node, (BLOCK_T,) invalid ids of each token."""
     pairs, wrong = tl.zeros((BLOCK_T, NODES), tl.int32), tl.zeros((BLOCK_T,), tl.int32)
     for k in range(TOP_K):
         ids = tl.load(ids_ptr + token * TOP_K + k, mask=mask, other=-1)

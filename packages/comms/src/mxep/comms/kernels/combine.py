@@ -1,4 +1,4 @@
-"""Combine in one kernel: sums of each slot's rows go over the links while arrived sums are added up.
+"""Combine in one kernel: it stores sums to peers and adds up sums that have arrived.
 
     tiles of tokens, in chunks; programs draw tickets for them
         chunk c             for each rank r: sum the rows of slot (r, t), store the sum into slot (this rank, t) of r
@@ -6,11 +6,10 @@
     leaving a chunk         add the program's tiles to the chunk's counter; the last one signals the chunk to all ranks
     entering chunk c        wait for all ranks' signals of chunk c - lag
 
-So reads, links and writes are busy at once, and only `lag` chunks are left to sum after the last store. Full links do
-not serve all programs alike. With a fixed share each, all programs would wait for the slowest.
-Only running programs draw tiles, and no wait depends on a program that has not started. So any number of programs
-finishes if one runs on each rank. Two such kernels at once could block each other on different ranks, so a transport
-runs them in turn.
+So reads, links and writes are busy at once, and only `lag` chunks are left to sum after the last store. Full links
+serve some programs more slowly: with fixed shares of the tiles, all programs would wait for the slowest.
+Only running programs draw tiles, so no wait depends on a program that has not started, and one running program per rank
+is enough to finish. Two such kernels at once could deadlock across ranks, so a transport runs them one by one.
 Sums are in fp32: over the token's list in its order, then over ranks in rank order. Each sum is rounded once.
 """
 
@@ -31,7 +30,7 @@ from mxep.comms.kernels.signals import (
 from mxep.comms.layout import CHANNELS
 
 AT_ONCE = tl.constexpr(4)
-"""Rows of a slot that are loaded at once."""
+"""Rows of a slot that are loaded together."""
 ARRIVED_AT_END = tl.constexpr(2 + CHANNELS)
 TILE_COUNTER = tl.constexpr(3 + CHANNELS)
 
@@ -41,7 +40,7 @@ SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles"
 
 @triton.jit
 def owner_of(expert, experts_per_rank, W: tl.constexpr):
-    """Rank that owns an expert, -1 for an id without an owner."""
+    """Rank that owns an expert; -1 for invalid ids."""
     return tl.where((expert >= 0) & (expert < W * experts_per_rank), expert // experts_per_rank, -1).to(tl.int32)
 
 
@@ -56,8 +55,8 @@ def load_slot_rows(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K: tl
 
 @triton.jit
 def is_sent(row):
-    """True for slots that send a sum, given their rows `row` (BLOCK_T, KP). A slot with only dropped rows (-2) sends
-    zeros, because the token's rank cannot know of the drop and reads the slot."""
+    """True for slots that send a sum, given their rows `row` (BLOCK_T, KP). A slot whose rows were all dropped (-2)
+    sends zeros, because the token's rank does not know of the drop and reads the slot."""
     return (tl.min(row, 1) < -1) | (tl.max(row, 1) >= 0)
 
 
@@ -67,7 +66,7 @@ def store_sum(
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROW_ELEMENTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of slots (peer, token) into slots (rank, token) of the peer at address `base`. row: their rows."""
+    """Sum the rows `row` of slots (peer, token); store into slots (rank, token) of the peer at address `base`."""
     sent = is_sent(row)
     if tl.max(sent.to(tl.int32), 0) > 0:
         dtype: tl.constexpr = rows_ptr.dtype.element_ty
@@ -95,7 +94,7 @@ def sum_arrived(
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Sum slots (rank, token) of this rank over ranks, and gather the values of the tokens' pairs."""
+    """Sum slots (peer, token) of this rank's buffer over peers. Gather the values of the tokens' pairs."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)[None, :]
     k = tl.arange(0, KP)[None, :]
@@ -121,7 +120,7 @@ def leave_chunk(
     pointers_ptr, counters_ptr, counters_start, chunk, stored, chunk_tiles, signal, dispatch, rank,
     W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Count the tiles of a chunk that this program stored. The last program to count signals the chunk."""
+    """Add the tiles that this program stored to the chunk's counter. The last program signals the chunk."""
     if stored > 0:
         if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):
             if chunk == 0:

@@ -1,10 +1,8 @@
 """KernelExchange: exchanges by kernels that store to the peers' addresses and end with a barrier.
 
-The dispatch kernels are here, the combine kernel is in `combine.py`. A dispatch stores tokens into slots of the ranks
-that need them, and tables into all ranks. A program takes BLOCK_T tokens at a time. It loads their parts once, then
-stores to one rank after another the rows that the rank needs. Programs start with different ranks, so that all links
-are busy. The parts of a row lie side by side. Each part moves in words of WORD_i bytes, a divisor of its width and its
-offset.
+The dispatch kernels are here, the combine kernel is in `combine.py`. A program loads the parts of BLOCK_T tokens once,
+then stores to each rank the rows that it needs. Programs start with different ranks, so that all links are busy. Each
+part moves in the widest words that divide its width and its offset within the row.
 """
 
 import math
@@ -38,17 +36,17 @@ if TYPE_CHECKING:
     from mxep.comms.symmetric_memory import CudaTransport
 
 DISPATCH_TILE, COMBINE_TILE = 16384, 16384
-"""Bytes of a tile."""
+"""Bytes per tile."""
 FEW_PROGRAMS = 64
 """With at most this many programs, tiles of a dispatch are four times as large."""
 MOST_PARTS = 2
-"""Maximum parts of a row that a dispatch does not join first."""
+"""Parts of a payload that the kernel takes. If there are more, they are concatenated first."""
 TABLE_PAIRS = 1024
 DISPATCH_WARPS, COMBINE_WARPS = 16, 8
 CHUNK_BYTES = 12 << 20
-"""Minimum bytes that a chunk of a combine moves: finishing a chunk costs a trip over the link."""
+"""Minimum bytes per chunk of a combine: finishing a chunk costs a trip over the link."""
 TICKET_BYTES = 64 << 10
-"""Minimum bytes of tiles per ticket."""
+"""Bytes per ticket: it has as many tiles as fit, at least one."""
 LAG = 3
 PER_SM = 2
 """Programs of a combine per multiprocessor: one waits for its rows while the other sends."""
@@ -70,7 +68,7 @@ def load_tokens(
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WIDTH0: tl.constexpr, BLOCK0: tl.constexpr,
     WIDTH1: tl.constexpr, BLOCK1: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """(token, owner of each of its experts, parts) of a tile. Tokens past the last one have no owner."""
+    """Tokens of a tile, owners of their experts, parts. Tokens past the last one have no owner."""
     k = tl.arange(0, KP)[None, :]
     token = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = token < num_tokens
@@ -104,8 +102,8 @@ def dispatch_kernel(
     WIDTH0: tl.constexpr, BLOCK0: tl.constexpr, OFFSET1: tl.constexpr, WIDTH1: tl.constexpr, BLOCK1: tl.constexpr,
     BLOCK_T: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store token t into slot (rank, t) of each rank that needs it. part1: None if a row has one part.
-    dispatch_ptr (1,): number of the repeated dispatch, or the number that a new one sends; None: unknown."""
+    """Store token t into slot (rank, t) of each rank that needs it. part1_ptr: None if a row has one part.
+    dispatch_ptr (1,): dispatch number to send, or None."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     local_base = tl.load(pointers_ptr + rank)
@@ -177,10 +175,7 @@ def dispatch_tables_kernel(
 
 
 class KernelExchange:
-    """Exchanges of one workspace. `PlainExchange` specifies each method.
-
-    num_sms: maximum multiprocessors to use; None: the transport's. Arguments that never change are computed once.
-    """
+    """Exchanges of one workspace. `PlainExchange` specifies the methods. num_sms: as in `Workspace`."""
 
     def __init__(self, transport: "CudaTransport", layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:
         self.rank, self.state, self.arena = transport.rank, transport.state, transport.arena
@@ -191,7 +186,7 @@ class KernelExchange:
         self._sizes = {**self._ranks, "K": top_k, "KP": next_power_of_2(top_k)}
         self._clock = {"CLOCK": transport.clock}
         self._known: dict[Any, tuple[int, Any, dict[str, Any]]] = {}
-        """Computed arguments, by the values that decide them."""
+        """Cached launch arguments, by the values that decide them."""
 
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
         scalars = self.rank, self.layout.op_id("refused", tokens), self.layout.counters_start

@@ -1,22 +1,20 @@
-"""Makes the plan on the device in two launches, for any number of ranks, tokens and experts.
+"""Makes the plan on the device in two launches.
 
-    count   a program a chunk of one sender's pairs    ids -> counts (chunks, E); rows filled with -1 and 0
-    place   the same programs                          counts -> first row of each expert in this chunk
-                                                       ids, tile by tile -> rows -> row_slot, slot_rows, ...
+    count   one program per chunk of a source's pairs    ids -> counts (chunks, E); rows filled with -1 and 0
+    place   the same programs                            counts -> first row of each expert in this chunk
+                                                         ids, tile by tile -> rows -> row_slot, slot_rows, ...
 
 Each `place` program sums all counts of earlier chunks itself, which saves a scan launch. There are at most 256 chunks
-(128 with many experts) unless there are more senders. `count` fills all rows, so `place` writes only valid rows and
-padding needs no pass of its own. Rows of other ranks' experts are counted, too: program o sums the rows that rank o
-needs and those that do not fit there, so every rank knows which ranks overflow.
+(128 with many experts) unless there are more sources. `count` fills all rows, so `place` writes only valid ones.
+Program o also counts the rows that rank o needs and those that do not fit there.
 
-All programs search the levels (`plan.py`) bit by bit, and only if the groups do not fit. A source is a block of a
-table. The kernels treat each block as a table.
+If the groups do not fit, all programs search the levels (`comms/plan.py`) bit by bit. A source is a block of a table.
 
 The order of a pair among its expert's pairs in a tile, for segments of 32 pairs and four experts per word:
 
     ids            1    0    1    1    a segment of 4
     1 << 8 * id  0100 0001 0100 0100   (bytes, hexadecimal)
-    cumsum       0100 0101 0201 0301   byte `id` of it: the 1st, 1st, 2nd, 3rd of its expert in this segment
+    cumsum       0100 0101 0201 0301   byte `id`: the 1st, 1st, 2nd, 3rd pair of its expert in this segment
 
 The last cumsum holds a segment's counts, which are then summed over the tile's segments. Rows are int32: W * T_max * K
 pairs and the padding of all groups stay below 2^31.
@@ -33,15 +31,15 @@ from mxep.comms.layout import num_owners
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 SEGMENT = 32
-"""Pairs per segment. Bytes count their order, so at most 255."""
+"""Pairs per segment, at most 255 because bytes count them."""
 LEAST_EXPERTS = 32
-"""Minimum number of experts to count: a warp's histogram has one bin per lane."""
+"""Experts are padded to at least this many: a warp's histogram has one bin per lane."""
 TILE_COUNTS = 1024
 """Segments x experts of a tile: 32 words per thread of 8 warps."""
 COUNTS_AT_ONCE = 8192
 SHARES_AT_ONCE = 2048
-"""Counts read at once if groups do not fit. 8192 would take 176 registers instead of 124 for 16 ranks, so that an SM
-holds only one program."""
+"""Counts read at once if groups do not fit. For 16 ranks they take 124 registers. 8192 would take 176, so that an SM
+would hold only one program."""
 COUNT_TILE = 1024
 MOST_BINS = 512
 """Maximum experts that one pass over the ids counts."""
@@ -50,7 +48,7 @@ NUM_WARPS = 8
 
 @triton.jit
 def _live_pairs(num_tokens_ptr, source, blocks, max_tokens, TOP_K: tl.constexpr):
-    """Number of pairs in a block. It is in range whatever number of tokens the table gives."""
+    """Valid pairs of a source, clamped to its block whatever num_tokens holds."""
     tokens = tl.load(num_tokens_ptr + source // blocks)
     return tl.minimum(tl.maximum(tokens, 0) - source % blocks * max_tokens, max_tokens) * TOP_K
 
@@ -88,8 +86,8 @@ def count_kernel(
 
 @triton.jit
 def _order(local, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, EXPERTS: tl.constexpr):
-    """local: (SEGMENTS * SEGMENT,) expert ids, or -1. Returns each pair's place, from 1, among its expert's pairs in
-    its segment, and (SEGMENTS, EXPERTS) pairs of each expert in each segment."""
+    """local: (SEGMENTS * SEGMENT,) expert of each pair, or -1. Returns each pair's place, from 1, among the pairs of
+    its segment and expert, and the (SEGMENTS, EXPERTS) pairs of each expert in each segment."""
     local = tl.trans(tl.reshape(local, (SEGMENTS, SEGMENT)))
     shift = (local & 3) * 8
     mask = (local >> 2)[:, :, None] == tl.arange(0, EXPERTS // 4)[None, None, :]
@@ -139,7 +137,7 @@ def _sizes_of_sources(
     counts_ptr, counted, experts, sources, blocks, chunks_of_source,
     SOURCES: tl.constexpr, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """(SOURCES,) index of each source in rank order, and (SOURCES, EXPERTS) its pairs of each expert."""
+    """(SOURCES,) source indices in rank order, (SOURCES, EXPERTS) their pairs of each expert."""
     rank = tl.arange(0, SOURCES)
     tables = sources // blocks
     source = rank % tables * blocks + rank // tables
@@ -287,7 +285,7 @@ def make_plan(
 
 @functools.lru_cache(256)
 def _shape(num_experts: int, sources: int, pairs: int) -> tuple[int, int, int, int]:
-    """(experts counted, segments per tile, pairs per chunk, chunks per source) for `pairs` of each source.
+    """(padded experts, segments per tile, pairs per chunk, chunks per source). pairs: per source.
 
     32 experts, 4 sources of 65536 pairs: (32, 32, 1024, 64), 256 programs on the 132 SMs of an H200.
     """

@@ -1,6 +1,6 @@
-"""Rows by index: gather them, join their parts, sum the rows of each slot. Bytes move in words as wide as rows allow.
+"""Rows by index: gather them, join their parts, sum the rows of each slot.
 
-Programs past the last valid row exit at once. One launch joins rows: it stores each part into its columns.
+Bytes move in the widest words that rows allow. Programs past the last valid row exit at once.
 """
 
 import math
@@ -16,12 +16,12 @@ from mxep.runtime.launch import cdiv, launch, next_power_of_2
 TILE_BYTES = 16384
 NUM_WARPS = 8
 SPREAD = 256
-"""Minimum number of programs that share a sum of slots, if there are enough slots."""
+"""Minimum number of programs of a sum of slots, if there are enough slots."""
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def tokens_per_tile(most: int, tokens: int, programs: int) -> int:
-    """Largest power of two that is at most `most` and gives every program a tile; at least 1."""
+    """Largest power of two up to `most` that leaves each program a full tile; at least 1."""
     count = 1
     while 2 * count <= most and tokens >= 2 * count * programs:
         count *= 2
@@ -75,8 +75,10 @@ def _join_part(
     part_ptr, out_ptr, source, index, row, rows, part_stride, out_stride, number_ptr, step,
     START: tl.constexpr, WORD: tl.constexpr, WIDTH: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows `source` of a part to its columns of the joined rows, from byte START on: WIDTH words of WORD bytes,
-    then zeros up to word END."""
+    """Copy rows `source` of a part, WIDTH words of WORD bytes, to the joined rows, then zeros up to word END.
+
+    START: byte of a joined row where the part begins. index: indices of the joined rows; negative rows get the header.
+    """
     column = tl.arange(0, BLOCK)[None, :]
     offs = tl.maximum(source, 0).to(tl.int64)[:, None] * part_stride + column
     x = tl.load(part_ptr + offs, mask=(source >= 0)[:, None] & (column < WIDTH), other=0)
@@ -148,7 +150,7 @@ def join_rows(
 
 @triton.jit
 def add_rows(acc, rows_ptr, row, D: tl.constexpr, BLOCK: tl.constexpr):
-    """acc (BLOCK_T, BLOCK) plus rows `row` (BLOCK_T,). Negative rows add nothing."""
+    """acc (BLOCK_T, BLOCK) plus rows `row` (BLOCK_T,); negative ones add nothing."""
     column = tl.arange(0, BLOCK)[None, :]
     offs = tl.maximum(row, 0).to(tl.int64)[:, None] * D + column
     return acc + tl.load(rows_ptr + offs, mask=(row >= 0)[:, None] & (column < D), other=0.0).to(tl.float32)

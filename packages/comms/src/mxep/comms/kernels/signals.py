@@ -1,28 +1,27 @@
 """Device functions for signals between the programs of all ranks. Stores before a signal are visible after its wait.
 
-    signal          epoch << 32 | op id    epoch: number of exchanges of this buffer's tables, or rows; the same on all
-                                           ranks. op id: from `layout.op_id`; peers must have the same
+    signal          epoch << 32 | op id    epoch: number of exchanges of tables, or of rows, in this buffer
+                                           op id: `Layout.op_id`. Both must be equal on all ranks
     next_ticket     draws a program's next tiles from the tile counter
     arrive          adds a program's finished work, after its stores; true for the last program
     signal_peers    stores the signal into (channel, this rank) of every rank's signal pad
     wait_for_peers  waits until each (channel, peer) of this rank's signal pad holds the epoch
 
 Memory order. A program's threads store, then meet at a CTA barrier. One of them adds to the counter, acquire-release at
-system scope. By causality, the program that finds the counter full has all programs' stores before it. It signals with
-a release at system scope. The waiting rank reads the signal with an acquire at system scope, and its other threads
-follow over a CTA barrier. Later kernels of the stream see all of it, as they see any kernel's stores. A signal has one
-writer and only grows, by 2^32 at a time until it wraps around. The sign of a difference tells if it has arrived.
+system scope. So all programs' stores happen before the program that finds the counter full. It signals with a release
+at system scope. The waiting rank reads the signal with an acquire at system scope, and its other threads follow over a
+CTA barrier. Later kernels of its stream see all of these stores. A signal has one writer and grows by 2^32 per exchange
+until it wraps around, so waits look at the sign of a difference.
 
 Time limit. A wait reads the GPU's clock, in ns (the interpreter counts polls). If time is up or a peer's op id differs,
-the first program to notice writes a fault record and goes on. The host reads the record without a sync (`FaultRecord`
-of `symmetric_memory.py`). Later waits end at once. So streams never hang, and the host raises.
-State: (4,) int64 on the device: failed flag, limit in ns, address of the fault record, number of dispatches. The last
-program of a table exchange numbers the dispatch on the device, because a graph of it may be replayed.
+the first program to notice writes a fault record, which the host reads without a sync (`FaultRecord` of
+`symmetric_memory.py`). That program goes on and later waits end at once, so no stream hangs, and the host raises.
+State: (4,) int64 on the device: failed flag, limit in ns, address of the fault record, number of dispatches. The device
+counts dispatches, because a captured dispatch may be replayed.
 
 Dispatches. Op ids tell a combine from a dispatch, but not one dispatch from another. So a rank stores the number of its
 plan's dispatch into every rank's `dispatches` before its first signal of rows. The program that has waited for all
-signals compares the numbers. A new dispatch has no number until its tables are exchanged, so it sends the number of
-its layer (`new_dispatch` of `layout.py`).
+signals compares the numbers. A new dispatch gets its number only with its tables, so it sends `layout.new_dispatch`.
 """
 
 import triton
@@ -37,18 +36,18 @@ DISPATCHES = tl.constexpr(NUM_COUNTERS)
 """Index of the first dispatch number, counted from the first counter."""
 ANY_NEW = tl.constexpr(NEW)
 POLL_NS = tl.constexpr(20_000)
-"""ns that one poll counts under the interpreter."""
+"""Time limit that one poll uses up under the interpreter, in ns."""
 
 
 @triton.jit
 def next_signal(counters_ptr, counter: tl.constexpr, op_id):
-    """Signal of the exchange that begins. Its epoch is one more than the counter."""
+    """Signal of the exchange that begins: its epoch is counter + 1."""
     return ((tl.load(counters_ptr + counter) + 1) << 32) | op_id
 
 
 @triton.jit
 def arrive(counter_ptr, share, count):
-    """Add this program's `share` to the counter. True if that makes `count`; the counter is then reset to 0."""
+    """Add `share` to the counter, after all threads' stores. If it reaches `count`, reset it to 0 and return True."""
     tl.debug_barrier()
     full = tl.atomic_add(counter_ptr, tl.zeros((), tl.int64) + share, sem="acq_rel", scope="sys") + share == count
     if full:
@@ -58,7 +57,7 @@ def arrive(counter_ptr, share, count):
 
 @triton.jit
 def next_ticket(counters_ptr, counter: tl.constexpr):
-    """Draw the next tiles of a kernel's work. Programs with slow links draw fewer."""
+    """Draw the number of the next tiles to work on. Programs with slow links draw fewer."""
     return tl.atomic_add(counters_ptr + counter, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
 
 
@@ -72,7 +71,7 @@ def signal_peers(pointers_ptr, channel, signal, rank, W: tl.constexpr, WP: tl.co
 
 @triton.jit
 def record_fault(state_ptr, channel, signal, seen, peer, mask):
-    """Write the fault record that the host reads, if there is none yet."""
+    """Write the fault record, unless there is one."""
     if tl.atomic_cas(state_ptr, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
         fault_ptr = tl.load(state_ptr + 2).to(tl.pointer_type(tl.int64))
         tl.store(fault_ptr + 1, tl.zeros((), tl.int64) + channel)
@@ -86,7 +85,7 @@ def record_fault(state_ptr, channel, signal, seen, peer, mask):
 
 @triton.jit
 def load_dispatch(dispatch_ptr):
-    """The dispatch number of a plan, or 0."""
+    """Dispatch number of a plan, 0 without one."""
     number = tl.zeros((), tl.int64)
     if dispatch_ptr is not None:
         number += tl.load(dispatch_ptr)
@@ -126,7 +125,7 @@ def wait_for_peers(local_base, channel, signal, state_ptr, W: tl.constexpr, WP: 
     peer = tl.arange(0, WP)
     mask = peer < W
     ptrs = (local_base + channel * W * 8).to(tl.pointer_type(tl.int64)) + peer
-    # Compare differences, because epochs wrap around: a week of decoding may take an int32's worth of exchanges.
+    # Compare differences, because epochs wrap around: a week of decoding may take 2^31 exchanges.
     least = (signal >> 32) << 32
     seen = tl.load(ptrs, mask=mask, other=signal, volatile=True)
     if tl.min(seen - least, 0) < 0:
@@ -178,7 +177,7 @@ def refuse_kernel(pointers_ptr, rank, op_id, counters_start, W: tl.constexpr, WP
 
 @triton.jit(do_not_specialize=["counters_start", "op_id"])
 def compare_kernel(buffer_ptr, dispatch_ptr, state_ptr, counters_start, op_id, W: tl.constexpr, WP: tl.constexpr):
-    """Compare the dispatch numbers that arrived by puts."""
+    """`compare_dispatches`, for dispatch numbers that arrived by puts."""
     counters_ptr = (buffer_ptr.to(tl.int64) + counters_start).to(tl.pointer_type(tl.int64))
     signal = tl.zeros((), tl.int64) + op_id
     compare_dispatches(counters_ptr, load_dispatch(dispatch_ptr), signal, state_ptr, W, WP)
@@ -187,7 +186,7 @@ def compare_kernel(buffer_ptr, dispatch_ptr, state_ptr, counters_start, op_id, W
 def compare(
     buffer: Tensor, number: Tensor | None, state: Tensor, counters_start: int, op_id: int, world_size: int
 ) -> None:
-    """After `meet`: compare the peers' dispatch numbers, which they put into a buffer, with this rank's."""
+    """Compare the dispatch numbers that peers put into ``buffer`` with this rank's. Call it after `meet`."""
     ranks = {"W": world_size, "WP": next_power_of_2(world_size)}
     launch(compare_kernel, (1,), buffer, number, state, counters_start, op_id, **ranks, num_warps=1)
 

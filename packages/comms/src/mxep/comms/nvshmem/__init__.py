@@ -1,7 +1,4 @@
-"""Exchanges over NVSHMEM, by puts to processes instead of stores to addresses. Only the package itself imports it.
-
-It has run between the GPUs of one host. Between hosts it never ran: unproven.
-"""
+"""Exchanges over NVSHMEM, by puts to processes instead of stores to addresses. Only the package itself imports it."""
 
 from .transport import NvshmemTransport, StagedBuffer
 

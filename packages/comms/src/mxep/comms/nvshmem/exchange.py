@@ -1,29 +1,27 @@
 """PutExchange: exchanges by puts to PEs instead of stores to addresses.
 
-    stage     outgoing rows, side by side in the buffer's staging area
-    put       row i of it -> each of its destinations; only bytes [0, n) of a row travel, in order
-    meet      all puts of this rank have landed; signal; wait for all signals (`kernels/signals.py`)
-    compare   the dispatch numbers that came along with rows
+    stage     write outgoing rows into the buffer's staging area
+    put       send bytes [0, n) of each staged row to each of its destinations
+    meet      wait until this rank's puts have landed; signal; wait for all signals (`kernels/signals.py`)
+    compare   compare the dispatch numbers that came with the rows
 
     step               staged                                       destinations of a row
     dispatch_tables    this rank's entry of its own tables          (W,)  the same entry on every other rank
     dispatch           token t                                      (W,)  slot (this rank, t) of ranks that need it
     combine            sum of slot (r, t); values of rank r         (1,)  slot and entry (this rank, t) of rank r
 
-An exchange stages rows only after `meet` of the previous exchange on that buffer: the old puts have landed by then.
+An exchange stages rows only after `meet` of the previous exchange on that buffer, when the old puts have landed.
 
-put_kernel and meet_kernel call NVSHMEM. Each kernel links NVSHMEM's device library, which takes some 10 s, and NVSHMEM
-initialises each loaded module. So there are only two, with run-time sizes and unspecialized arguments. They are
-compiled once, when a transport opens. An exchange compiles nothing, so it may be captured at once.
+put_kernel and meet_kernel call NVSHMEM. Each links NVSHMEM's device library, which takes some 10 s, and NVSHMEM
+initialises each loaded module. So there are only these two, with run-time sizes and unspecialized arguments. They are
+compiled when a transport opens. An exchange compiles nothing, so it may be captured at once.
 
-Functions are declared with C's widths: int64 for addresses, sizes and signals, int32 for PEs and operations. All
-threads of a block make a block put together. Each thread calls the other functions by itself, so `meet_kernel` is one
-warp and only sets signals.
+NVSHMEM's functions take int64 addresses, sizes and signals, int32 PEs and operations. All threads of a block make a
+block put together. Each thread calls the other functions by itself, so `meet_kernel` is one warp and only sets signals.
 
-Memory order. Kernels before `meet_kernel` in its stream issue the puts of an exchange. `quiet` completes them all and
-orders them before the signals. Between GPUs of one host it is a fence at system scope, which the peer's acquire needs.
-Over a network it waits for the network. `uint64_test` is NVSHMEM's acquire of data that a signal announced over a
-network.
+Memory order. `quiet` completes the puts of earlier kernels of the stream and orders them before the signals. Between
+GPUs of one host it is a fence at system scope, over a network it waits for the network. `uint64_test` is NVSHMEM's
+acquire of data that a signal announced over a network.
 """
 
 import contextlib
@@ -52,16 +50,16 @@ SIGNAL_SET = tl.constexpr(9)
 CMP_GE = tl.constexpr(5)
 PE_BITS = tl.constexpr(PE_SHIFT)
 PIECE = tl.constexpr(16384)
-"""Maximum bytes of one put. Longer rows are cut, so that many programs share them."""
+"""Maximum bytes of one put. Programs share longer rows."""
 PUT_WARPS = 16
 TILE_ELEMENTS = 8192
 PROGRAMS = 264
-"""Minimum number of programs before a tile of sums takes more than one row."""
+"""Tiles of sums take more than one row if at least this many programs remain."""
 NUM_WARPS = 8
 
 
 def _declare(symbol: str, *types: str) -> Any:
-    """Declare a device function of NVSHMEM's library. Its result, if any, is ignored."""
+    """Declare a device function of NVSHMEM's library, ignoring its result."""
     op_id = {tuple(core.dtype(name) for name in types): (symbol, core.dtype("int32"))}
 
     @core.extern
@@ -82,7 +80,7 @@ MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "op_id", "channel", "ran
 
 @triton.jit(do_not_specialize=PUT_ARGUMENTS)
 def put_kernel(source_ptr, buffer_ptr, destinations_ptr, stride, rows, nbytes, per_row, groups):
-    """Put row i of source, nbytes each, to destinations (i, j). A destination is a PE and a byte of its buffer."""
+    """Put row i of source, of nbytes, to each destination (i, j): PE and byte as in `PE_SHIFT`."""
     pieces = tl.cdiv(nbytes, PIECE)
     for job in range(tl.program_id(0), rows * per_row * pieces, tl.num_programs(0)):
         pair = job // pieces
@@ -129,7 +127,7 @@ def compile_meet(library: str, world_size: int) -> Any:
 
 
 _RAW, _INTS, _LONGS = (torch.empty(16, dtype=of, device="cpu") for of in (torch.uint8, torch.int32, torch.int64))
-"""Tensors of the dtypes that the kernels are compiled for."""
+"""Arguments that tell dtypes to the compiler."""
 
 
 def _compile(kernel: Any, library: str, num_warps: int, *args: Any) -> Any:
@@ -167,7 +165,7 @@ def stage_sums_kernel(
     ROW_BYTES: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Write slot (r, t)'s sum and row values to slot (r, t) of the staging, its destination to `destinations`."""
+    """Write the sum and row values of slot (r, t) to slot (r, t) of the staging, its destination to `destinations`."""
     peer = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row = load_slot_rows(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K, KP)
@@ -185,7 +183,7 @@ def sum_arrived_kernel(
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Sum slots (r, t) of a buffer over ranks r that own an expert of t. Gather the values of the token's pairs."""
+    """Sum slots (r, t) of the buffer over the ranks r that own an expert of t. Gather the values of t's pairs."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sum_arrived(
         out_ptr, values_ptr, ids_ptr, token, token < num_tokens, buffer_ptr.to(tl.int64), max_tokens,
@@ -198,8 +196,8 @@ def stage_sums(
 ) -> Tensor:
     """Write all slots' sums and row values to their slots in ``staging``, uint8, laid out as a buffer.
 
-    homes: (W,) int64, destination of slot (this rank, 0) on each rank. Result: (S,) int64 destination of each slot. It
-    is -1 for slots without a token for this rank; their sums and values are not written.
+    homes: (W,) int64, destination of slot (this rank, 0) on each rank. Result: (S,) int64 destination of each slot; -1
+    for slots without rows here, of which nothing is written.
     """
     dim = rows.shape[1]
     row_values = None if row_values is None else row_values.contiguous()
@@ -285,10 +283,10 @@ class PutExchange:
         first_slot = bases + layout.rows_start + self.rank * layout.max_tokens * layout.row_bytes
         destinations = stage_sums(rows, row_values, plan, layout, first_slot, staging)
         sums = layout.rows(staging)[: layout.num_slots, : round_up(width, ALIGNMENT)]
-        # In turns: otherwise all ranks would begin with the slots of the first rank.
+        # In groups: otherwise all ranks would begin with the slots of the first rank.
         self.transport.put(buffer, sums, destinations[:, None], self.num_sms, groups=layout.world_size)
         if row_values is not None:
-            # Whole entries: receivers read only the slots that were sent.
+            # All values of a rank: receivers read only those of slots that were sent.
             source = layout.values(staging).view(layout.world_size, -1).view(torch.uint8)
             entry = layout.values_start + self.rank * source.shape[1]
             self.transport.put(buffer, source, (bases + entry)[:, None], self.num_sms)
@@ -296,7 +294,7 @@ class PutExchange:
         sum_arrived_slots(layout, buffer.local, expert_ids, self.experts_per_rank, out, values)
 
     def _meet_with_rows(self, buffer: "StagedBuffer", step: str, width: int, number: Tensor | None) -> None:
-        """Send the dispatch number, meet and compare. number: the dispatch that the rows belong to."""
+        """Send the dispatch number of the rows, meet and compare."""
         layout, word = self.layout, self.layout.dispatches(buffer.staging)[:1]
         if number is None:
             word.zero_()
@@ -313,7 +311,7 @@ class PutExchange:
         self.transport.meet(buffer, channel, self.layout.op_id(step, number), self.layout.counters_start)
 
     def _stage(self, buffer: "StagedBuffer", payload: Sequence[Tensor]) -> Tensor:
-        """Copy parts (T, n_i) side by side into the staging -> (T, n), with n rounded up to 16 bytes."""
+        """Concatenate parts (T, n_i) in the staging -> (T, n), n rounded up to 16 bytes."""
         staged = self.layout.rows(buffer.staging)[: len(payload[0]), : round_up(width_of(payload), ALIGNMENT)]
         offset = 0
         for part in payload:

@@ -2,9 +2,9 @@
 
 Meant for ranks on several hosts. It has run between the GPUs of one host; between hosts it never ran: unproven.
 
-torch starts NVSHMEM with the first allocation and names its processes (PEs) by their ranks in the default group, all of
-which must take part. Rendezvous is not used, because no rank needs another's address. Multicast stays off. Memory is
-kept until the process ends, even after a transport is closed: freeing it is collective and would wait for lost peers.
+torch starts NVSHMEM with the first allocation. NVSHMEM's processes (PEs) are the ranks of the default group, and all of
+them must take part. There is no rendezvous, because no rank needs another's address. Multicast stays off. Memory is
+kept until the process ends: freeing it is collective and would wait for lost peers.
 
 A process has one backend of symmetric memory for life, so NvshmemTransport excludes SymmetricMemoryTransport.
 """
@@ -32,38 +32,38 @@ from mxep.comms.layout import ALIGNMENT, PE_SHIFT, Layout, round_up
 from mxep.comms.symmetric_memory import CudaTransport
 from mxep.comms.transport import SymmetricBuffer, check_agreement, gather_objects, signal_pad_bytes
 
-# Ids of allocations that torch never frees. They belong to the process, like NVSHMEM itself.
+# Ids that keep torch from freeing the allocations. A global, because they must be unique in the process.
 _ALLOCATION = itertools.count(0x6D78_6570)
 
 
 @dataclass(frozen=True, eq=False)
 class StagedBuffer(SymmetricBuffer):
-    """A buffer that peers put into, with staging for this rank's puts. Other ranks' ``peers`` may be empty tensors.
+    """A buffer that peers put into. ``peers`` of other ranks are empty tensors.
 
     Attributes:
-        staging: uint8 (nbytes,) symmetric memory with the buffer's layout. No peer touches it.
+        staging: uint8 (nbytes,) with the buffer's layout, the source of this rank's puts.
     """
 
     staging: Tensor = field(kw_only=True)
 
 
 class NvshmemTransport(CudaTransport):
-    """A :class:`Transport` for CUDA tensors, one rank a GPU.
+    """A :class:`Transport` for CUDA tensors, one rank per GPU.
 
     Every buffer has a staging area of the same size: twice the memory of SymmetricMemoryTransport. The first transport
-    in a process compiles two kernels. Each takes some 10 s if Triton's cache does not have it.
+    in a process compiles two kernels, some 10 s each if Triton's cache does not have them.
 
     Args:
         group: all ranks of the default group; None is the default group.
         device: this rank's device; None is the current one.
-        timeout: seconds that a barrier waits for a peer, as in SymmetricMemoryTransport. Opening and allocating wait
-            for all ranks up to the process group's timeout.
+        timeout: seconds that a barrier waits for a peer, as in SymmetricMemoryTransport. The constructor and `allocate`
+            wait for all ranks up to the process group's timeout.
 
     Attributes:
         bases: (W,) int64 on the device, each rank's PE << PE_SHIFT.
 
-    Collective. Raises RuntimeError on every rank if one has no CUDA, no process group, no NVSHMEM or no device library
-    of its version, or has used symmetric memory otherwise. Raises ValueError for a group of only some ranks.
+    Collective. Raises RuntimeError on every rank if one has no CUDA, no process group, no NVSHMEM, no device library of
+    its version, or another backend of symmetric memory in use. Raises ValueError if the group lacks ranks.
     """
 
     access = "puts"
@@ -86,7 +86,7 @@ class NvshmemTransport(CudaTransport):
             self._prepare()
         except Exception as error:
             failure = error
-        # Share failures before the first allocation, which would wait forever for a rank that raised.
+        # Before the first allocation, which would wait forever for a rank that raised.
         for rank, message in enumerate(gather_objects(None if failure is None else str(failure), group)):
             if message is not None:
                 raise RuntimeError(f"NvshmemTransport: rank {rank}: {message}") from failure
@@ -105,7 +105,7 @@ class NvshmemTransport(CudaTransport):
         local, staging = block[:nbytes], block[padded:][:nbytes]
         self._agree()
         peers = [local if rank == self.rank else local.new_empty(0) for rank in range(self.world_size)]
-        # The local address names the same byte on every PE.
+        # NVSHMEM takes local addresses for all PEs.
         pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
         return StagedBuffer(self.rank, peers, pointers, staging=staging)
 
@@ -125,10 +125,10 @@ class NvshmemTransport(CudaTransport):
     ) -> None:
         """Put row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64.
 
-        groups: number of runs of consecutive rows, equally long. Puts take from the runs in turn.
+        groups: number of equal runs of consecutive rows. Puts take one row of each run in turn.
         """
         programs = min(num_sms or self.max_sms, self.max_sms)
-        # Program i makes puts i, i + programs, ...: they should not all go to one rank.
+        # Program i makes puts i, i + programs, ...: without a common divisor they go to all ranks in turn.
         while math.gcd(programs, max(destinations.shape[1], groups)) > 1:
             programs -= 1
         self._kernels.put(self._put_kernel, programs, source, buffer.local, destinations, groups)
@@ -142,7 +142,7 @@ class NvshmemTransport(CudaTransport):
         self._kernels.meet(self._meet_kernel, buffer, self.pes, self.state, *numbers)
 
     def _prepare(self) -> None:
-        """Do the set-up that can fail on one rank alone. It waits for no other rank."""
+        """Do the set-up that may fail on one rank alone."""
         from . import exchange
 
         self._kernels, library = exchange, device_library()
@@ -164,7 +164,7 @@ class NvshmemTransport(CudaTransport):
         return block
 
     def _agree(self) -> None:
-        """Wait until all ranks have zeroed the last block. Check that its offset in the heap is the same on each."""
+        """Wait until all ranks have zeroed the last block. Check that it has the same offset in the heap on each."""
         check_agreement("allocate", {"offset in the heap": self._last - self._signal_pad.data_ptr()}, self.group)
 
 
@@ -208,8 +208,10 @@ def device_library() -> str:
 
 
 def _library_of_architecture() -> str | None:
-    """Path of the newest device library that this device can run. Without a device, the one for Hopper. NVSHMEM 3.7 has
-    one library per architecture, and torch 2.15 looks for these but does not find them."""
+    """Path of the newest device library that this device can run; without a device, Hopper's.
+
+    NVSHMEM 3.7 has one library per architecture. torch 2.15 looks for them but does not find them.
+    """
     folder = Path(sysconfig.get_path("purelib"), "nvidia", "nvshmem", "lib")
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     found = {int(path.stem.rpartition("_")[2]): str(path) for path in folder.glob("libnvshmem_device_sm_*.bc")}
@@ -217,7 +219,7 @@ def _library_of_architecture() -> str | None:
 
 
 def device_version(ptx: str) -> str | None:
-    """Version of the library that was linked into a kernel, from numbers that NVSHMEM compares."""
+    """Version of the device library that was linked into a kernel; None if unknown."""
     found = re.search(r"nvshmemi_device_lib_version_d\[12\] = \{([\d, ]+)\}", ptx)
     if found is None:
         return None
@@ -235,7 +237,7 @@ def host_version() -> str | None:
 
 
 def check_versions(device: str | None, host: str | None, library: str) -> None:
-    """Raise RuntimeError if the device library has another version than the host library: NVSHMEM refuses it."""
+    """Raise RuntimeError if the libraries' versions differ: NVSHMEM would refuse them."""
     if device is not None and host is not None and device != host:
         raise RuntimeError(
             f"got NVSHMEM's device library {device} ({library}), wanted {host} as the host library that torch loaded; "
@@ -245,7 +247,7 @@ def check_versions(device: str | None, host: str | None, library: str) -> None:
 
 @functools.cache
 def init_nvshmem_state(kernel: object) -> None:
-    """Let NVSHMEM fill in its state in the kernel's module, once per kernel. Without it the kernel reads garbage."""
+    """Let NVSHMEM initialise its state in the kernel's module. Without it the kernel reads garbage."""
     from torch._C._distributed_c10d import _nvshmemx_cumodule_init
 
     kernel._init_handles()  # type: ignore[attr-defined]
@@ -253,7 +255,7 @@ def init_nvshmem_state(kernel: object) -> None:
 
 
 def _what_to_install() -> str:
-    """Command that installs the library this torch asks for."""
+    """Command that installs the NVSHMEM that this torch asks for."""
     cuda = (torch.version.cuda or "13").split(".")[0]
     listed = [r.split(";")[0].strip() for r in importlib.metadata.requires("torch") or [] if "nvidia-nvshmem" in r]
     wanted = f" (torch asks for {listed[0]})" if listed else ""
