@@ -1,4 +1,4 @@
-"""SwiGLU and its clamped relatives: one activation with parameters, its elementwise reference, and a portable sigmoid.
+"""SwiGLU and its clamped variants: one activation with parameters, its elementwise reference, and a portable sigmoid.
 
                                  alpha   limit   shift   interleaved
 Qwen3-MoE, Mixtral, DeepSeek-V3  1       None    0       no             silu(gate) * up
@@ -10,28 +10,26 @@ s = sigmoid(alpha * gate')                glu = gate' * s
 h = glu * up'                             d_up = d_h * glu                                          0 where clamped
                                           d_gate = d_h * up' * s * (1 + alpha * gate' * (1 - s))    0 where clamped
 
-The sigmoid has the same bits on every device. Libraries' exponentials differ by device, by vector lane and by version,
-so values quantized after one could differ in a byte. This one uses fp32 multiplication and addition, each separate and
-correctly rounded, and integer arithmetic on the bits of fp32. A kernel equals it bit for bit if it does the same
-operations in the same order and contracts no multiply and add into an FMA. The result depends only on the element, not
-on its position, the length of the tensor or its strides. Subnormals arise only where they vanish in a sum, so a device
-that flushes them gets the same bits.
+The sigmoid has the same bits on every device. Exponentials of libraries differ by device, vector lane and version, so
+values quantized after one could differ in a byte. This sigmoid consists of fp32 multiplications and additions, each
+rounded by itself, and integer arithmetic on the bits of fp32. A kernel equals it bit for bit if it does the same
+operations in the same order, without FMAs. Subnormals arise only where they vanish in a sum, so a device that flushes
+them gets the same bits.
 
     t = -log2(e) / 4 * clamp(x, -86, 86)            exp(-x) = 2^(4t)
     u = t + ROUND                                   t to the nearest n / 4, ties to even; n is in the last bits of u
     f = t - (u - ROUND)                             exact, |f| <= 1/8: exp(-x) = 2^n * 2^(4f)
     p, q = (f^2 + C0) + C1 * f, (f^2 + C0) - C1 * f         2^(4f) = p / q * (1 +- 4.4e-7), minimax
     p = p * 2^n                                     exp(-x) = p / q; the last bits of u are added to p's exponent
-    r = 1 / (p + q)                                 by hand, below
+    r = 1 / (p + q)                                 by `reciprocal`
     sigmoid(x), sigmoid(-x) = q * r, p * r
 
-The reciprocal of d begins with MAGIC minus d, both as integers, off by 5% at most. Two of Newton's steps follow, of
-third and second order: r * (3 - t * (3 - t)) with t = d * r, then r * (2 - d * r). They leave 1.4 * 2^-23. Everything
-is 21 instructions for one result, without a branch. An IEEE division alone is two thirds of that on a GPU, with
-branches.
+The reciprocal of d starts from MAGIC - d, both as integers, which is off by at most 5%. Two Newton steps of third and
+second order follow: r * (3 - t * (3 - t)) with t = d * r, then r * (2 - d * r). The error is 1.4 * 2^-23. A sigmoid
+takes 21 instructions without a branch. An IEEE division alone takes two thirds of that on a GPU, with branches.
 
-Relative error of either result, in 2^-23: at most 6 for |x| <= 1, 10 for |x| <= 8. Then the rounding of t shows: 14 at
-20, 38 at 86. Beyond 86, infinities included, the value is that of 86: 1, or 4.5e-38 instead of less. NaN stays NaN.
+Relative error of either result, in 2^-23: at most 6 for |x| <= 1, 10 for |x| <= 8, 14 at 20, 38 at 86, from the
+rounding of t. Beyond 86 the value is that of 86: 1, or 4.5e-38. NaN stays NaN.
 """
 
 import math
@@ -43,7 +41,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 86.0
-"""Bound of |x|, so that exp(x), its inverse and all between are normal fp32 numbers."""
+"""Bound of |x| that keeps exp(x), exp(-x) and all intermediate values normal fp32 numbers."""
 
 SCALE = -0.25 / math.log(2)
 ROUND = 1.5 * 2.0**21
@@ -52,8 +50,8 @@ MAGIC = 0x7EF32000
 
 
 def sigmoid_pair(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(sigmoid(x), sigmoid(-x)) of x fp32, any shape. The second is 1 minus the first, but as accurate."""
-    # In place if that is free: the same operations take half the time of fresh tensors on a CPU.
+    """(sigmoid(x), sigmoid(-x)) of x fp32, any shape. Both are equally accurate, unlike 1 - sigmoid(x)."""
+    # In-place operations take half the time on a CPU.
     t = x.clamp(-LIMIT, LIMIT).mul_(SCALE)
     u = t + ROUND
     f = t.sub_(u - ROUND)
@@ -76,12 +74,12 @@ def reciprocal(d: Tensor) -> Tensor:
 class SwiGLU:
     """(clamp(up, -limit, limit) + shift) * g * sigmoid(alpha * g), with g = min(gate, limit). Plain SwiGLU by default.
 
-    A gradient is zero if its input was beyond limit. At limit it passes, as in torch's clamp before 2.15.
+    The gradient is zero where limit clamps. It passes at limit itself, as in torch's clamp before 2.15.
     Raises ValueError for an alpha or a limit that is not positive and finite.
 
     Attributes:
-        limit: None: nothing is clamped.
-        interleaved: columns are gate, up, gate, up, ... By default all of gate come first, then all of up.
+        limit: None for no clamping.
+        interleaved: columns are gate, up, gate, up, ... instead of all of gate, then all of up.
     """
 
     alpha: float = 1.0
@@ -96,14 +94,14 @@ class SwiGLU:
 
     @property
     def packed(self) -> list[float] | None:
-        """All fields as numbers, the form that ops take; None for plain SwiGLU."""
+        """All fields as numbers, as ops take them; None for plain SwiGLU."""
         if self == PLAIN:
             return None
         return [self.alpha, math.inf if self.limit is None else self.limit, self.shift, float(self.interleaved)]
 
     @staticmethod
     def unpacked(packed: Sequence[float] | None) -> "SwiGLU":
-        """Rebuild it from the form that ops take."""
+        """The inverse of `packed`."""
         if packed is None:
             return PLAIN
         alpha, limit, shift, interleaved = packed
@@ -119,17 +117,17 @@ class SwiGLU:
         return torch.stack((gate, up), 2).flatten(1) if self.interleaved else torch.cat((gate, up), 1)
 
     def glu(self, gate: Tensor, up: Tensor) -> "Glu":
-        """Compute `Glu` of gate and up (R, F) fp32. Each operation is rounded by itself, as in the kernel."""
+        """`Glu` of gate and up (R, F) fp32."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         x = gate * self.alpha if self.alpha != 1.0 else gate
         s, one_minus_s = sigmoid_pair(x)
-        # Once s has stopped falling, gate stops, too, so that a gate of -inf makes h as good as 0.
+        # Clamp gate where the sigmoid is clamped: -inf * s would be -inf, but silu there is almost 0.
         glu = gate.clamp(min=-LIMIT / self.alpha).mul_(s)
         return Glu(glu, up + self.shift if self.shift else up, x, s, one_minus_s)
 
     def unclamped(self, d: Tensor, x: Tensor, *, both: bool) -> Tensor:
-        """Turn the gradient d of a clamped x into that of x. x is gate, or up with `both`."""
+        """Gradient of x, given that of x clamped, d. x: gate, or up with `both`."""
         if self.limit is None:
             return d
         return d.masked_fill((x.abs() if both else x) > self.limit, 0.0)

@@ -1,12 +1,12 @@
-"""Block FP8: E4M3 weights with one scale for each block of rows x columns, as DeepSeek-V3 and Qwen3-FP8 ship them.
+"""Block FP8: E4M3 weights with one scale per block of rows x columns, as DeepSeek-V3 and Qwen3-FP8 ship them.
 
     qdata   (..., N, K)                          float8_e4m3fn
     scale   (..., ceil(N/rows), ceil(K/columns)) fp32, bf16, fp16 or e8m0;  a value is qdata * scale
 
 Checkpoints call the scale `weight_scale_inv`, but it multiplies. Blocks at the edges are cut: 576 rows in blocks of 128
-are five blocks, the last one 64 rows high. Row-scaled FP8 is the case (1, K), one scale for everything the case (N, K).
+are five blocks, the last one 64 rows high. Blocks (1, K) are row-scaled FP8, (N, K) is one scale per matrix.
 
-Plain torch on any device. Power-of-two scales fold exactly if their range allows it: `to_mxfp8`, `fold`.
+Plain torch on any device. `to_mxfp8` and `fold` take power-of-two scales.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,7 @@ _ONE = 127
 class BlockFP8:
     """A weight in block FP8, (..., N, K), with any leading axes, such as (E, N, K) for E experts.
 
-    qdata: (..., N, K) float8_e4m3fn.
-    scale: (..., ceil(N/rows), ceil(K/columns)) fp32, bf16, fp16 or float8_e8m0fnu.
-    block_size: (rows, columns) of elements per scale; (128, 128) for DeepSeek-V3, (1, K) for row-scaled FP8.
-
+    qdata, scale: see the module's docstring. block_size: (rows, columns) per scale.
     Raises ValueError for other dtypes and for a scale of another shape or device.
     """
 
@@ -63,10 +60,8 @@ class BlockFP8:
         return self.qdata.shape
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The values, (..., N, K) contiguous: the fp32 product qdata * scale, rounded once to `dtype`.
-
-        dtype: bf16, fp32 or fp16. Raises ValueError for others.
-        """
+        """The values, (..., N, K) contiguous: the fp32 product qdata * scale, rounded once to `dtype`, bf16, fp32 or
+        fp16. Raises ValueError for other dtypes."""
         if dtype not in VALUE_DTYPES:
             raise ValueError(f"dequantize: expected dtype {VALUE_DTYPES}, got {dtype}")
         n, k = self.shape[-2:]
@@ -75,7 +70,7 @@ class BlockFP8:
 
     @property
     def mT(self) -> "BlockFP8":
-        """The transposed matrices (..., K, N): views."""
+        """The transposed matrices (..., K, N), views."""
         return BlockFP8(self.qdata.mT, self.scale.mT, self.block_size[::-1])
 
     def scale_values(self) -> Tensor:
@@ -83,20 +78,17 @@ class BlockFP8:
         return _scale_values(self.scale)
 
     def scale_exponents(self) -> Tensor | None:
-        """The scales as e8m0 if all are powers of two in its range, or NaN. Otherwise None.
-
-        Checkpoints store power-of-two scales as fp32 and bf16, too, so the values decide, not the dtype.
-        """
+        """The scales as e8m0 if all are powers of two in its range, or NaN, in any dtype. Otherwise None."""
         return exponents_of(self.scale)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "BlockFP8"], tuple[Any, ...]]:
-        # Bytes: torch's plain pickles of 8-bit floats cannot be read back.
+        # As bytes, because torch cannot read its pickles of 8-bit floats.
         scale = self.scale.view(torch.uint8) if self.scale.dtype == SCALE_DTYPE else self.scale
         return rebuild_block_fp8, (self.qdata.view(torch.uint8), scale, self.block_size)
 
 
 def rebuild_block_fp8(qdata: Tensor, scale: Tensor, block_size: BlockShape) -> BlockFP8:
-    """Function that `torch.load(weights_only=True)` calls. It checks the bytes of a file like those of any caller."""
+    """Called by `torch.load(weights_only=True)`. Checks the parts."""
     scale = scale.view(SCALE_DTYPE) if scale.dtype == torch.uint8 else scale
     return BlockFP8(qdata.view(E4M3.dtype), scale, block_size)
 
@@ -119,14 +111,14 @@ def exponents_of(scale: Tensor) -> Tensor | None:
 def quantize_blocks(
     x: Tensor, *, block_size: BlockShape = (128, 128), scale_dtype: torch.dtype = torch.float32
 ) -> BlockFP8:
-    """Quantize x (..., N, K) bf16 | fp32 | fp16 to block FP8. No autograd.
+    """Quantize x (..., N, K) bf16 | fp32 | fp16 to block FP8, as DeepSeek-V3 does (inference/kernel.py). No autograd.
 
     block_size: (rows, columns) per scale; N and K need not be multiples.
-    scale_dtype: fp32, bf16 or fp16: amax / 448 rounded to it, at least its smallest normal number. float8_e8m0fnu:
-        2**ceil(log2(amax / 448)), called `ue8m0` in checkpoints. The scale of a block of zeros is 1.
+    scale_dtype: fp32, bf16 or fp16: the scale is amax / 448, but at least the dtype's smallest normal number.
+        float8_e8m0fnu (`ue8m0` in checkpoints): it is 2**ceil(log2(amax / 448)). A block of zeros has scale 1.
     Elements are x / scale in fp32, saturated at 448 (needed if the scale was rounded down), rounded to nearest even.
-    A block with NaN or Inf, or one too large for scales in fp16, has scale NaN and every element 0x7f.
-    The formula is DeepSeek-V3's (inference/kernel.py). Raises ValueError for other dtypes and blocks.
+    A block with NaN or Inf, or too large for an fp16 scale, has scale NaN and every element 0x7f.
+    Raises ValueError for other dtypes and blocks.
     """
     check_values("quantize_blocks", x)
     _check_block_shape(block_size)
@@ -151,13 +143,12 @@ def quantize_blocks(
 
 
 def rescale_blocks(x: BlockFP8) -> tuple[BlockFP8, Tensor]:
-    """x with power-of-two scales (e8m0), which fold, and the SNR of each matrix against x in dB. No autograd.
+    """x with power-of-two scales (e8m0), which can be folded, and its SNR against x in dB. No autograd.
 
-    `quantize_blocks` quantizes the values a second time, in the same blocks, so every element may change. Random
-    weights have 31.5 dB against x. Against the weights that x was quantized from, the result has 28.5 dB and x has
-    31.5. Use it only where a GEMM cannot rescale its sums.
-    The SNR is fp64 (...), one number for each (N, K), inf where no element changes. If the scales of x are powers of
-    two, its elements stay and its scales become e8m0.
+    The values are quantized a second time, in the same blocks. Random weights have 31.5 dB against x. Against the
+    weights that x was quantized from, x has 31.5 dB and the result 28.5. Use it only where a GEMM cannot rescale its
+    sums. If the scales of x are powers of two, its elements stay.
+    SNR: (...) fp64, one number per matrix (N, K), inf if no element changes.
     """
     if (exponents := x.scale_exponents()) is not None:
         exact = torch.full(x.shape[:-2], torch.inf, dtype=torch.float64, device=x.qdata.device)
@@ -170,7 +161,7 @@ def rescale_blocks(x: BlockFP8) -> tuple[BlockFP8, Tensor]:
 
 
 def spread_scale(scale: Tensor, block_size: BlockShape, rows: int, columns: int) -> Tensor:
-    """scale (..., grid rows, grid columns) for each element: (..., rows, columns), blocks at the edges cut."""
+    """scale (..., grid rows, grid columns) -> scale of each element (..., rows, columns)."""
     high, wide = (min(size, whole) for size, whole in zip(block_size, (rows, columns)))
     scale = scale.repeat_interleave(high, -2)[..., :rows, :]
     return scale.repeat_interleave(wide, -1)[..., :columns]

@@ -1,4 +1,4 @@
-"""Checkpoints with quantized weights, read as they ship: a folder of safetensors in, MXTensor and BlockFP8 out.
+"""Checkpoints with quantized weights: a folder of safetensors in, MXTensor and BlockFP8 out.
 
     format      weight                           scale                                          a value is
     mxfp4       X_blocks u8 (.., N, K/32, 16)    X_scales u8 (.., N, K/32)                      E2M1 * 2^(byte-127)
@@ -7,21 +7,21 @@
     mxfp8       X.weight e4m3 (N, K)             X.weight_scale_inv, X.weight_scale             E4M3 * 2^(byte-127)
                                                  or X.scale, u8 or e8m0 (N, K/32)
     fp8_block   X.weight e4m3 (N, K)             the same names, fp32, bf16, fp16 or e8m0,      E4M3 * scale
-                                                 one a block of rows x columns, edges cut
+                                                 one per block of rows x columns, edges cut
     fp8_row     X.weight e4m3 (N, K)             X.weight_scale (N, 1) or (N,)                  E4M3 * scale
     fp8_tensor  X.weight e4m3 (N, K)             X.weight_scale, one number                     E4M3 * scale
     plain       any tensor of bf16, fp16, fp32, fp64 or integers of 32 or 64 bits, without a scale
 
-These are gpt-oss, compressed-tensors and DeepSeek-V4 (mxfp4); MiniMax-M3, ModelOpt and compressed-tensors (mxfp8);
+Sources: gpt-oss, compressed-tensors and DeepSeek-V4 (mxfp4); MiniMax-M3, ModelOpt and compressed-tensors (mxfp8);
 DeepSeek-V3, Qwen3-FP8, MiniMax-M2 and DeepSeek-V4's dense layers (fp8_block); compressed-tensors (fp8_row, fp8_tensor).
-"_inv" in a name means nothing: every scale multiplies.
+Every scale multiplies, also those named "_inv".
 
-Names, dtypes and shapes decide the format. config.json gives the block size and names the maker. Its dtypes are not
-trusted: `scale_fmt: ue8m0` occurs with fp32, bf16 and e8m0 storage. Other formats raise ValueError with the tensor's
-name: NVFP4, GPTQ and AWQ integers, bitsandbytes, int8, E5M2.
+Names, dtypes and shapes decide the format. config.json gives the block size and the method. Its dtypes are ignored:
+`scale_fmt: ue8m0` occurs with fp32, bf16 and e8m0 storage. Other formats raise ValueError: NVFP4, GPTQ and AWQ
+integers, bitsandbytes, int8, E5M2.
 
-Headers are read at once (names, dtypes, shapes), bytes only by `StoredWeight.read`. Needs safetensors:
-`pip install mxep-quant[checkpoints]`. Sources of the layouts: docs/guides/quantized-models.md.
+Opening reads only headers (names, dtypes, shapes), `StoredWeight.read` reads bytes. Needs safetensors:
+`pip install mxep-quant[checkpoints]`. docs/guides/quantized-models.md links the layouts' definitions.
 
 N outputs, K inputs; leading axes are experts.
 """
@@ -61,13 +61,13 @@ OTHERS = {
     ".weight_shape": "packed integers of compressed-tensors",
     "_column_scale": "a state of mxep's frozen experts: load_state_dict takes it, save_quantized writes a checkpoint",
 }
-"""Endings of names that tell a format which is not read."""
+"""Endings of names in formats that this module does not read."""
 USUAL_BLOCKS = ((128, 128), (32, 32))
 
 
 @dataclass(frozen=True)
 class Header:
-    """dtype and shape of a stored tensor, in safetensors' words ("F8_E4M3"), and the file that has it."""
+    """dtype (safetensors' name, such as "F8_E4M3"), shape and file name of a stored tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -81,9 +81,9 @@ class StoredWeight:
     name: the tensor's name without the ending of packed data: "...experts.gate_up_proj" for gpt-oss's
         "...experts.gate_up_proj_blocks", "X.weight" for "X.weight_packed".
     format: "mxfp4", "mxfp8", "fp8_block", "fp8_row", "fp8_tensor" or "plain".
-    shape: in elements, (..., N, K) of what is quantized.
-    tensors: names of the stored tensors: the data, and the scale if there is one.
-    block_size: (rows, columns) a scale; None for "plain".
+    shape: in elements; (..., N, K) if quantized.
+    tensors: names of the stored data and, if quantized, of its scale.
+    block_size: (rows, columns) per scale; None for "plain".
     """
 
     name: str
@@ -94,10 +94,10 @@ class StoredWeight:
     checkpoint: "QuantizedCheckpoint" = field(repr=False, compare=False)
 
     def read(self, part: slice | None = None) -> MXTensor | BlockFP8 | Tensor:
-        """The bytes, on the CPU: an MXTensor (mxfp4, mxfp8), BlockFP8 (fp8_*), or the plain tensor.
+        """Read it to the CPU: an MXTensor (mxfp4, mxfp8), BlockFP8 (fp8_*), or the plain tensor.
 
-        part: slice of the first axis of a stacked weight (E, N, K), or of a plain tensor: only these experts are read.
-        ValueError for a part of a matrix.
+        part: slice of the first axis of a stacked weight (E, N, K) or of a plain tensor; nothing else is read.
+        Raises ValueError for a part of a matrix.
         """
         if part is not None and self.format != "plain" and len(self.shape) < 3:
             raise ValueError(f"{self.name}: expected a stacked weight (E, N, K) to read a part of, got {self.shape}")
@@ -115,20 +115,20 @@ class StoredWeight:
         return BlockFP8(data, scale.reshape(*data.shape[:-2], *grid), self.block_size)
 
     def has_exponents(self) -> bool:
-        """Whether its scales are powers of two, so that `mxep.quant.to_mxfp8` is exact. Reads those of fp8_*."""
+        """True if all scales are powers of two, as `mxep.quant.to_mxfp8` needs. Reads the scales of fp8_*."""
         if not self.format.startswith("fp8"):
             return self.format != "plain"
         return exponents_of(self.checkpoint.tensor(self.tensors[1])) is not None
 
 
 class QuantizedCheckpoint:
-    """A folder with config.json and *.safetensors. An index of several files is read, if there is one.
+    """A folder with config.json and *.safetensors, or those of its index.
 
     config: config.json, {} without one. weights: name -> StoredWeight, in the order of the files.
 
-    Raises ValueError, naming the tensor, for a format that is not read and for parts that do not fit each other, and
-    for a config of another method. Raises FileNotFoundError for a folder without safetensors, and where the index names
-    a file that is not there. Files stay mapped into memory until `close`, or the end of a `with` block.
+    Raises ValueError, naming the tensor, for other formats and for parts that do not fit each other, and for a config
+    of another method. Raises FileNotFoundError for a folder without safetensors or without a file of its index. Files
+    stay mapped into memory until `close`, or the end of a `with` block.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -143,7 +143,7 @@ class QuantizedCheckpoint:
 
     @property
     def quantization(self) -> str:
-        """The format in the config's words, for messages: "modelopt MXFP8". "" if the config says nothing."""
+        """The format by the config, for messages: "modelopt MXFP8"; "" if the config names none."""
         words = (self._method, self._declared.get("quant_algo") or self._declared.get("format"))
         return " ".join(str(word) for word in words if word)
 
@@ -160,13 +160,13 @@ class QuantizedCheckpoint:
         return size[0], size[1]
 
     def tensor(self, name: str, part: slice | None = None) -> Tensor:
-        """A stored tensor as it lies in its file, or a part of its first axis. Other bytes are not read."""
+        """A stored tensor, or only a slice of its first axis."""
         file = self._file(self.headers[name].file)
         stored: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
         return stored
 
     def close(self) -> None:
-        """Forget the open files. Reading opens them again."""
+        """Close the files. Reading opens them again."""
         self._open.clear()
 
     def __enter__(self) -> "QuantizedCheckpoint":
@@ -213,7 +213,7 @@ class QuantizedCheckpoint:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object of a file, {} if there is none."""
+    """The JSON object in a file, {} if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -226,11 +226,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _weights(checkpoint: QuantizedCheckpoint) -> Iterator[StoredWeight]:
-    """A StoredWeight for each tensor that is not another's scale."""
+    """A StoredWeight for each tensor that is not a scale."""
     headers = checkpoint.headers
     scales = {weight: name for weight in headers if (name := _scale_of(weight, headers)) is not None}
     taken = set(scales.values())
-    for ending, what in OTHERS.items():  # first of all, as their weights alone would be told less well
+    for ending, what in OTHERS.items():  # first, because the errors below are less specific
         if name := next((name for name in headers if name.endswith(ending)), None):
             raise ValueError(f"{name}: expected a format of mxep.quant.checkpoint, got {what}")
     for name, header in headers.items():
@@ -245,7 +245,7 @@ def _weights(checkpoint: QuantizedCheckpoint) -> Iterator[StoredWeight]:
 
 
 def _scale_of(name: str, headers: dict[str, Header]) -> str | None:
-    """The name of the scale of tensor `name`, if it is quantized."""
+    """Name of the scale of tensor `name`, None if it is not quantized."""
     if headers[name].dtype not in ("U8", "I8", E4M3):
         return None
     if name.endswith(("_blocks", ".blocks")):
@@ -285,7 +285,7 @@ def _quantized(checkpoint: QuantizedCheckpoint, name: str, scale_name: str) -> S
 def _blocks_of(
     shape: tuple[int, ...], scale: tuple[int, ...], declared: BlockShape | None
 ) -> tuple[str, BlockShape] | None:
-    """("fp8_block" | "fp8_row" | "fp8_tensor", elements a scale) of a weight (..., N, K) with this shape of scales."""
+    """("fp8_block" | "fp8_row" | "fp8_tensor", (rows, columns) per scale) of a weight and scales of these shapes."""
     *experts, n, k = shape
 
     def fits(block: BlockShape) -> bool:

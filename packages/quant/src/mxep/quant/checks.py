@@ -1,4 +1,4 @@
-"""Argument checks. Each returns the normalized argument, or raises ValueError with the given and the expected one."""
+"""Argument checks. They raise ValueError; some return the normalized argument."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ BLOCKS_2D = (-2, -1)
 """Axis of square 2-D blocks: one scale per block of rows and columns."""
 
 VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-"""Dtypes that can be quantized, and outer dtypes of an MXTensor."""
+"""Dtypes that can be quantized: the outer dtypes of an MXTensor."""
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 _MODES = tuple(mode.value for mode in ScaleMode)
@@ -27,7 +27,7 @@ def check_values(name: str, x: Tensor) -> None:
 
 
 def check_format(fmt: MXFormat | str) -> torch.dtype:
-    """The dtype of the qdata of `fmt`: E4M3 or E5M2, or its name. Only `quantize` makes E2M1."""
+    """qdata dtype of `fmt`, E4M3, E5M2 or a name. Only `quantize` makes E2M1."""
     if isinstance(fmt, str):
         fmt = _FORMATS.get(fmt, fmt)
     if fmt not in (E4M3, E5M2):
@@ -37,7 +37,7 @@ def check_format(fmt: MXFormat | str) -> torch.dtype:
 
 
 def check_mode(mode: ScaleMode | str) -> str:
-    """The name of a scale mode, given the mode or its name."""
+    """Name of a scale mode, given as mode or name."""
     if mode not in _MODES:
         raise ValueError(f"mode: got {mode!r}, want one of {_MODES}")
     return str(mode)
@@ -57,7 +57,7 @@ def check_axis(axis: Axis, x: Tensor) -> Axis:
 
 
 def check_block(block_size: int | None, axis: Axis, x: Tensor | torch.Size) -> int:
-    """Elements per scale. `block_size` must divide every blocked axis of `x`; None is the whole axis.
+    """Elements per scale; for None the length of the blocked axis. `block_size` must divide every blocked axis of `x`.
 
     x: a tensor, or its shape.
     """
@@ -76,7 +76,7 @@ def check_block(block_size: int | None, axis: Axis, x: Tensor | torch.Size) -> i
 
 
 def check_block_e2m1(block_size: int, axis: Axis) -> None:
-    """Check that pairs of E2M1 elements, which share a byte, lie along one blocked axis and in one block each."""
+    """Check that E2M1 elements that share a byte lie in one block."""
     if axis == BLOCKS_2D:
         raise ValueError(
             "axis: got 2-D blocks of E2M1, want -1 or -2: two elements share a byte along the blocked axis"
@@ -86,13 +86,13 @@ def check_block_e2m1(block_size: int, axis: Axis) -> None:
 
 
 def check_byte_elements(name: str, mx: Tensor) -> None:
-    """Check that `mx`, an MXTensor, has one byte per element: E4M3 or E5M2."""
+    """Check that MXTensor `mx` is E4M3 or E5M2, one byte per element."""
     if mx.qdata.dtype == E2M1.dtype:  # type: ignore[attr-defined]
         raise ValueError(f"{name}: got E2M1, want E4M3 or E5M2: to_mxfp8 gives the same values in E4M3")
 
 
 def shape_of(qdata: Tensor, axis: Axis) -> torch.Size:
-    """Shape (..., N, K) in elements of qdata blocked along `axis`; two E2M1 elements share a byte."""
+    """Shape (..., N, K) in elements of qdata blocked along `axis`."""
     per_byte = format_of(qdata.dtype).elements_per_byte
     if per_byte == 1 or not isinstance(axis, int):
         return qdata.shape

@@ -7,13 +7,11 @@
     groups   valid_rows, group_bounds                          ranges of the groups' rows
     host     rows_of, num_sms, on_hopper                       for launchers
 
-Scales are int32 here, 0 to 255. Element formats are named by Triton's dtypes, tl.float8e4nv and tl.float8e5. Casts to
-them saturate and round to nearest even, and make 0x7f of any NaN.
+Scales are int32 here, 0 to 255. Element formats are Triton's dtypes tl.float8e4nv and tl.float8e5. Casts to them
+saturate, round to nearest even, and turn any NaN into 0x7f.
 
-The host cannot read `offs` without a sync, so a kernel trusts no number there: bounds are clamped to the rows of the
-buffer. With offs that are too large, negative or out of order, results are unspecified, but nothing outside is read or
-written.
-
+The host cannot check `offs` without a sync, so kernels clamp them to the rows of the buffer. If offs are too large,
+negative or out of order, results are unspecified, but nothing outside the buffer is read or written.
 """
 
 import functools
@@ -31,14 +29,14 @@ _TWO_TO_MINUS_127 = tl.constexpr(0x400000)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x (..., R, n) as (rows, n) with contiguous elements. It is a copy only if the strides need one."""
+    """x (..., R, n) as (rows, n) with contiguous rows; a copy only if the strides need one."""
     x = x.flatten(0, -2)
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Number of SMs of the device; 1 under the interpreter. A meta device has those of the GPU in use."""
+    """Number of SMs of the device; 1 under the interpreter. For a meta device, that of the current GPU."""
     if device.type == "meta" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -7,11 +7,10 @@
     byte     [ 0, 1 ]  [ 2, 3 ]  ...           the even element is in the low four bits, the odd one in the high four
 
 Source: OCP Microscaling Formats v1.0, section 5.3.3. gpt-oss, DeepSeek-V4 and compressed-tensors pack in the same way.
-Elements saturate at 6 and are rounded to nearest, ties to the even code. The format has no NaN: a block with scale 255
-has only codes 7, and its values are NaN.
+Elements saturate at 6 and are rounded to nearest, ties to the even code. The format has no NaN: a NaN block has scale
+255 and only codes 7.
 
-`quantize` and `dequantize` have Triton kernels, the rest is plain torch on any device. x (..., K),
-codes (..., K) uint8, qdata float4_e2m1fn_x2 (..., K/2), scale (..., K/block).
+x (..., K), codes (..., K) uint8, qdata float4_e2m1fn_x2 (..., K/2), scale (..., K/block).
 """
 
 import itertools
@@ -27,7 +26,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of codes 0 to 7."""
 NAN_CODE = 7
 HEADROOM = 6
-"""Binades from E2M1's largest, 6, to E4M3's, 448: 6 * 2**6 = 384."""
+"""Largest s for which every E2M1 number times 2**s is an E4M3 number: 6 * 2**6 = 384, E4M3's max is 448."""
 
 
 def encode(x: Tensor) -> Tensor:
@@ -65,9 +64,8 @@ def unpack(qdata: Tensor) -> Tensor:
 def widen(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The same values in E4M3: qdata (..., K/2), scale (..., K/block) -> qdata (..., K) float8_e4m3fn, scale e8m0.
 
-    Elements are multiplied by 2**6, so that 6 becomes 384, near E4M3's largest. Scales lose 6 from their exponent.
-    Scales below 6 become 0, and their elements are multiplied by 2**scale. Exact. A NaN block has scale 255 and
-    elements 0x7f.
+    With s = min(6, scale), elements are multiplied by 2**s and s is subtracted from the scale. A NaN block has scale
+    255 and elements 0x7f.
     """
     bytes_ = scale.view(torch.uint8).int().unsqueeze(-1)
     nan = bytes_ == NAN_SCALE
@@ -110,7 +108,7 @@ def quantize(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
 def dequantize(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """qdata (..., N, K/2), scale (..., N, K/block_size) e8m0 -> (..., N, K) `dtype`: exact in fp32, rounded once.
 
-    row_index (int32 (R,)) or None: 2-D qdata only, result (R, K), -1 a row of zeros.
+    row_index: (R,) int32 or None, for 2-D qdata; the result is (R, K), zeros for -1.
     """
     qdata, scale = pick_mx(qdata, scale, row_index)
     blocks = _blocks(decode(unpack(qdata)), scale)

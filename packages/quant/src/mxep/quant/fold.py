@@ -1,46 +1,43 @@
-"""Folding: block scales become one scale per row, so that an ordinary row-scaled FP8 GEMM computes the MX product.
+"""Folding: block scales become one scale per row, so that a row-scaled FP8 GEMM computes the MX product.
 
-Scales are powers of two, and an 8-bit float has exponents to spare. Per row:
+The difference between a block's scale and the row's moves into the exponents of the qdata. Per row:
 
     32-blocks    2^-3 * (1 .. 448)  |  2^0 * (1 .. 448)  |  0 ..                    scales 124, 127, 0
-    max_scale    2^0, the largest scale of a block that is not all zero
+    max_scale    2^0, the largest scale of the blocks that are not all zero
     shift d      3                  |  0                 |  any
-    row          qdata * 2^-3       |  qdata as they are |  0 ..                    one scale, 127
+    row          qdata * 2^-3       |  qdata             |  0 ..                    one scale, 127
 
-The element rule, for both formats: q becomes round_to_nearest_even(q * 2^-d) in that format, subnormals included. -0
-keeps its sign, NaN and Inf become 0x7f. Nothing overflows, because d >= 0.
+In both formats element q becomes round_to_nearest_even(q * 2^-d), subnormals included. -0 keeps its sign, NaN and Inf
+become 0x7f. Nothing overflows, because d >= 0.
 
-The result is exact while q * 2^-d needs no bits below the smallest subnormal (E4M3 2^-9, E5M2 2^-16). This holds for
-|q| >= 2^(d-6) in E4M3 and |q| >= 2^(d-14) in E5M2. With blocks quantized by RCEIL these are all elements within 13.8
-(28.8) binades of the amax of their row. Other elements err by at most half that subnormal, 2^-10 (2^-17) of max_scale:
-2^-17.8 (2^-31.8) of the amax. From d = 19 (33) on nothing is left. So folding is lossless only under that condition;
-`fold_with_stats` counts the elements that violate it.
+An element is exact if |q| >= 2^(d-6) in E4M3 or 2^(d-14) in E5M2: then q * 2^-d needs no bits below the smallest
+subnormal, 2^-9 or 2^-16. With blocks quantized by RCEIL these are all elements within 13.8 (28.8) binades of the amax
+of their row. Others err by at most half that subnormal, 2^-10 (2^-17) of max_scale: 2^-17.8 (2^-31.8) of the amax. From
+d = 19 (33) on every element becomes 0. `fold_with_stats` counts the elements that change.
 
-E2M1 (MXFP4) folds to E4M3. Its exponents reach 6 binades above E2M1's and 8 below: q * 2^s is exact for s from -8
-to 6. So a row of max_scale 2^S gets the scale 2^(S-6), and all blocks within 2^14 of the largest are exact.
+E2M1 (MXFP4) folds to E4M3, where q * 2^s is exact for s from -8 to 6. So a row of max_scale 2^S gets the scale
+2^(S-6), and all blocks within 2^14 of the largest are exact.
 
-A block with only zeros does not count for max_scale, whatever its scale. A NaN block (scale 255) makes NaN of its row,
-as in the exact product: every element 0x7f, scale 255. If everything is zero the scale is 0.
+A block of zeros does not count for max_scale, whatever its scale. A NaN block (scale 255) makes its whole row NaN, as
+in the exact product: every element 0x7f, scale 255. A row of zeros gets scale 0.
 
-**For dgrad** (`fold_for_dgrad`) a frozen weight needs one scale per column, from the blocks that forward multiplies.
-Forward contracts W (N, K) with x along K, dgrad with dy along N. A block of forward is 32 elements of one row. dgrad
-sees the same blocks as a column of tiles, one row high and 32 columns wide:
+**For dgrad** (`fold_for_dgrad`) a frozen weight needs one scale per column. Forward contracts W (N, K) with x along K,
+dgrad with dy along N. A block is 32 elements of one row, so dgrad sees a column of blocks, each one row high:
 
     columns 32 j .. 32 j + 31     row 0   2^s0 * 32 qdata       T = max s over rows that are not all zero here
                                   row 1   2^s1 * 32 qdata       row n becomes qdata * 2^-(T - sn), rounded to E4M3
                                   ...                           one scale 2^T for the 32 columns
 
-So dgrad and forward have different conditions. dgrad needs the scales of one block column to lie close together over
-all N rows of an expert. Forward needs only the scales of one row to lie close together, so rows may have norms 2^20
-apart. The weight is not quantized a second time. So an exact fold gives the gradient of the very values that forward
-multiplied. `column_scales` reads a weight once; a frozen weight keeps them, and a fold then is one read and one write.
+So dgrad is exact if the scales of one block column lie close together over all N rows of an expert, forward if the
+scales of one row do. The weight is not quantized a second time, so an exact fold gives the gradient of the very values
+that forward multiplied. `column_scales` finds T; kept for a frozen weight, they leave one read and one write per fold.
 
 **For wgrad** (`fold_for_wgrad`) row-blocked X and dY become the operands, without a second quantization.
 dW = sum over tokens m of dY[m]^T X[m]. Token m carries the scale 2^(s_x(m) + s_y(m)), where s is the largest exponent
 of its row's blocks. A GEMM that contracts over tokens cannot apply it. So the largest scale of a group, 2^E, multiplies
-the product, and the rest of a token, d, is shifted into its qdata: d // 2 into X's, the other half into dY's. Each
-element is also shifted by the difference between its block and its row, and rounded once. On the way rows are picked by
-an index, and qdata are transposed: FP8 tensor cores need contiguous tokens.
+the product, and the difference to a token's own scale, d, is shifted into its qdata: d // 2 into X's, the rest into
+dY's. Each element is also shifted by the difference between its block and its row, and rounded once. The same pass
+picks rows by an index and transposes qdata, because FP8 tensor cores need contiguous tokens.
 
     product[g] = 2^E[g] * y_t[:, g] @ x_t[:, g].T         (N, K), over the columns of group g
 
@@ -59,9 +56,9 @@ Example: a group of four tokens, the third a padding row, K = N = 1.
         becomes   2.0  0.125      0    1.0       2^3 * (3 + 0.09375 + 0 + 0.25) = 26.75, as 24 + 0.75 + 0 + 2
 
 Only scales decide the shifts. A row of zeros from `quantize`, `fold` or a padding index has scale 0, 2^-127, so it does
-not raise E. (Zeros with a larger scale, as in 2-D blocks, can raise it. Others then shift further than needed.)
-A row with a NaN block (scale 255) does not count. Its qdata become 0x7f, so its whole group's product is NaN. The exact
-product has NaN only in a row or a column. All other tokens keep their bits. A group without a counting row has E = 0.
+not raise E. (Zeros with a larger scale, as in 2-D blocks, can raise it, and others then shift further than needed.)
+A row with a NaN block (scale 255) does not raise E. Its qdata become 0x7f, so its group's whole product is NaN; the
+exact product has NaN only in a row or a column. A group with only such rows, or none, has E = 0.
 
 R rows (tokens), D row length, S stored rows (slots) of an indexed tensor, G groups; N outputs, K inputs of a weight.
 """
@@ -88,13 +85,13 @@ from mxep.runtime.op import op
 
 @dataclass(frozen=True)
 class FoldStats:
-    """Cost of a fold, on the device. Elements that are NaN afterwards are in none of the counts.
+    """Loss of a fold, on the device. Elements that become NaN are not counted.
 
-    changed: () int64, number of elements whose value changes, flushed ones included.
+    changed: () int64, number of elements with a new value, flushed ones included.
     flushed: () int64, number of nonzero elements that become zero.
     exact:   (..., R) bool, rows with no changed element and no NaN block.
-    spread:  (..., R) int32, 0 to 254 binades: largest minus smallest exponent of the row's nonzero blocks; 0 with a NaN
-             block. Above 8, look at the error of the product: it is the cheap sign.
+    spread:  (..., R) int32, 0 to 254 binades: largest minus smallest scale exponent of the row's nonzero blocks; 0 with
+             a NaN block. Above 8, measure the error of the product.
     """
 
     changed: Tensor
@@ -106,11 +103,10 @@ class FoldStats:
 def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
     """`mx` with one scale over its whole blocked axis. The module's docstring has the rule.
 
-    mx: (..., R, D) blocked along -1 or -2, E4M3 or E5M2, or E2M1, which becomes E4M3. A row index is applied (-1: a
-        row of zeros, scale 0), so the result (R, D) is dense. Its bytes are contiguous along the blocked axis; scale
-        (..., R, 1).
-    offs: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, axis -1. Rows from
-        offs[-1] on are not read, and unspecified in the result.
+    mx: (..., R, D) blocked along -1 or -2; E4M3, E5M2 or E2M1, which becomes E4M3. A row index is applied (-1: a row
+        of zeros, scale 0). qdata of the result are contiguous along the blocked axis; scale (..., R, 1).
+    offs: (G,) int32 inclusive ends of the row groups of a 2-D `mx` blocked along -1. Rows from offs[-1] on are not
+        read, and unspecified in the result.
     No autograd. Raises ValueError for 2-D blocks (use `mx.along(axis)`) and a wrong offs.
     """
     qdata, scale, row_index = _parts_by_row(mx, offs)
@@ -122,7 +118,7 @@ def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
 
 
 def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTensor, FoldStats]:
-    """`fold`, and its cost, in plain torch on any device. Rows from offs[-1] on are not counted, and their spread is
+    """`fold` and its loss, in plain torch on any device. Rows from offs[-1] on are not counted; their spread is
     unspecified. Raises ValueError as `fold`."""
     qdata, scale, row_index = _parts_by_row(mx, offs)
     if qdata.dtype == E2M1.dtype:
@@ -164,15 +160,15 @@ def _result(mx: MXTensor, qdata: Tensor, scale: Tensor) -> MXTensor:
 
 
 def flush_shift(dtype: torch.dtype) -> int:
-    """Smallest d that leaves nothing: max * 2^-d is under half the smallest subnormal. E4M3 19, E5M2 33."""
+    """Smallest d that flushes all elements: max * 2^-d is under half the smallest subnormal. E4M3 19, E5M2 33."""
     info = torch.finfo(dtype)
     return math.frexp(info.max / (info.smallest_normal * info.eps))[1] + 1
 
 
 def shift_qdata(qdata: Tensor, shift: Tensor) -> Tensor:
-    """qdata (fp8, any shape) times 2^-shift (int, broadcasts, 0 <= shift), rounded to nearest even in their format.
+    """qdata (fp8, any shape) times 2^-shift (int >= 0, broadcasts), rounded once to nearest even in their format.
 
-    The product is exact in fp32, so there is one rounding. NaN and Inf become 0x7f.
+    NaN and Inf become 0x7f.
     Example, E4M3: 0x41 (2.25) by 1 is 0x39 (1.125), by 9 is 0x02 (2.25 subnormals become 2), by 19 is 0x00.
     """
     scale = 127 - shift.clamp(max=flush_shift(qdata.dtype))
@@ -184,8 +180,8 @@ def shift_qdata(qdata: Tensor, shift: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Valid rows cut into blocks. qdata (..., block, element) fp8, scale int32 and counts bool (..., block, 1);
-    max_scale int32 and nan bool (..., 1, 1). counts: the block counts for max_scale."""
+    """Valid rows cut into blocks. qdata: (..., block, element) fp8. scale: (..., block, 1) int32. counts: (..., block,
+    1) bool, blocks that count for max_scale. max_scale int32, nan bool: (..., 1, 1)."""
 
     qdata: Tensor
     scale: Tensor
@@ -195,7 +191,7 @@ class _Blocks:
 
     @property
     def shift(self) -> Tensor:
-        """d of each block. A zero block above the largest is not shifted, as zeros stay zeros."""
+        """d of each block; 0 for a block of zeros whose scale is above max_scale."""
         return (self.max_scale - self.scale).clamp(min=0)
 
 
@@ -243,12 +239,12 @@ def fold_for_dgrad(mx: MXTensor, column_scale: Tensor | None = None) -> MXTensor
 @overload
 def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) -> MXTensor | BlockFP8: ...
 def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) -> MXTensor | BlockFP8:
-    """`mx` (..., N, K) with one scale over all N rows of each column, as dgrad contracts it.
+    """`mx` (..., N, K) with one scale per column, for dgrad, which contracts N.
 
     mx: blocks of 32 along K (axis -1), or one scale per row with `column_scale`; E4M3, E5M2 or E2M1 (the result has
-        E4M3); no row index. Or BlockFP8, of which only the bytes move: the result is equal, contiguous along N.
+        E4M3); no row index. Or BlockFP8: the result has the same values, contiguous along N.
     column_scale: (..., K/32) from `column_scales`, if known; for a folded weight, those from before folding.
-    Returns (..., N, K) with axis -2 and block_size N; bytes contiguous along N, scale (..., 1, K), equal within each
+    Returns (..., N, K) with axis -2 and block_size N; qdata contiguous along N, scale (..., 1, K), equal within each
     32 columns. No autograd. Raises ValueError for other blocks.
     """
     if isinstance(mx, BlockFP8):
@@ -266,8 +262,8 @@ def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) 
 def column_scales(mx: MXTensor) -> Tensor:
     """(..., K/32) e8m0: the scale of each 32 columns after `fold_for_dgrad`; 255 if one of their blocks is NaN.
 
-    mx: (..., N, K) with blocks of 32 along K, no row index. Reads all qdata, in plain torch. For E2M1, the scales are
-        those of its widened elements (`mxep.quant.e2m1.widen`).
+    mx: (..., N, K) with blocks of 32 along K, no row index. Reads all qdata, in plain torch. Scales of E2M1 are those
+        after `mxep.quant.e2m1.widen`.
     """
     _check_blocks(mx)
     scale, without_sign = mx.scale.view(torch.uint8), 0x7F7F7F7F7F7F7F7F
@@ -290,8 +286,8 @@ def column_scales(mx: MXTensor) -> Tensor:
     launcher="mxep.quant.kernels.fold:fold_columns",
 )
 def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
-    """qdata (..., N, K), scale (..., N, K/block) e8m0, column_scale (..., K/32) e8m0 -> (..., K, N) fp8: the values
-    over the scale of their column, rounded once."""
+    """qdata (..., N, K), scale (..., N, K/block) e8m0, column_scale (..., K/32) e8m0 -> (..., K, N) fp8: values divided
+    by their column's scale, rounded once."""
     if qdata.dtype == E2M1.dtype:
         qdata, scale = e2m1.widen(qdata, scale)
     by_column = column_scale.view(torch.uint8).int().repeat_interleave(BLOCK, -1).unsqueeze(-2)
@@ -304,7 +300,7 @@ def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
 
 
 def fold_for_dgrad_with_stats(mx: MXTensor) -> tuple[MXTensor, FoldStats]:
-    """`fold_for_dgrad`, and its cost. `spread` and `exact` of the stats are (..., K/32): one value per 32 columns."""
+    """`fold_for_dgrad` and its loss. `spread` and `exact` of the stats are (..., K/32): one value per 32 columns."""
     _, stats = fold_with_stats(_column_blocks(mx))
     return fold_for_dgrad(mx), stats
 
@@ -317,7 +313,7 @@ def _check_blocks(mx: MXTensor) -> None:
 
 
 def _column_blocks(mx: MXTensor) -> MXTensor:
-    """(..., K/32, 32 N): one row per block column, with the blocks of all N rows one after another."""
+    """(..., K/32, 32 N): one row per block column, the blocks of all N rows in order."""
     _check_blocks(mx)
     mx = to_mxfp8(mx)
     qdata = mx.qdata.view(torch.uint8).unflatten(-1, (-1, BLOCK)).transpose(-3, -2).flatten(-2)
@@ -328,10 +324,10 @@ def _column_blocks(mx: MXTensor) -> MXTensor:
 class WgradOperands:
     """Operands of a grouped wgrad: product[g] = 2**exponent[g] * y_t[:, g] @ x_t[:, g].T.
 
-    x_t:      (K, C) qdata in x's format, contiguous (tokens innermost); columns from offs[-1] on are unspecified.
-    y_t:      (N, C) qdata in y's format, the same way.
+    x_t:      (K, C) qdata in x's format, contiguous; columns from offs[-1] on are unspecified.
+    y_t:      (N, C) qdata in y's format, likewise.
     exponent: (G,) int32, -254 to 254. 2**exponent may lie outside fp32: multiply by 2**(e // 2) and 2**(e - e // 2).
-    offs:     (G,) int32, inclusive ends of the groups' columns, zeros included; as given without an alignment.
+    offs:     (G,) int32, inclusive ends of the groups' columns, padding included.
     """
 
     x_t: Tensor
@@ -343,10 +339,9 @@ class WgradOperands:
 def fold_for_wgrad(x: MXTensor, y: MXTensor, offs: Tensor, *, alignment: int = 1) -> WgradOperands:
     """Fold the scales of x (R, K) and y (R, N) into their qdata, per group, and transpose both; see the module.
 
-    x, y: blocked along their rows (axis -1) in blocks of any length, or row-scaled; E4M3 or E5M2. Each may have a row
-        index (-1: a row of zeros).
+    x, y: blocked along axis -1 in blocks of any length; E4M3 or E5M2. Each may have a row index (-1: a row of zeros).
     offs: (G,) int32, inclusive ends of the groups. Rows from offs[-1] on are not read.
-    alignment: groups begin at multiples of this many columns, 1 or more.
+    alignment: groups of columns begin at multiples of it, 1 or more.
     No autograd. Raises ValueError for another axis, unequal rows, a wrong offs or alignment.
     """
     if alignment < 1:
@@ -386,8 +381,8 @@ def _fold_for_wgrad(
     offs: Tensor,
     alignment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (S, K) fp8, x_scale (S, K/block_size) e8m0, x_index int32 (R,) or None (then R is S); y (S', N) likewise; offs
-    int32 (G,) -> x_t (K, C), y_t (N, C), exponent and out_offs (G,) int32."""
+    """x (S, K) fp8, x_scale (S, K/block_size) e8m0, x_index (R,) int32 or None (R = S); y (S', N) likewise; offs (G,)
+    int32 -> x_t (K, C), y_t (N, C), exponent and out_offs (G,) int32."""
     capacity = num_rows(x, x_index)
     valid = valid_rows(offs, capacity)
     x, x_scale, x_max = _picked(x, x_scale, x_index, valid)
@@ -421,8 +416,8 @@ def _picked(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int) 
 def _shift_and_transpose(
     qdata: Tensor, scale: Tensor, max_scale: Tensor, half: Tensor, column: Tensor, columns: int
 ) -> Tensor:
-    """Shift qdata (valid, K) by (max_scale - scale) + half, and put each row in its column of (K, C). Rows with
-    max_scale NaN become all 0x7f."""
+    """Shift qdata (valid, K) by (max_scale - scale) + half, and put each row in its column of (K, C). Rows with a
+    max_scale of NaN become 0x7f."""
     blocks = scale.shape[1]
     shift = (max_scale + half).unsqueeze(1) - scale
     by_block = torch.unflatten(qdata, 1, (blocks, qdata.shape[1] // max(blocks, 1)))

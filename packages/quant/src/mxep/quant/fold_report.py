@@ -1,15 +1,15 @@
 """Count how much of a checkpoint folds exactly to one scale a row: `python -m mxep.quant.fold_report FOLDER`.
 
-Hopper multiplies E4M3 with one scale a row, so block scales are folded into the elements. The report counts, for each
-kind of weight (its name with `*` for numbers), what that changes:
+Hopper's GEMMs take E4M3 with one scale per row, so block scales are folded into the elements. For each kind of weight
+(its name with `*` for numbers) the report counts:
 
     forward   rows of W (N, K) in which every element keeps its value: `mxep.quant.fold`
     dgrad     columns of blocks (32 columns, all N rows of an expert) likewise: `mxep.quant.fold_for_dgrad`
-    changed   elements whose value changes, and the SNR of the folded weight against the exact one in dB
+    changed   elements with another value, and the SNR of the folded weight against the exact one in dB
 
-Only power-of-two scales fold. Other scales per block are "not folded": a GEMM that rescales its sums multiplies them
-exactly. One scale per row needs no fold in forward, and in dgrad it "scales dy". Weights are counted as stored. If gate
-and up are two tensors but one operand, they share a column's scale in dgrad.
+Only power-of-two scales fold. Weights with other block scales are "not folded": their GEMM rescales its sums, which is
+exact. One scale per row needs no fold in forward, and in dgrad it "scales dy". Tensors are counted as stored. If gate
+and up are stored apart, training joins them, and they share a column's scale in dgrad.
 
 Needs no GPU. One expert is in memory at a time.
 """
@@ -37,15 +37,16 @@ from mxep.quant.quantize import to_mxfp8
 from mxep.quant.tensor import MXTensor
 
 E2M1_ROOM = 14
-"""Binades that every E2M1 code can be shifted down and stay an E4M3 number."""
+"""Largest shift that every E2M1 number survives exactly in E4M3, from 2**6 times its value down to 2**-8 times."""
 
 
 @dataclass
 class Direction:
-    """Counts of folding along one axis. total: rows, or columns of blocks. exact: those that keep every value.
+    """Counts of folding along one axis.
 
-    elements, changed: all elements, and those with another value. signal, error: sums of squares of exact values and of
-    differences, over weights of which some element changes. spread: the largest shift, in binades.
+    total, exact: number of rows (or columns of blocks), and of those that keep every value. elements, changed: number
+    of elements, and of those with another value. signal, error: sums of squares of exact values and of differences,
+    over weights with a changed element. spread: the largest shift, in binades.
     """
 
     total: int = 0
@@ -70,7 +71,7 @@ class Direction:
 
 @dataclass
 class Kind:
-    """Weights with names that differ in numbers alone. A direction is None where nothing is folded."""
+    """Weights with names that differ only in numbers. A direction is None if nothing is folded."""
 
     name: str
     format: str
@@ -83,8 +84,8 @@ class Kind:
 def count(mx: MXTensor) -> tuple[Direction, Direction]:
     """Forward and dgrad of an MXTensor (..., N, K) of E4M3 or E2M1 in blocks of 32 along K, no row index.
 
-    The counts are those of `fold_with_stats` and `fold_for_dgrad_with_stats`. A block is exact if its
-    smallest code can take its shift; only other blocks are folded.
+    Equal to `fold_with_stats` and `fold_for_dgrad_with_stats`, but it folds only blocks with an element that their
+    shift may round.
     """
     e2m1 = mx.qdata.dtype == E2M1.dtype
     blocks = mx.qdata.view(torch.uint8).unflatten(-1, (mx.scale.shape[-1], -1))
@@ -92,7 +93,7 @@ def count(mx: MXTensor) -> tuple[Direction, Direction]:
     nan = scale == NAN_SCALE
     magnitudes = blocks & (0x77 if e2m1 else 0x7F)
     live = magnitudes.amax(-1).bool() & ~nan
-    # E4M3: code c is a multiple of 2^(c // 8 - 10), from 8 on, and 0 wraps to 255.
+    # Code c of E4M3 is exact for shifts up to c // 8 - 1. 0 wraps to 255, because zeros allow any shift.
     room = E2M1_ROOM if e2m1 else (((magnitudes - 1).amin(-1).int() + 1 >> 3) - 1).clamp_(min=0)
     found = []
     for axis in (-1, -2):
@@ -115,9 +116,9 @@ def count(mx: MXTensor) -> tuple[Direction, Direction]:
 
 
 def _changes(blocks: Tensor, shift: Tensor, *, e2m1: bool) -> tuple[Tensor, Tensor]:
-    """(blocks,) counts of elements that a fold changes, and fp64 sums of squared differences, as if scales were 1.
+    """Number of elements that a fold changes (B,), and sum of their squared differences without the scale (B,) fp64.
 
-    blocks: (blocks, 32 or 16 bytes) uint8, E4M3 or E2M1. shift: (blocks,) int32.
+    blocks: (B, 32) uint8, E4M3, or (B, 16), E2M1. shift: (B,) int32.
     """
     qdata = (decode(unpack(blocks.view(E2M1.dtype))) * 2**HEADROOM).to(E4M3.dtype) if e2m1 else blocks.view(E4M3.dtype)
     before = values_of(qdata).nan_to_num_()
@@ -128,12 +129,12 @@ def _changes(blocks: Tensor, shift: Tensor, *, e2m1: bool) -> tuple[Tensor, Tens
 
 
 def _energy(scale: Tensor) -> Tensor:
-    """The square of 2^(scale - 127), fp64."""
+    """(2^(scale - 127))^2 in fp64."""
     return 4.0 ** (scale.double() - 127)
 
 
 def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | None]:
-    """Forward and dgrad of a stored weight that is quantized, one expert at a time. None: nothing is folded."""
+    """Forward and dgrad of a quantized stored weight, one expert at a time. None: nothing is folded."""
     *_, n, k = weight.shape
     size = math.prod(weight.shape)
     rows, columns = size // max(k, 1), size // max(n * k, 1) * -(-k // BLOCK)
@@ -153,8 +154,7 @@ def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | No
 
 
 def report(checkpoint: QuantizedCheckpoint, *, only: str = "*") -> list[Kind]:
-    """One `Kind` per quantized weight name, numbers as `*`, in file order. only: a pattern that names must match, as
-    `*experts*`."""
+    """One `Kind` per name of quantized weights, numbers as `*`, in file order. only: name pattern, as `*experts*`."""
     kinds: dict[tuple[str, str, tuple[int, ...]], Kind] = {}
     for weight in checkpoint.weights.values():
         if weight.format == "plain" or not fnmatch.fnmatchcase(weight.name, only):
@@ -191,13 +191,13 @@ def text_of(kinds: Sequence[Kind]) -> str:
 def _cells(at: Direction | None, unfolded: str) -> tuple[str, str]:
     if at is None:
         return unfolded, "-"
-    # Rounded down: 100% is said of all alone.
+    # Rounded down, so that 100% means all.
     share = f"{at.exact} of {at.total} ({math.floor(1000 * at.exact / max(at.total, 1)) / 10:g}%)"
     return share, "none" if not at.changed else f"{at.changed} ({at.changed / at.elements:.1e}), {at.snr:.1f} dB"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns 1, with the reason on stderr, for a folder that cannot be read."""
+    """The command. Returns 1, with the reason on stderr, if the folder cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m mxep.quant.fold_report", description=__doc__.split("\n", 1)[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and *.safetensors of a model")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="weights whose name matches, as *experts*")

@@ -1,15 +1,14 @@
-"""MX number formats (OCP Microscaling v1.0): an element format, and how a block of 32 elements gets its scale.
+"""MX number formats (OCP Microscaling v1.0): element formats, and how a block of 32 elements gets its scale.
 
-An MX block is 32 qdata of an element format and one scale byte in e8m0: byte b means 2**(b - 127), 255 means NaN.
-E4M3 and E5M2 take a byte an element (MXFP8), E2M1 half a byte (MXFP4).
-A value is `code * 2**(byte - 127)`. `MXFormat` is the single home of facts about an element format.
+An MX block is 32 elements q and one scale byte b in e8m0. Their values are q * 2**(b - 127); 255 means NaN.
+E4M3 and E5M2 take a byte per element (MXFP8), E2M1 half a byte (MXFP4).
 
     amax (fp32) --scale_of_amax--> scale (uint8) --power_of_two--> 2**(scale - 127)   to dequantize
                                                  --reciprocal----> 2**(127 - scale)   to quantize
 
-Casts to float8_e8m0fnu have rounding rules of their own, so scales are made from the bits of fp32: sign, 8 exponent
-bits with bias 127 (the same bias as e8m0), 23 mantissa bits. Example: amax 480 = 1.875 * 2**8 has exponent field 135,
-so FLOOR for E4M3 is 135 - 8 = 127. RCEIL takes 480 / 448 = 1.07, exponent field 127, mantissa not zero: 128.
+torch's casts to float8_e8m0fnu round otherwise, so scales are made from the bits of fp32: sign, 8 exponent bits with
+the bias of e8m0, 127, 23 mantissa bits. Example: amax 480 = 1.875 * 2**8 has exponent field 135, so FLOOR for E4M3 is
+135 - 8 = 127. RCEIL takes 480 / 448 = 1.07: exponent field 127, mantissa not zero, so 128.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""Elements of an MX block: those that share one scale byte."""
+"""Elements per scale byte of an MX block."""
 
 SCALE_DTYPE = torch.float8_e8m0fnu
 """Storage dtype of scales, 1 byte: an exponent with bias 127, no sign, no mantissa."""
@@ -30,11 +29,11 @@ class MXFormat:
     """An element format of MX.
 
     name: "E4M3", "E5M2" or "E2M1".
-    dtype: torch's dtype of the qdata, 1 byte each.
+    dtype: torch's dtype of the qdata, 1 byte.
     max: largest finite magnitude (448, 57344 or 6).
     max_exponent: floor(log2(max)) (8, 15 or 2).
     mantissa_bits: explicit mantissa bits (3, 2 or 1).
-    elements_per_byte: 1, or 2 for E2M1: elements 2i and 2i+1 of the blocked axis share byte i, 2i in its low four bits.
+    elements_per_byte: 1, or 2 for E2M1: byte i holds elements 2i (low four bits) and 2i + 1 of the blocked axis.
     """
 
     name: str
@@ -62,12 +61,12 @@ def format_of(dtype: torch.dtype) -> MXFormat:
 
 
 class ScaleMode(StrEnum):
-    """Rule for a block's scale, given its largest magnitude, amax. `mxep.quant.formats` has the bits.
+    """Rule for a block's scale, given its largest magnitude, amax.
 
     FLOOR: 2**(floor(log2 amax) - max_exponent), the OCP text: elements above `max` saturate.
     CEIL: 2**(ceil(log2 amax) - max_exponent): never saturates, wastes up to a binade.
     EVEN: FLOOR of amax rounded to the element's mantissa: saturates less than FLOOR.
-    RCEIL: 2**ceil(log2(amax / max)), as in Blackwell's hardware: never saturates, wastes nothing. The default.
+    RCEIL: 2**ceil(log2(amax / max)), as in Blackwell's hardware: the smallest that never saturates. The default.
     """
 
     FLOOR = "floor"
@@ -87,9 +86,9 @@ _TWO_TO_MINUS_127 = 0x400000  # a subnormal in fp32: its exponent field is 0
 def scale_of_amax(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
     """Scales (uint8) of blocks with largest magnitude |amax| (fp32, any shape).
 
-    0 and everything too small give 0 (2**-127), NaN and Inf give 255.
+    An amax too small for e8m0, such as 0, gives 0 (2**-127). NaN and Inf give 255.
     """
-    bits = amax.view(torch.int32) & ~_SIGN  # the maximum of NaNs may be any NaN, even a negative one
+    bits = amax.view(torch.int32) & ~_SIGN  # the maximum of NaNs may be a negative NaN
     match mode:
         case ScaleMode.FLOOR:
             scale = (bits >> 23) - fmt.max_exponent
@@ -105,12 +104,12 @@ def scale_of_amax(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """2**(scale - 127) in fp32, exact for scales 0 to 254 (uint8, any shape); NaN for 255."""
+    """2**(scale - 127) in fp32, exact for uint8 scales 0 to 254; NaN for 255."""
     exponent = scale.to(torch.int32)
     bits = torch.where(exponent == 0, _TWO_TO_MINUS_127, exponent << 23)
     return torch.where(exponent == NAN_SCALE, _NAN, bits).view(torch.float32)
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """2**(127 - scale) in fp32, exact for scales 0 to 254 (uint8, any shape); NaN for 255."""
+    """2**(127 - scale) in fp32, exact for uint8 scales 0 to 254; NaN for 255."""
     return power_of_two(254 - scale)  # uint8 wraps: 254 - 255 is 255 again

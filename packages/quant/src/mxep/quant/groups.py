@@ -1,19 +1,19 @@
 """Groups of rows: how many rows are valid, padding each group to the alignment that a GEMM needs, sums of groups.
 
-M rows lie group after group. Padding spreads them out, so that every group starts and ends at a multiple of
-`alignment`. The gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and alignment 4:
+M rows lie group after group. Padding appends zero rows to each group, up to a multiple of `alignment`. An empty group
+gets none. With sizes (3, 0, 2) and alignment 4:
 
     x          a b c | | d e            M = 5 rows
     rows       a b c 0 | | d e 0 0      offs 4, 4, 8
     row_index  0 1 2 -1   3 4 -1 -1     then -1 up to the capacity of 16 rows
 
-Sizes live on the device, and nobody reads them on the host. So the result has a static capacity:
-round_up(M + G * (alignment - 1), alignment) rows. Backward of pad is unpad, and the reverse.
+Only the device knows the sizes, so the result has a static capacity of C = round_up(M + G * (alignment - 1), alignment)
+rows. Padding and unpadding are each other's backward.
 
-`group_sums` adds row r of a group to lane r mod 32, rows in order. Then lanes 16 to 31 go onto 0 to 15, 8 to 15 onto
-0 to 7, ... So sums have a fixed order. There is no host sync, and no copy of x.
+`group_sums` has a fixed order: it adds row r of a group to lane r mod 32, rows in order, then lanes 16 to 31 to lanes
+0 to 15, 8 to 15 to 0 to 7, ...
 
-M rows of x, G groups, C capacity in rows, D row length.
+M rows of x, G groups, D row length.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ from mxep.runtime.op import op
 class PaddedGroups:
     """Rows in groups padded to an alignment, with the map back.
 
-    rows:       (C, D), dtype of the input; rows from offs[-1] on are unspecified. For an MXTensor it is an MXTensor
-                over the same bytes with `row_index` set (nothing is copied).
+    rows:       (C, D), dtype of the input; rows from offs[-1] on are unspecified. An MXTensor stays one: its bytes are
+                not copied, only `row_index` is set.
     offs:       (G,) int32, inclusive cumulative padded sizes (`offs` of torch's grouped GEMMs).
-    row_index:  (C,) int32, the row of x for each row, -1 for none.
+    row_index:  (C,) int32, row of x for each row, -1 for padding.
     """
 
     rows: Tensor
@@ -46,8 +46,8 @@ class PaddedGroups:
 
 
 def valid_rows(offs: Tensor | None, capacity: int) -> int:
-    """Rows that a reference must compute: int(offs[-1]) on CPU. It is all of `capacity` without offs, and on another
-    device, which would need a sync. Raises ValueError if the groups do not fit the capacity."""
+    """Rows that a reference must compute: int(offs[-1]). All of `capacity` without offs, and on a GPU, to save a sync.
+    Raises ValueError if the groups do not fit the capacity."""
     if offs is None or offs.device.type != "cpu":
         return capacity
     valid = int(offs[-1])
@@ -70,7 +70,7 @@ def check_offs(offs: Tensor | None, *tensors: Tensor) -> None:
 
 
 def split_ends(offs: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """(G,) int32 ends of the groups among rows [:first], and among rows [first:]."""
+    """(G,) int32 ends of the groups within rows [:first], and within rows [first:]."""
     check_offs(offs)
     ends: tuple[Tensor, Tensor] = _split_ends(offs, first)
     return ends
@@ -86,8 +86,7 @@ def _split_ends(offs: Tensor, first: int) -> tuple[Tensor, Tensor]:
 
 
 def fill_rows(valid: Tensor, capacity: int) -> Tensor:
-    """valid (..., n, D) followed by zero rows: (..., capacity, D). Nobody needs these rows, but with zeros two runs
-    of a reference are equal in every byte."""
+    """valid (..., n, D) padded with zero rows to (..., capacity, D). Zeros make references equal in every byte."""
     missing = capacity - valid.shape[-2]
     return bytewise(lambda x: torch.nn.functional.pad(x, (0, 0, 0, missing)), valid) if missing else valid
 
@@ -101,13 +100,10 @@ def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
 def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroups:
     """Pad each group of rows with zero rows to a multiple of `alignment`.
 
-    x:           (M, D), any dtype, or an MXTensor blocked along its rows. Group g is the `group_sizes[g]` rows after
-                 group g - 1. Rows of x past the last group are dropped.
+    x:           (M, D), any dtype, or an MXTensor blocked along its rows. Rows past the last group are dropped.
     group_sizes: (G,) int32 or int64, unpadded, on x's device.
-    Returns PaddedGroups of capacity round_up(M + G * (alignment - 1), alignment). Differentiable in x.
-
-    Raises ValueError for a wrong shape, dtype, device or alignment. On CPU it also checks that sizes are not negative
-    and sum to at most M. Other devices cannot check this; nothing past row M is read there.
+    Differentiable in x. Raises ValueError for a wrong shape, dtype, device or alignment, and on CPU for sizes that are
+    negative or sum to more than M. On a GPU nothing past row M is read.
     """
     if x.ndim != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, want (M, D)")
@@ -130,8 +126,8 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroup
 def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
     """Put the rows of y back where pad_groups took them from: result[row_index[i]] = y[i].
 
-    y: (C, D), row_index: (C,) int32 from pad_groups, num_rows: M. Returns (M, D) in y's dtype. Rows that were in no
-    group are zero. Rows of y with row_index -1 are not read. Differentiable in y, except for fp8 dtypes.
+    y: (C, D). row_index: (C,) int32 from pad_groups. num_rows: M. Returns (M, D) in y's dtype, zeros in rows that were
+    in no group. Rows of y with row_index -1 are not read. Differentiable in y, except for fp8 dtypes.
     Raises ValueError for wrong shapes, dtype or device.
     """
     if y.ndim != 2:
@@ -182,14 +178,14 @@ def _pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
 )
 def _unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     i = torch.arange(row_index.shape[0], dtype=torch.int32, device=y.device)
-    # The index has every row of x at most once, so the scatter is a permutation. Entry num_rows takes the padding.
+    # No row is twice in the index. Padding is scattered to entry num_rows.
     inverse = row_index.new_full((num_rows + 1,), -1)
     inverse[torch.where(row_index >= 0, row_index, num_rows).long()] = i
     return pick_rows(y, inverse[:num_rows])
 
 
 class _MoveRows(torch.autograd.Function):
-    """num_rows None: `_pad_rows`. Otherwise `_unpad_rows`, its inverse."""
+    """`_pad_rows`, or with num_rows its inverse, `_unpad_rows`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_index: Tensor, num_rows: int | None) -> Tensor:
@@ -206,7 +202,7 @@ class _MoveRows(torch.autograd.Function):
 
 
 def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
-    """The rows `row_index` of x as a view of x's bytes. An existing index of x is composed with it."""
+    """Rows `row_index` of x, over x's bytes. An index of x is composed with it."""
     if x.axis != -1:
         raise ValueError(f"x: got an MXTensor blocked along axis {x.axis}, want -1 (a row index moves whole blocks)")
     if x.row_index is not None:
@@ -215,7 +211,7 @@ def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
 
 
 def group_sums(x: Tensor, offs: Tensor) -> Tensor:
-    """(G, N) fp32 (fp64 for fp64): sums of rows offs[g-1] .. offs[g] - 1 of x, zeros for an empty group.
+    """Sum of the rows of each group: (G, N) fp32 (fp64 for fp64), zeros for an empty group.
 
     x: (R, N) bf16 | fp32 | fp16 | fp64, or an MXTensor. offs: (G,) int32 inclusive ends. Rows from offs[-1] on are not
     read. No autograd. Raises ValueError for other offs or shapes.

@@ -1,21 +1,20 @@
-"""The quantization ops in plain torch: reference and CPU kernel of each. No autograd here.
+"""The quantization ops in plain torch, the reference and CPU kernel of each. No autograd.
 
     quantize_rows, _columns, _2d    blocks along rows, along columns (transposed), square blocks
-
-    quantize_into_room              rows, into the first rows of a larger result
+    quantize_into_room              as quantize_rows, into the first rows of a larger result
     quantize_joined_rows            one scale per row, of two or three x side by side
-    quantize_per_row, _per_column   one scale per row, and the amax of each column; one per column from that amax
-    dequantize                      qdata, scale -> values, of the rows an index picks if there is one
-    materialize                     qdata, scale, index -> qdata, scale of the picked rows, contiguous
+    quantize_per_row, _per_column   one scale per row, and the amax of each column; one scale per column from that amax
+    dequantize                      qdata, scale -> values, a row index applied
+    materialize                     qdata, scale, row index -> contiguous qdata, scale of the picked rows
     expand_scale                    scale of 2-D blocks -> scale of rows
 
 Elements: q = cast_saturating(x * 2**(127 - scale)). The product is in fp32 (exact, or far below the smallest q), and
 the cast rounds to nearest even. -0 keeps its sign. A block with NaN or Inf has scale 255 and every element 0x7f.
 Example, E4M3, RCEIL, a block of 480 and 31 zeros: scale 128, so 480 * 2**-1 = 240, 0x77.
 
-Ops return contiguous tensors, as kernels write them. qdata have the blocked axis last; `MXTensor` transposes them back.
-Scales of columns are stored so that a tile's are neighbours. Otherwise a tile writes a byte to each of many lines of
-memory. On an H200 this costs as much as the 128 qdata of each line (0.94 -> 0.96 of copy speed).
+Results are contiguous. qdata have the blocked axis last; `MXTensor` transposes them back. Scales of columns are
+(N/block_size, K), so that those of a kernel's tile are neighbours. Transposed, a tile would write one byte to each of
+many lines of memory, which costs as much as the 128 qdata of a line (H200: 0.94 instead of 0.96 of copy speed).
 """
 
 from collections.abc import Callable
@@ -33,8 +32,8 @@ NAN_ELEMENT = 0x7F
 def encode(
     blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `blocks` (fp32), with one scale over the axes `dims` and an amax, if it is known: qdata like `blocks`,
-    scale bytes (..., 1, ...)."""
+    """Quantize `blocks` (fp32) with one scale over the axes `dims`. amax: theirs, if known. Returns qdata like
+    `blocks`, scale bytes (..., 1, ...)."""
     amax = blocks.abs().amax(dims, keepdim=True) if amax is None else amax
     fmt = format_of(dtype)
     scale = scale_of_amax(amax, fmt, ScaleMode(mode))
@@ -61,8 +60,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
     launcher="mxep.quant.kernels.quantize:quantize_into_room",
 )
 def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """x (T, K) -> qdata (room, K), scale (room, K/block_size). The first T rows are those of quantize_rows, the others
-    are unspecified."""
+    """x (T, K) -> qdata (room, K), scale (room, K/block_size): quantize_rows in the first T rows, unspecified in the
+    others."""
     found = empty_rows(x, dtype, block_size, (room, x.shape[1]))
     for whole, part in zip(found, quantize_rows.reference(x, dtype, mode, block_size)):
         whole.view(torch.uint8)[: len(x)] = part.view(torch.uint8)
@@ -77,7 +76,7 @@ def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, bloc
 def quantize_joined_rows(
     x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """quantize_rows of whole rows of x (N, Kx), y (N, Ky) and z (N, Kz) side by side."""
+    """quantize_rows of [x | y | z], (N, Kx + Ky + Kz), with one scale per row."""
     x = joined(-1, x, y, z)
     qdata, scale = quantize_rows.reference(x, dtype, mode, x.shape[1])
     return qdata, scale
@@ -106,7 +105,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., N, K), or parts of it along N -> quantize_rows in blocks of K, and columns' amax (..., K) fp32."""
+    """x (..., N, K), or its parts along N -> quantize_rows with one scale per row, amax of columns (..., K) fp32."""
     x = joined(-2, x, y, z)
     bits = x.float().abs().view(torch.int32)  # the largest of several NaNs is then the same on all devices
     return *quantize_rows.reference(x, dtype, mode, x.shape[-1]), bits.amax(-2).view(torch.float32)
@@ -120,7 +119,7 @@ def quantize_per_row(
 def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """x (..., N, K), or parts of it along N, and the columns' amax (..., K) -> `quantize_columns` with a block of N."""
+    """x (..., N, K), or its parts along N, amax of columns (..., K) -> quantize_columns with one scale per column."""
     qdata, scale = encode(joined(-2, x, y, z).float(), (-2,), dtype, mode, amax.unsqueeze(-2))
     return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 
@@ -140,23 +139,22 @@ def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tu
 
 
 def bytewise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply fn, which only moves elements, to x. 8-bit floats go as bytes, because torch lacks some ops for them."""
+    """Apply fn, which only moves elements, to x; 8-bit floats as bytes, because torch lacks some ops for them."""
     return fn(x.view(torch.uint8)).view(x.dtype) if x.element_size() == 1 else fn(x)
 
 
 def pick_rows(x: Tensor, row_index: Tensor) -> Tensor:
-    """Rows `row_index` (int32 (R,)) of x (S, ...), contiguous (R, ...); -1 gives a row of zeros."""
+    """Rows `row_index` ((R,) int32) of x (S, ...), contiguous; zeros for -1."""
     if x.shape[0] == 0:
         return x.new_zeros(row_index.shape[0], *x.shape[1:])
-    # On a GPU the end of the valid rows is unknown, so the index after them, which may be garbage, is read, too.
+    # On a GPU the index is also read past the valid rows, where it may be garbage.
     last = None if x.device.type == "cpu" else x.shape[0] - 1
     padding = (row_index < 0).view(-1, *[1] * (x.ndim - 1))
     return bytewise(lambda part: part.index_select(0, row_index.clamp(0, last)).masked_fill_(padding, 0), x)
 
 
 def pick_mx(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int | None = None) -> tuple[Tensor, Tensor]:
-    """qdata and scale bytes of the first `valid` rows (default: all) of qdata (..., S, K) and scale (..., S, n). They
-    are picked by the index if there is one."""
+    """First `valid` rows (default: all) of qdata (..., S, K) and scale bytes (..., S, n), row index applied."""
     scale = scale.view(torch.uint8)
     if row_index is None:
         return qdata[..., :valid, :], scale[..., :valid, :]
@@ -164,7 +162,7 @@ def pick_mx(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int |
 
 
 def values_of(qdata: Tensor) -> Tensor:
-    """The values of qdata in fp32, without scales. On CPU they come from a table, in a third of the cast's time."""
+    """Values of qdata in fp32, without scales. On CPU a table takes a third of a cast's time."""
     if qdata.device.type != "cpu":
         return qdata.float()
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(qdata.dtype).float()
@@ -172,10 +170,8 @@ def values_of(qdata: Tensor) -> Tensor:
 
 
 def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index: Tensor | None) -> Tensor:
-    """Values (..., N, K) in fp32 of qdata (..., N, K) with one scale per `block_shape` = (rows, columns) elements.
-
-    Exact within fp32's range. Values past it (E4M3 from scale 247 on) become Inf.
-    """
+    """Values (..., N, K) of qdata (..., N, K) with one scale per `block_shape` = (rows, columns): exact in fp32, Inf
+    past its range."""
     qdata, scale = pick_mx(qdata, scale, row_index)
     rows, columns = block_shape
     n, k = scale.shape[-2:]
@@ -193,7 +189,7 @@ def dequantize(
 ) -> Tensor:
     """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0 -> (..., N, K) `dtype`, rounded once.
 
-    row_index (int32 (R,)) or None: 2-D qdata only, result (R, K), -1 a row of zeros.
+    row_index: (R,) int32 or None, for 2-D qdata; the result is (R, K), zeros for -1.
     """
     return decode(qdata, scale, (block_rows, block_columns), row_index).to(dtype).contiguous()
 
@@ -206,9 +202,9 @@ def dequantize(
     launcher="mxep.quant.kernels.groups:materialize",
 )
 def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    """qdata (S, K), scale (S, K/block_size), row_index int32 (R,) -> qdata (R, K), scale (R, K/block_size); -1: zeros.
+    """qdata (S, K), scale (S, K/block_size), row_index (R,) int32 -> qdata (R, K), scale (R, K/block_size); -1: zeros.
 
-    row_index None: qdata and scale of any shape, copied to contiguous ones.
+    row_index None: contiguous copies of qdata and scale, of any shape.
     """
     picked, scale_bytes = pick_mx(qdata, scale, row_index)
     if row_index is None:

@@ -1,16 +1,15 @@
 """Quantization as users call it: a plain or quantized tensor in, an MXTensor out.
 
     quantize            x -> blocks along rows, along columns, or square 2-D blocks
-    quantize_joined     several x -> one scale per row of all side by side
-    quantize_with_amax  x, or parts along N -> one scale per row, and the amax of columns, which makes one
-                        scale per column cheaper later: quantize_columns_with_amax
+    quantize_joined     several x, side by side -> one scale per row
+    quantize_with_amax  x, or parts along N -> one scale per row, and the amax of columns, with which
+                        quantize_columns_with_amax makes one scale per column later with one read less
     requantize          an MXTensor -> blocks of 32 along its columns, in one pass, without bf16 in between
     to_mxfp8            MXFP4 and block FP8 -> the same values in E4M3
 
-The numerics (element rule, scales) are those of `mxep.quant.ops` and `mxep.quant.formats`.
-Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
-A view `y.mT` of contiguous y, such as a weight stored (E, K, N), is read in memory order: y is quantized the other way
-and transposed.
+`mxep.quant.ops` has the element rule, `mxep.quant.formats` the scales. "Straight through": the gradient of the result
+passes to x unchanged, as if nothing had been rounded. If x is a view `y.mT` of contiguous y, such as a weight stored
+(E, K, N), y is quantized along the other axis and transposed, so that memory is read in order.
 """
 
 from collections.abc import Sequence
@@ -50,14 +49,14 @@ def quantize(
     block_size: int | None = BLOCK,
     room: int | None = None,
 ) -> MXTensor:
-    """Quantize x (..., N, K) bf16 | fp32 | fp16 to qdata with power-of-two scales; shape and outer dtype stay x's.
+    """Quantize x (..., N, K) bf16 | fp32 | fp16 to an MXTensor with its shape and outer dtype.
 
-    fmt: E4M3 or E5M2 (MXFP8), or E2M1 (MXFP4; no 2-D blocks and no `room`), or a name.
-    axis: direction of the blocks: -1 (rows: one scale per `block_size` elements of a row), -2 (columns), their positive
-        twins, or (-2, -1): square 2-D blocks, one scale per block_size x block_size elements, good for W and W^T alike.
+    fmt: E4M3 or E5M2 (MXFP8), E2M1 (MXFP4; no 2-D blocks and no `room`), or a name.
+    axis: -1 or -2: a scale covers `block_size` elements of a row or of a column. (-2, -1): it covers a square of
+        block_size x block_size elements, which serves W and W^T. Positive axes are the same.
     block_size: elements per scale; None for one scale over the whole axis ("row-scaled FP8").
-    room: rows of the result for x (N, K), at least N. Rows after x's are unspecified. Blocks lie along rows, and there
-        is no gradient. It lets batches of varying length share shapes.
+    room: rows of the result for x (N, K), at least N, so that batches of varying length share shapes. Rows past N are
+        unspecified. Only for axis -1, without gradient.
     A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
     Differentiable (straight through). Raises ValueError for other dtypes or axes, or an axis that `block_size` does not
     divide.
@@ -98,10 +97,10 @@ def quantize(
 def quantize_joined(
     parts: Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> MXTensor:
-    """`quantize(torch.cat(parts, -1), block_size=None)` of parts (N, K of each), bit for bit. No gradient.
+    """`quantize(torch.cat(parts, -1), block_size=None)` of parts (N, K_i), bit for bit. No gradient.
 
-    Two or three parts of one dtype are read in place, so only their qdata are joined. Raises ValueError as `quantize`
-    does, and for parts that are not 2-D.
+    Two or three parts of one dtype are read in place, without the concatenation. Raises ValueError as `quantize`, and
+    for parts that are not 2-D.
     """
     if any(part.dim() != 2 for part in parts):
         got = ", ".join(str(tuple(part.shape)) for part in parts)
@@ -118,12 +117,12 @@ def quantize_joined(
 def quantize_with_amax(
     x: Tensor | Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> tuple[MXTensor, Tensor]:
-    """`quantize(x, block_size=None)`, and the amax of each column from the same read. No gradient.
+    """`quantize(x, block_size=None)`, and from the same read the amax that :func:`quantize_columns_with_amax` takes. No
+    gradient.
 
-    x: (..., N, K), or parts (..., N of each, K): the bits are those of `torch.cat(x, -2)`. Up to three parts of one
-        dtype are read in place, so only their qdata are joined.
-    amax: (..., K) fp32, NaN for a column with NaN. It is for :func:`quantize_columns_with_amax`.
-    Raises ValueError as `quantize` does, for parts that do not fit together, and for parts without elements.
+    x: (..., N, K), or its parts (..., N_i, K) along N. Up to three parts of one dtype are read in place.
+    amax: (..., K) fp32 of each column, NaN for a column with NaN.
+    Raises ValueError as `quantize`, for parts that do not fit together, and for parts without elements.
     """
     parts, transposed = _parts("quantize_with_amax", x)
     how = check_format(fmt), check_mode(mode)
@@ -156,7 +155,7 @@ def quantize_columns_with_amax(
 
 
 def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
-    """The parts in the form of ops: detached, None for a missing second and third; True if it is one, transposed."""
+    """Three detached parts, as ops take them, None for missing ones; True if x is one transposed tensor."""
     parts = [x] if isinstance(x, Tensor) else [*x]
     for part in parts:
         check_values(name, part)
@@ -172,7 +171,7 @@ def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
-    """(x.mT, True) if x.mT is contiguous in memory and x is not. Otherwise (x, False). Detached."""
+    """(x.mT, True) if only x.mT is contiguous, else (x, False). Detached."""
     x = x.detach() if x.requires_grad else x
     if not x.is_contiguous() and x.mT.is_contiguous():
         return x.mT, True
@@ -186,14 +185,13 @@ def requantize(
     mode: ScaleMode | str = ScaleMode.RCEIL,
     offs: Tensor | None = None,
 ) -> MXTensor:
-    """`mx` (..., N, K), blocked in any way, indexed or not, blocked anew: 32 elements along N, without a row index.
+    """Quantize the values of `mx` (..., N, K) anew, in blocks of 32 along N (axis -2), the row index applied.
 
-    The result has axis -2. Its bytes are contiguous along N, as from `quantize(x, axis=-2)`.
     fmt: element format of the result; default: the same. mode: scale mode of the result.
-    offs: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, multiples of 32. Rows
-        from offs[-1] on are not read, and unspecified in the result.
-    A new block with NaN or Inf in it becomes NaN as a whole. Differentiable: the gradient passes unchanged.
-    Raises ValueError if N is no multiple of 32, and for a wrong offs.
+    offs: (G,) int32 inclusive ends of the row groups of a 2-D `mx`, multiples of 32. Rows from offs[-1] on are not
+        read, and unspecified in the result.
+    qdata of the result are contiguous along N. A block with NaN or Inf becomes NaN as a whole. Differentiable (straight
+    through). Raises ValueError if N is no multiple of 32, and for a wrong offs.
     """
     if not isinstance(mx, MXTensor):
         raise ValueError(f"requantize: got a {type(mx).__name__}, want an MXTensor: quantize it")
@@ -222,8 +220,8 @@ def _requantize(
     dtype: torch.dtype,
     mode: str,
 ) -> tuple[Tensor, Tensor]:
-    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index int32 (R,) or None (then R is N)
-    -> qdata (..., K, R) `dtype`, scale (..., R/32, K)."""
+    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index (R,) int32 or None (R = N) -> qdata
+    (..., K, R) `dtype`, scale (..., R/32, K)."""
     capacity = num_rows(qdata, row_index)
     valid = valid_rows(offs, capacity)
     if valid % BLOCK:
@@ -241,13 +239,13 @@ def _requantize(
 
 
 def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXTensor:
-    """The values of x, exactly, as an MXTensor of E4M3 (an MXTensor of 8-bit elements is returned as it is).
+    """x as an MXTensor of E4M3 with exactly the same values. E4M3 and E5M2 stay as they are.
 
-    x: an MXTensor (..., N, K); its axis, block size and row index stay. Or BlockFP8 (..., N, K); the result has blocks
+    x: an MXTensor (..., N, K), which keeps axis, block size and row index. Or BlockFP8 (..., N, K), which gets blocks
         of 32 along K.
-    dtype: the outer dtype, bf16, fp32 or fp16; default: that of the MXTensor, or bf16.
-    No autograd. Raises ValueError for BlockFP8 if its scales are not powers of two, or if K or its block columns are no
-    multiple of 32.
+    dtype: outer dtype bf16, fp32 or fp16; default: that of the MXTensor, or bf16.
+    No autograd. Raises ValueError for BlockFP8 with scales that are not powers of two, or with K or block columns that
+    are no multiples of 32.
     """
     if dtype is not None and dtype not in VALUE_DTYPES:
         raise ValueError(f"to_mxfp8: expected dtype {VALUE_DTYPES}, got {dtype}")

@@ -1,6 +1,6 @@
-"""Empty results: the shapes that ops, their fakes and their launchers share.
+"""Shapes and empty results that ops, their fakes and their launchers share.
 
-N, R rows, K columns, G groups. A capacity is static: it has room for any group sizes, which only the device knows.
+N, R rows, K columns, G groups. Group sizes are known only to the device, so buffers have room for any group sizes.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ SWIZZLE_ROWS, SWIZZLE_COLS = 128, 4
 """Rows and columns of scales in a swizzled tile, see `mxep.quant.swizzle`."""
 
 GROUP_SUMS_LANES = 32
-"""Partial sums of a group's rows."""
+"""Number of partial sums per group and column in `group_sums`."""
 
 
 def round_up(n: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` that is at least n (n >= 0); also fine for symbolic n."""
+    """n >= 0, maybe symbolic, rounded up to a multiple of `alignment`."""
     return (n + alignment - 1) // alignment * alignment
 
 
 def padded_rows(rows: int, num_groups: int, alignment: int) -> int:
-    """Room for `rows` rows in groups that are each padded to `alignment`."""
+    """Rows that hold `rows` rows in any groups, each padded to `alignment`."""
     return round_up(rows + num_groups * (alignment - 1), alignment)
 
 
@@ -39,7 +39,7 @@ def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
 
 
 def picked_shape(stored: Tensor, row_index: Tensor | None) -> tuple[int, ...]:
-    """Shape of the rows picked from `stored` (..., S, K); its own without an index."""
+    """Shape of the rows picked from `stored` (..., S, K); its own shape without an index."""
     return *stored.shape[:-2], num_rows(stored, row_index), stored.shape[-1]
 
 
@@ -60,7 +60,7 @@ def joined_shape(dim: int, *parts: Tensor | None) -> tuple[int, ...]:
 def empty_rows(
     x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """qdata (..., K) and scale (..., K/block_size) of x (..., K), or of a tensor of this shape, quantized along rows.
+    """qdata (..., K) and scale (..., K/block_size) for x, or `shape`, (..., K), quantized along rows.
 
     block_size 0: one scale per row.
     """
@@ -78,7 +78,7 @@ def empty_columns(
 
 
 def empty_2d(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor]:
-    """qdata (..., N, K) and scale (..., N/block_size, K/block_size) of x (..., N, K) quantized in square blocks."""
+    """qdata (..., N, K) and scale (..., N/block_size, K/block_size) for x (..., N, K) quantized in square blocks."""
     *rest, n, k = x.shape
     scale = x.new_empty((*rest, n // block_size, k // block_size), dtype=SCALE_DTYPE)
     return x.new_empty(x.shape, dtype=dtype), scale
@@ -87,7 +87,7 @@ def empty_2d(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Te
 def empty_swiglu(
     gate_up: Tensor, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool, rest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """h (R, F) and its scale bytes (R, F/block_size) or, folded, (R, 1). Without a mode the scale is empty."""
+    """h (R, F) and its scale bytes: (R, F/block_size), (R, 1) if folded, or (0,) without a mode."""
     h = gate_up.new_empty(
         (gate_up.shape[0] + (0 if rest is None else rest.shape[0]), gate_up.shape[1] // 2), dtype=dtype
     )
@@ -97,7 +97,7 @@ def empty_swiglu(
 def empty_swiglu_backward(
     d_h: Tensor, mode: str | None, block_size: int, folded: bool, h_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scale of d_gate_up (R, 2F), d_row_weight (R,), h (R, F) and its scale, which are empty without h_dtype."""
+    """Scale of d_gate_up (R, 2F), d_row_weight (R,), h (R, F) and its scale. Without h_dtype the last two are empty."""
     rows, width = d_h.shape
     scale = _scale_of_rows(d_h, 2 * width, mode, block_size, folded)
     h, h_scale = d_h.new_empty(0), d_h.new_empty(0, dtype=torch.uint8)
@@ -113,7 +113,7 @@ def _scale_of_rows(x: Tensor, width: int, mode: str | None, block_size: int, fol
 
 
 def empty_group_sums(x: Tensor, offs: Tensor) -> Tensor:
-    """(G, N) for x (R, N), in the dtype of the sums: fp64 for fp64, else fp32."""
+    """(G, N) for x (R, N): fp64 for fp64, else fp32."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty((offs.shape[0], x.shape[1]), dtype=dtype)
 

@@ -7,15 +7,15 @@
       h (R, F): rounded once to gate_up's dtype, or              d_up   = d * silu
       quantized from fp32 with no bf16 in between                d_gate = (d * up) * (s * (1 + gate * (1 - s)))
                                                                  [d_gate | d_up] (R, 2F): rounded or quantized likewise
-                                                               h once more, if wanted, for callers that did not keep it
+                                                               h again on request, so that forward need not save it
 
-The weight multiplies here because the down-projection is linear. So combine is a plain sum, and the weight's gradient a
-sum over a row. Everything is fp32, every operation is separate and in the order written, the sigmoid is portable
-(`mxep.quant.activation`), and the sum over F is a fixed tree (`tree_sum`). So a kernel without FMA contraction has the
-same bits, at any position and any R.
+The down-projection is linear, so the routing weight may multiply before it. Then combine is a plain sum, and the
+weight's gradient is a sum over a row. All is fp32, with each operation rounded by itself in the order written, a
+portable sigmoid (`mxep.quant.activation`) and a fixed tree for the sum over F (`tree_sum`). So a kernel without FMA
+contraction has the same bits.
 
-Limits: gate = -inf gives a silu and a slope of -3.9e-36, as -86 does; +inf gives inf and a slope of 1. A NaN stays in
-its element (and its row's d_row_weight), or quantized in its block. Rows from offs[-1] on are not read.
+gate = -inf gives a silu and a slope of -3.9e-36, as -86 does; +inf gives inf and a slope of 1. A NaN spreads to its
+row's d_row_weight and, if quantized, its block.
 
 R rows (capacity), F hidden width, G groups.
 """
@@ -44,13 +44,12 @@ def swiglu(
     rest: Tensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> Tensor:
-    """silu(gate) * up * row_weight, (R, F) in gate_up's dtype, or with another activation.
+    """silu(gate) * up * row_weight, or another activation: (R, F) in gate_up's dtype.
 
-    gate_up: (R, 2F) bf16 | fp32 | fp16, gate first unless activation is interleaved. row_weight: (R,) fp32, or None
-        for 1.
-    offs: (G,) int32 inclusive ends of the row groups of a capacity buffer. Rows from offs[-1] on are not read, and
-        unspecified in the result.
-    rest: the last rows of gate_up, where gate_up has only those before them. Both are dense.
+    gate_up: (R, 2F) bf16 | fp32 | fp16, gate first unless activation is interleaved. row_weight: (R,) fp32; None: 1.
+    offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read, and unspecified in the
+        result.
+    rest: further rows of gate_up, which are counted in R. Both must be dense.
     No autograd: `swiglu_backward` is its derivative. Raises ValueError for other shapes, dtypes, devices.
     """
     _check(gate_up, row_weight, offs, rest=rest)
@@ -72,10 +71,9 @@ def swiglu_quantize(
 ) -> MXTensor:
     """`swiglu` quantized from its fp32 value: MXTensor (R, F), outer dtype gate_up's, blocked along F.
 
-    It is bitwise `quantize(h_fp32, fmt=fmt, mode=mode, block_size=block_size)` (None: one scale per row) of h_fp32,
-    `swiglu` of gate_up.float(). If `folded` it is the `fold` of that, one scale per row. Other arguments and errors are
-    those of `swiglu`. Also raises ValueError if F is no multiple of `block_size`, and on CUDA for a block that is
-    neither a power of two nor the row.
+    Bitwise `quantize(swiglu(gate_up.float(), ...), fmt=fmt, mode=mode, block_size=block_size)` or, if `folded`, its
+    `fold`, with one scale per row. Other arguments and errors as for `swiglu`. Also raises ValueError if F is no
+    multiple of `block_size`, and on CUDA for a block that is neither a power of two nor the row.
     """
     _check(gate_up, row_weight, offs, rest=rest)
     width = gate_up.shape[1] // 2
@@ -97,8 +95,7 @@ def swiglu_backward(
     """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32, h).
 
     d_h: (R, F) bf16 | fp32 | fp16, the gradient of h. Without row_weight, d_row_weight is that of a weight of 1.
-    h: bitwise the result of `swiglu` for these arguments, if `with_h`, else None. So forward need not save it, for one
-    write of h.
+    h: bitwise the result of `swiglu`, if `with_h`, else None.
     Other arguments and errors as for `swiglu`.
     """
     _check(gate_up, row_weight, offs, d_h, rest)
@@ -125,12 +122,12 @@ def swiglu_backward_quantize(
 ) -> tuple[MXTensor, Tensor, MXTensor | None]:
     """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32, h).
 
-    Blocked along 2F (block_size=None: one scale over gate and up), outer dtype gate_up's. If `folded` it is then folded
-    to one scale over gate and up.
-    overwrite: d_h is no longer needed. With one scale per row, qdata take its memory if it is contiguous, has 16 bits
-    per element and requires no grad. h: bitwise the result of `swiglu_quantize` for these arguments with fmt=h_fmt;
-    None without `h_fmt`. gate_up may be an MXTensor with one scale per row: results are those of its fp32 values.
-    rest: as in `swiglu`, of gate_up's format.
+    d_gate_up: blocked along 2F (block_size=None: one scale over gate and up), outer dtype gate_up's; `folded`: folded
+        to one scale over gate and up.
+    gate_up, rest: plain, or MXTensors with one scale per row, which are taken at their fp32 values.
+    overwrite: d_h's memory may be reused. With one scale per row it holds the qdata, if d_h is contiguous, has 16 bits
+        per element and requires no grad.
+    h: bitwise the result of `swiglu_quantize` with fmt=h_fmt; None without `h_fmt`.
     Other arguments and errors as for `swiglu_backward`. Also raises ValueError if 2F, or with `h_fmt` F, is no multiple
     of `block_size`, on CUDA for a block that is neither the row nor a power of two that divides F, and for an MXTensor
     of other blocks.
@@ -142,7 +139,7 @@ def swiglu_backward_quantize(
         check_block(block_size, -1, d_h)
     block_size = check_block(block_size, -1, gate_up)
     dtype, h_dtype = check_format(fmt), None if h_fmt is None else check_format(h_fmt)
-    # Only if a row shares one scale are its qdata written after all of the row was read.
+    # With one scale per row a kernel reads the whole row before it writes its qdata. Otherwise d_h is still needed.
     fits = d_h.itemsize == 2 and d_h.is_contiguous() and d_h.stride(-1) == 1 and not d_h.requires_grad
     if overwrite and fits and (folded or block_size == gate_up.shape[1]):
         qdata = d_h.view(dtype)
@@ -168,7 +165,7 @@ def _bytes_of_rows(gate_up: Tensor | MXTensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _mx(parts: Sequence[Tensor], dtype: torch.dtype, block_size: int) -> MXTensor:
-    """MXTensor of rows (R, n) and their scale bytes. block_size is given, because a compiler's sizes are symbols."""
+    """MXTensor of rows (R, n) and their scale bytes. block_size is an argument: under compile, sizes are symbols."""
     qdata, scale = parts
     return MXTensor(qdata, scale.view(SCALE_DTYPE), None, -1, block_size, dtype, trusted=True)
 
@@ -234,10 +231,10 @@ def _backward(
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """The sum over the last axis of x (R, F) in a fixed order that keeps a GPU's threads independent for long.
+    """Sum over the last axis of x (R, F) in a fixed order, in which a GPU's threads first sum their own elements.
 
     F is padded with zeros to a power of two, 8 or more. Neighbours are added three times: a b c d e f g h becomes
-    ((a+b)+(c+d))+((e+f)+(g+h)). Then the second half of these sums of eight is added to the first until one is left:
+    ((a+b)+(c+d))+((e+f)+(g+h)). Then the second half of these sums is added to the first until one is left:
     A B C D -> A+C B+D -> (A+C)+(B+D).
     """
     width = x.shape[-1]
@@ -253,7 +250,7 @@ def tree_sum(x: Tensor) -> Tensor:
 def _result(
     valid: Tensor, rows: int, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
 ) -> tuple[Tensor, Tensor]:
-    """Values (valid, n) fp32 as (rows, n) of dtype, and their scale bytes."""
+    """Round or quantize values (valid, n) fp32: (rows, n) of dtype, and scale bytes."""
     if mode is None:
         return fill_rows(valid.to(dtype), rows), valid.new_empty(0, dtype=torch.uint8)
     qdata, scale = quantize_rows.reference(valid, dtype, mode, block_size)
@@ -283,8 +280,7 @@ def _swiglu(
     activation: Sequence[float] | None,
     rest: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1). mode None: rounded, and no scale. rest: the rows
-    behind those of gate_up."""
+    """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1). mode None: rounded, and no scale."""
     gate_up = gate_up if rest is None else torch.cat((gate_up, rest))
     rows = gate_up.shape[0]
     h = _forward(gate_up, row_weight, valid_rows(offs, rows), activation)
@@ -313,10 +309,10 @@ def _swiglu_backward(
     rest_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,), and the results of `mxep::swiglu` with
-    h_dtype; empty if that is None. Its scale is per row if d_gate_up's is.
+    h_dtype, one scale per row if d_gate_up has that; empty without h_dtype.
 
-    d_gate_up goes to `out` (R, 2F): new memory or, with one scale per row, d_h's. gate_up may be qdata; then
-    gate_up_scale has their scale bytes (R, 1). rest, rest_scale: the rows behind those of gate_up.
+    out: (R, 2F), receives d_gate_up: new memory or, with one scale per row, d_h's. gate_up_scale: (R, 1) scale bytes if
+    gate_up is qdata.
     """
     rows, valid = d_h.shape[0], valid_rows(offs, d_h.shape[0])
     _, _, h, h_scale = empty_swiglu_backward(d_h, scale_mode, block_size, folded, h_dtype)

@@ -1,22 +1,17 @@
 """Scale swizzle: scale bytes in the 128 x 4 blocked layout that NVIDIA's block-scaled GEMMs read (cuBLAS, tcgen05).
 
-The (rows, cols) matrix of scales, cols = K / 32, is cut into tiles of 128 x 4, padded with zero bytes. Tiles lie one
-after another in row-major order, each 512 bytes. In a tile the four 32-row quarters are interleaved, so that 16 bytes
-hold the four columns of rows i, i + 32, i + 64 and i + 96:
+The (rows, cols) matrix of scales, cols = K / 32, is cut into tiles of 128 x 4, padded with zero bytes. Tiles of 512
+bytes follow one another in row-major order. In a tile the four 32-row quarters are interleaved: 16 bytes hold the four
+columns of rows i, i + 32, i + 64 and i + 96:
 
     offset(r, c) = tile(r // 128, c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
 
 Example: 128 x 4 scales; bytes 0 to 3 are row 0, bytes 4 to 7 row 32, bytes 12 to 15 row 96, bytes 16 to 19 row 1.
 
-Per group, every group is swizzled alone (its rows rounded up to 128), and the groups lie one after another. Their sizes
-are on the device, so the capacity is static: round_up(rows + G * 127, 128) rows, whatever the sizes.
+With G groups each one is swizzled alone, its rows rounded up to 128, and groups follow one another. The result has
+round_up(rows + G * 127, 128) rows, enough for any sizes, because only the device knows them.
 
-                     the matrix                                    per group
-    swizzle_scales   (..., rows, cols) -> (..., rows up to 128, cols up to 4)   (rows, cols) -> (capacity, cols up to 4)
-
-`gather_swizzled` writes that layout directly, together with the qdata of the rows that it picks.
-
-G groups. The shape of a swizzled tensor counts its bytes (torch's scaled GEMMs check it). Its order is not row-major.
+Torch's scaled GEMMs check the shape of a swizzled tensor, but its bytes are not in row-major order.
 """
 
 import torch
@@ -37,7 +32,7 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:
     """Scales in the 128 x 4 blocked layout, of the matrix or of each group alone.
 
     scale: (..., rows, cols) e8m0 or uint8, any strides; with offs (rows, cols).
-    offs: (G,) int32, inclusive ends of the row groups. Rows from offs[-1] on are not read.
+    offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read.
     Returns a contiguous tensor of scale's dtype: (..., round_up(rows, 128), round_up(cols, 4)). With offs it is
     (round_up(rows + G * 127, 128), round_up(cols, 4)), unspecified past the last group. Padding bytes are 0.
     Raises ValueError for other dtypes, fewer than two axes, a wrong offs.
@@ -52,12 +47,10 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:
 
 
 def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Operand of a block-scaled GEMM: qdata (R, K), picked by the row index if there is one, and swizzled scales.
+    """Operand of a block-scaled GEMM: qdata (R, K) and swizzled scales of `mx`, its row index applied.
 
-    mx: (R, K) in blocks of 32 along its rows.
-    offs: (G,) int32, inclusive ends of the row groups, each swizzled alone as by `swizzle_scales`. Rows from offs[-1]
-        on are not read, and unspecified in qdata and scales.
-    No autograd. Raises ValueError for another tensor and a wrong offs.
+    mx: (R, K) in blocks of 32 along its rows. offs: as in `swizzle_scales`. Rows from offs[-1] on are not read, and
+    unspecified in qdata and scales. No autograd. Raises ValueError for another tensor and a wrong offs.
     """
     if not isinstance(mx, MXTensor) or mx.axis != -1 or mx.block_size != BLOCK or mx.ndim != 2:
         raise ValueError(f"gather_swizzled: got {mx!r}, want an MXTensor (R, K) in blocks of {BLOCK} along its rows")

@@ -1,21 +1,21 @@
-"""MXTensor: qdata and scales that travel through autograd, compile and checkpoints as one bf16-looking tensor.
+"""MXTensor: qdata and scales in one tensor, for autograd, compile and checkpoints.
 
-Its outer dtype is that of the quantized tensor (bf16 by default), so autograd gives it gradients of that dtype. A raw
-fp8 tensor on an autograd edge would have its gradient cast to fp8. Inside are two or three plain tensors:
+Its outer dtype is that of the tensor before quantization (bf16 by default), so gradients have that dtype. Autograd
+would cast the gradient of a raw fp8 tensor to fp8. Inside are two or three plain tensors:
 
-    qdata      fp8, 1 byte an element          (..., N, K)
-               E2M1, 2 elements a byte         (..., N, K/2) for axis -1, (..., N/2, K) for axis -2
-    scale      e8m0, 1 byte a block            (..., N, K/block_size) for axis -1, (..., N/block_size, K) for axis
+    qdata      fp8, 1 byte per element         (..., N, K)
+               E2M1, 2 elements per byte       (..., N, K/2) for axis -1, (..., N/2, K) for axis -2
+    scale      e8m0, 1 byte per block          (..., N, K/block_size) for axis -1, (..., N/block_size, K) for axis
                                                -2, (..., N/block_size, K/block_size) for axis (-2, -1)
-    row_index  int32 (R,) or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
+    row_index  (R,) int32 or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
 
-Shapes are logical: transposing the tensor transposes qdata, scale and axis alike, and no byte moves. Results of
-`quantize` and `requantize` have qdata contiguous along the blocked axis: for axis -2 it is the `.mT` view of contiguous
-(..., K, N) bytes. scale may have any strides.
+Transposing it transposes the views qdata and scale, and the axis. Results of `quantize` and `requantize` have qdata
+contiguous along the blocked axis: for axis -2 it is the `.mT` view of contiguous (..., K, N) bytes. scale may have any
+strides.
 
-With a row index a tensor is logically expert-major while its bytes still lie in receive slots: shape (R, D), qdata
-(S, D), scale (S, D/block_size). Both may be strided row views of one buffer. Example: row_index [1, -1, 1] of two
-rows a, b is the tensor of rows b, 0, b.
+A row index makes an expert-major tensor (R, D) of rows that still lie in receive slots: qdata (S, D), scale
+(S, D/block_size), which may be strided row views of one buffer. Example: row_index [1, -1, 1] of rows a, b is the
+tensor of rows b, 0, b.
 """
 
 import itertools
@@ -37,7 +37,7 @@ from mxep.runtime.op import check_no_tangent
 
 
 class MXParts(NamedTuple):
-    """The parts of an MXTensor: a wrapper costs the host as much as a launch."""
+    """The parts of an MXTensor, without the wrapper, which costs the host as much as a launch."""
 
     qdata: Tensor
     scale: Tensor
@@ -57,16 +57,15 @@ class MXParts(NamedTuple):
 
 
 class MXTensor(Tensor):
-    """An 8-bit or 4-bit tensor with block scales, (..., N, K); the module's docstring has the layout.
+    """An 8-bit or 4-bit tensor with block scales, (..., N, K). Made by `quantize` and `from_qdata_and_scales`.
 
-    qdata, scale, row_index: the plain tensors inside. dtype: the outer dtype.
+    qdata, scale, row_index: the plain tensors inside, in the layout of the module's docstring. dtype: the outer dtype.
     axis: the blocked axis, -1 or -2, or (-2, -1) for square 2-D blocks.
     block_size: elements per scale along each blocked axis; the whole axis for row-scaled FP8.
 
-    Made by `quantize` and `from_qdata_and_scales`. The constructor takes qdata, scales as e8m0 and a normalized axis.
-    It checks them (ValueError) unless they are `trusted`: parts from an op of this package or from another MXTensor. An
-    MXTensor can be detached, cloned, transposed, sliced, picked, joined, copied, pinned, moved and saved. It does no
-    arithmetic: other aten ops raise NotImplementedError.
+    The constructor takes scales as e8m0 and a normalized axis. It checks its arguments (ValueError) unless they are
+    `trusted`, as parts from an op of this package or from another MXTensor. An MXTensor can be detached, cloned,
+    transposed, sliced, picked, joined, copied, pinned, moved and saved. Other aten ops raise NotImplementedError.
     """
 
     qdata: Tensor
@@ -114,12 +113,12 @@ class MXTensor(Tensor):
         """An MXTensor of given bytes, without a copy.
 
         qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides; or float4_e2m1fn_x2 (E2M1), with half the length
-            along the blocked axis, because two elements share a byte.
+            along the blocked axis.
         scales: float8_e8m0fnu, or its bytes as uint8; (..., N, K) with the blocked axis divided by `block_size`.
         orig_dtype: bf16, fp32 or fp16, the outer dtype and the dtype of gradients.
-        axis: -1, -2, their positive twins, or (-2, -1). block_size: elements per scale, None for the whole axis.
-        row_index: int32 (R,) of rows of qdata (S, K), -1 for a row of zeros; needs axis -1.
-        Raises ValueError, with the given and the expected value, for anything else.
+        axis, block_size: as in `quantize`.
+        row_index: (R,) int32, rows of qdata (S, K), -1 for a row of zeros; needs axis -1.
+        Raises ValueError for anything else.
         """
         format_of(qdata.dtype)
         axis = check_axis(axis, qdata)
@@ -135,14 +134,14 @@ class MXTensor(Tensor):
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(rows, columns) of elements that one scale covers."""
+        """(rows, columns) that one scale covers."""
         return 1 if self.axis == -1 else self.block_size, 1 if self.axis == -2 else self.block_size
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, (..., N, K) contiguous in `dtype` (default: the outer dtype), the row index applied.
 
-        A value is q * 2**(scale - 127), exact in fp32 (past its range: Inf), rounded once to bf16 or fp16. Scale 255
-        gives NaN. Differentiable: the gradient passes unchanged, in the outer dtype. ValueError for other dtypes.
+        A value is q * 2**(scale - 127), exact in fp32 (Inf past its range), rounded once to bf16 or fp16. Scale 255
+        gives NaN. Differentiable (straight through), the gradient in the outer dtype. ValueError for other dtypes.
         """
         dtype = self.dtype if dtype is None else dtype
         if dtype not in VALUE_DTYPES:
@@ -151,9 +150,9 @@ class MXTensor(Tensor):
         return values
 
     def materialize(self) -> "MXTensor":
-        """The same tensor without a row index, dense, its qdata contiguous along the blocked axis (2-D: by rows).
+        """The row index applied, and qdata contiguous along the blocked axis (2-D: by rows). A copy only if needed.
 
-        It is a copy only if needed. A row of zeros (-1) gets qdata 0 and scale 0. Gradients pass unchanged.
+        A row of zeros (-1) gets qdata 0 and scale 0. Differentiable (straight through).
         """
         if self.axis == -2:
             return self._transposed().materialize()._transposed()
@@ -166,12 +165,12 @@ class MXTensor(Tensor):
         return wrap(self, MXParts(qdata, scale, None, self.axis, self.block_size, self.dtype))
 
     def along(self, axis: int) -> "MXTensor":
-        """View 2-D blocks as blocks along one axis: the same qdata, each scale repeated for its 32 rows or columns.
+        """View 2-D blocks as blocks along one axis: the same qdata, each scale repeated for its rows or columns.
 
         axis: -1 or -2 (or positive). So one quantization of a weight W (N, K) serves W (along K) and W^T (along N):
-        `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. qdata keep their strides: along(-2) of 2-D blocks stored
-        by rows is not contiguous along its blocked axis, but `materialize` makes it so. Gradients pass unchanged.
-        A tensor already blocked along `axis` is returned as it is. Any other raises ValueError: requantize it.
+        `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. qdata keep their strides; `materialize` makes them
+        contiguous along the blocked axis. Differentiable (straight through).
+        A tensor already blocked along `axis` is returned as it is. Any other raises ValueError.
         """
         axis_ = check_axis(axis, self.qdata)
         if self.axis == axis_:
@@ -198,8 +197,8 @@ class MXTensor(Tensor):
     def with_parts(
         self, qdata: Tensor, scale: Tensor, row_index: Tensor | None = None, axis: Axis | None = None
     ) -> "MXTensor":
-        """An MXTensor of other bytes, and perhaps another axis, with this block size and outer dtype. No autograd, and
-        no checks: the parts must fit."""
+        """An MXTensor of these parts, this block size and outer dtype. No autograd, and no checks. axis: default this
+        tensor's."""
         axis = self.axis if axis is None else axis
         return MXTensor(qdata, scale, row_index, axis, self.block_size, self.dtype, trusted=True)
 
@@ -214,7 +213,7 @@ class MXTensor(Tensor):
         return MXTensor(inner["qdata"], inner["scale"], inner.get("row_index"), *context, trusted=True)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
-        # AOTAutograd needs the gradient of a graph's output to have the output's type, but ours is a plain tensor.
+        # AOTAutograd needs the gradient of an output to have the output's type, but an MXTensor's is a plain tensor.
         raise NotImplementedError(
             "a compiled graph cannot return an MXTensor that requires grad: dequantize inside, or return mx.detach(); "
             "at grouped_mm, which breaks the graph for one, give it the plain tensor"
@@ -237,7 +236,7 @@ class MXTensor(Tensor):
         return result
 
     def share_memory_(self) -> "MXTensor":
-        """Move the parts to shared memory, for other processes. The outer tensor has no memory."""
+        """Move the parts to memory that other processes can map."""
         for name in self.__tensor_flatten__()[0]:
             getattr(self, name).share_memory_()
         return self
@@ -247,7 +246,7 @@ class MXTensor(Tensor):
         return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "MXTensor"], tuple[Any, ...]]:
-        # Bytes: torch's plain pickles of 8-bit floats cannot be read back.
+        # As bytes, because torch cannot read its pickles of 8-bit floats.
         parts = self.qdata.view(torch.uint8), self.scale.view(torch.uint8), self.row_index
         how = self.qdata.dtype, self.axis, self.block_size, self.dtype
         return rebuild_mxtensor, (*parts, *how, self.requires_grad, isinstance(self, torch.nn.Parameter))
@@ -264,7 +263,7 @@ def rebuild_mxtensor(
     requires_grad: bool,
     is_parameter: bool,
 ) -> MXTensor:
-    """Function that `torch.load(weights_only=True)` calls. It checks the bytes of a file like those of any caller."""
+    """Called by `torch.load(weights_only=True)`. Checks the parts."""
     qdata = raw.view(dtype)
     mx = MXTensor.from_qdata_and_scales(qdata, scale, orig_dtype, axis=axis, block_size=block_size, row_index=row_index)
     if is_parameter:
@@ -304,7 +303,7 @@ class _Wrap(torch.autograd.Function):
 
 
 def wrap(source: Tensor, parts: MXParts) -> MXTensor:
-    """An MXTensor of these parts. Its gradient passes unchanged (straight through) to `source`, of the same shape."""
+    """An MXTensor of these parts. Its gradient passes unchanged to `source`, of the same shape (straight through)."""
     if not (source.requires_grad and torch.is_grad_enabled()) and not torch.compiler.is_compiling():
         check_no_tangent(source)
         return parts.join()
@@ -332,7 +331,7 @@ def _is_pinned(func: Any, mx: MXTensor, *_: Any) -> bool:
 
 
 def _copy_(func: Any, to: Tensor, source: Tensor, *how: Any, **kwargs: Any) -> Tensor:
-    """Copy between MXTensors that agree in all but their bytes. A plain tensor takes the values."""
+    """Copy the bytes between MXTensors of one kind, or the values into a plain tensor."""
     if not isinstance(to, MXTensor):
         copied: Tensor = func(to, source.dequantize(), *how, **kwargs)
         return copied
@@ -347,7 +346,7 @@ def _copy_(func: Any, to: Tensor, source: Tensor, *how: Any, **kwargs: Any) -> T
 
 
 def _isnan(func: Any, mx: MXTensor) -> Tensor:
-    """A plain tensor, computed from the values. torch's anomaly mode asks for it."""
+    """A plain tensor, for torch's anomaly mode."""
     result: Tensor = func(mx.dequantize())
     return result
 
@@ -368,7 +367,7 @@ def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
 
 
 def _in_memory(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> MXTensor:
-    """qdata, scales and index in the requested memory, copied or uninitialised."""
+    """Copy the parts to the requested device or memory, or allocate them there (`empty_like`)."""
     if dtype not in (None, mx.dtype):
         raise NotImplementedError(f"{func} of an MXTensor as {dtype}: want {mx.dtype}; or call .dequantize({dtype})")
     names = {"device", "non_blocking", "pin_memory", "memory_format"} & kwargs.keys()
@@ -377,7 +376,7 @@ def _in_memory(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **k
 
 
 def _from_end(mx: MXTensor, dim: int) -> int:
-    """`dim` counted from the end, as a negative number. torch raises IndexError for one that mx does not have."""
+    """`dim` as a negative number. Raises torch's IndexError for one that mx does not have."""
     return canonicalize_dim(mx.ndim, dim) - mx.ndim
 
 
@@ -405,7 +404,7 @@ def _blocked(mx: MXTensor, dim: int) -> bool:
 def _slice(
     func: Any, mx: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> MXTensor:
-    """Slice along any axis. Along a blocked axis, slices must be whole blocks (else ValueError)."""
+    """Slice along any axis. Along a blocked axis, raises ValueError unless slices are whole blocks."""
     dim = _from_end(mx, dim)
     if mx.row_index is not None and dim == -2:
         return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, start, end, step))
@@ -423,7 +422,7 @@ def _slice(
 
 
 def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> list[MXTensor]:
-    """Consecutive slices, of one size or of the sizes given. torch checks and completes these."""
+    """Consecutive slices, of one size or of the sizes given. torch checks the sizes."""
     like = torch.empty(mx.shape[_from_end(mx, dim)], device="meta", dtype=torch.uint8)
     sizes = [part.shape[0] for part in func(like, sizes)]
     ends = itertools.accumulate(sizes)
@@ -431,7 +430,7 @@ def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) ->
 
 
 def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> MXTensor:
-    """Join MXTensors of one format, axis, block and dtype along any axis. A row index is applied."""
+    """Concatenate MXTensors of one format, axis, block and dtype along any axis, row indices applied."""
     dense = [mx.materialize() if mx.row_index is not None else mx for mx in tensors if isinstance(mx, MXTensor)]
     kinds = {(mx.format, mx.axis, mx.block_size, mx.dtype, mx.ndim) for mx in dense}
     if len(kinds) > 1 or len(dense) < len(tensors):
@@ -472,4 +471,4 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
 }
-"""How aten ops move, transpose, slice, join or copy qdata and scales together. They do no arithmetic."""
+"""Implementations of aten ops on MXTensors."""

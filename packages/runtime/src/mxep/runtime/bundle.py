@@ -1,10 +1,10 @@
 """Split the nested arguments and results of replayed functions into tensors and a hashable form, and rebuild them.
 
-    take_apart(x)   plain tensors of x in order, and its form: everything else in x, hashable
+    take_apart(x)          the plain tensors of x, in order, and its form: everything else in x, hashable
     build(form, tensors)   x again, with other tensors
 
-An object of tensors is a tensor, None, a tuple, named tuple or list of objects, or a `Bundle`. Any other
-value of a field is part of the form. `register_parts` lets a class be split into parts.
+An object of tensors is a tensor, None, a tuple, named tuple or list of such objects, or a `Bundle` of them. Any other
+value is part of the form.
 """
 
 import operator
@@ -41,24 +41,24 @@ class Operands(Bundle):
 
 _PARTS: dict[type, type] = {}
 _WHOLE: dict[type, type] = {}
-"""_PARTS: parts class to registered class. _WHOLE: registered class to parts class."""
+"""_PARTS: registered class by its parts class. _WHOLE: parts class by registered class."""
 
 
 def register_parts(parts: type, whole: type) -> None:
-    """Let replayed functions use objects of type `whole`. Their callers pass and receive `parts` instead.
+    """Let replayed functions use objects of class `whole`. Their callers pass and receive `parts` instead.
 
-    parts: a named tuple. `parts.of(whole)` and `parts.join()` convert.
+    parts: a named tuple class. `parts.of(x)` takes x of class `whole` apart, `parts.join()` makes it again.
     """
     _PARTS[parts], _WHOLE[whole] = whole, parts
 
 
 def as_parts(x: Any) -> Any:
-    """x with each registered object replaced by its parts."""
+    """x with its registered objects replaced by their parts."""
     return _mapped(x, _apart_if_whole)
 
 
 def as_whole(x: Any) -> Any:
-    """x with parts joined. A bundle that contains parts is changed in place."""
+    """The inverse of `as_parts`. Bundles that contain parts are changed in place."""
     return _mapped(x, _joined_if_parts)
 
 
@@ -96,8 +96,7 @@ def take_apart(x: Any) -> tuple[list[Tensor], Form]:
 
 
 def take(x: Any, tensors: list[Tensor], classes: list[type] | None = None) -> Form:
-    """The form of x, as in `take_apart`. Appends the tensors of x to `tensors`, and the types of its other values to
-    `classes`."""
+    """The form of x. Appends the tensors of x to `tensors`, and the types of its other values to `classes`."""
     kind: Any = type(x)
     if kind is Tensor or kind is Parameter:
         tensors.append(x)
@@ -128,7 +127,7 @@ def build(form: Form, tensors: Iterator[Tensor]) -> Any:
         fields = dict(zip(kind.field_names, [build(part, tensors) for part in parts]))
         if torch.compiler.is_compiling():
             return kind(**fields)
-        made = object.__new__(kind)  # less of the host's time than __init__
+        made = object.__new__(kind)  # faster than __init__
         made.__dict__.update(fields)
         return made
     if issubclass(kind, tuple | list):

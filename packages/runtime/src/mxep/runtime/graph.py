@@ -1,11 +1,11 @@
-"""Play a record over other memory. Consecutive kernels, fills and copies become one CUDA graph.
+"""Play a record over other memory. Kernels, fills and copies in a row become one CUDA graph.
 
     record   kernel, fill, kernel | op of torch | kernel, copy       | between pieces
     play     a graph                the op        a graph
 
-The graph's nodes and edges are built from the record; nothing is captured. Before each launch the addresses that moved
-and lengths are written into the nodes. The driver itself re-addresses tensor maps. torch allocates all memory on the
-current stream; `memory.py` decides when. On a CPU the steps run one by one, over the same memory.
+Graphs are built from the record, not captured. Before each launch, new addresses and lengths are written into their
+nodes; for tensor maps the driver does this. torch allocates all memory on the current stream, when `memory.py` says. On
+a CPU the steps run one by one, over the same memory.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ _FORMATS = {
     "fp64": "d",
 }
 _FORMATS |= {kind: code.upper() for kind, code in _FORMATS.items() if kind[0] == "u"}
-"""Codes of `struct` for numbers, by their type in a kernel's signature."""
+"""Codes of `struct`, by the type of a number in a kernel's signature."""
 _SIZES = {code: struct.calcsize(code) for code in _FORMATS.values()}
 _WITHOUT_TYPE = {torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
 """Dtypes that Triton does not know."""
@@ -46,7 +46,7 @@ _empty = torch.empty
 
 
 class _Piece(NamedTuple):
-    """Steps that run together. makes: (base, dtype, shape) of each allocation before them. drops: bases freed after."""
+    """Steps that run together. makes: (base, dtype, shape) of allocations before them. drops: bases freed after."""
 
     makes: list[Any]
     drops: list[int]
@@ -56,7 +56,7 @@ class _Piece(NamedTuple):
 class Player:
     """Plays a record on a device. Thread-safe: one thread at a time launches a graph.
 
-    donated: indices of arguments that nobody else holds. The player drops each after its last use.
+    donated: indices of arguments that nothing else holds. The player frees each after its last use.
 
     Attributes:
         has_begun: True if the last failed play had run some of the steps.
@@ -93,8 +93,8 @@ class Player:
     def play(self, given: list[Any], addresses: Sequence[int], tokens: int = 0) -> list[Any]:
         """Run the steps on these arguments and return the function's results. Raises torch.OutOfMemoryError.
 
-        given: the arguments; donated ones are dropped from the list. addresses: their addresses, 0 for None. tokens:
-        rows of those that move.
+        given: the arguments; donated ones are dropped from the list. addresses: theirs, 0 for None. tokens: rows of
+        arguments in `Record.moving`.
         """
         empty, device, more = _empty, self._device, self._bases - len(given)
         given += [*[None] * more, tokens]
@@ -118,14 +118,14 @@ class Player:
 
 
 def _result(x: View | int | None, record: Record, forms: dict[int, Any]) -> tuple[int | None, View | None]:
-    """(base, view) of a result. view None: the allocation itself."""
+    """(base, view) of a result. View None: the allocation itself."""
     if x is None or isinstance(x, int):
         return x, None
     return x.source, None if forms.get(x.source - record.given) == x[2:] and x.offset == 0 else x
 
 
 def _seen(x: Tensor, view: View | None, start: int = 0) -> Tensor:
-    """A tensor over x's memory, `start` bytes into it. Autograd does not see it as a view of x."""
+    """The view, in x's memory from byte `start` on. Autograd does not see a view of x."""
     if view is None:
         return x
     at = start + view.offset
@@ -137,7 +137,7 @@ def _seen(x: Tensor, view: View | None, start: int = 0) -> Tensor:
 
 
 class _Called:
-    """Steps that run one by one. in_slab: for each source that lies in a slab, the slab's base and the offset there."""
+    """Steps that run one by one. in_slab: (base of the slab, offset) of each source that lies in a slab."""
 
     def __init__(self, steps: Sequence[Step], record: Record, in_slab: dict[int, tuple[int, int]]) -> None:
         self.fixed, self.moving, self.in_slab = record.fixed, record.moving, in_slab
@@ -148,7 +148,7 @@ class _Called:
             do(held, bases)
 
     def _doing(self, what: Any) -> Callable[[list[Any], list[int]], Any]:
-        """A function that runs one step."""
+        """A function that runs the step."""
         match what:
             case Call(op, args, kwargs, made):
                 got = [self._getter(x) for x in args]
@@ -176,13 +176,13 @@ class _Called:
                 return lambda held, _: target(held).copy_(start(held))
 
     def _getter(self, x: Any) -> Callable[[list[Any]], Any]:
-        """A function that returns the argument for a replay: views and descriptors become tensors, the rest stays."""
+        """A function that returns the argument x of a replay: views become tensors, numbers stay."""
         if isinstance(x, View):
             if x.source < 0:
                 stays = self.fixed[-x.source - 1]
                 return lambda held: stays
             place, start = self.in_slab.get(x.source, (x.source, 0))
-            if place in self.moving:  # a launch takes only its address
+            if place in self.moving:  # the launch uses only its address
                 first = x.offset // x.dtype.itemsize
                 return lambda held: held[place].view(-1).view(x.dtype)[first:]
             return lambda held: _seen(held[place], x, start)
@@ -198,7 +198,7 @@ class _Called:
 
 
 def for_triton(x: Any) -> Any:
-    """A kernel's argument as Triton takes it. Bytes stand in for dtypes that it does not have."""
+    """A kernel's argument as Triton takes it: as bytes if Triton lacks the dtype."""
     if type(x) is Length:
         return int(x)
     if isinstance(x, Tensor):
@@ -207,7 +207,7 @@ def for_triton(x: Any) -> Any:
 
 
 class _Graph:
-    """Steps that form a CUDA graph, built at its first launch. places: their indices. in_slab: as in `_Called`."""
+    """Steps in a CUDA graph, built at its first launch. places: indices of the steps. in_slab: as in `_Called`."""
 
     def __init__(
         self, steps: Sequence[Step], places: Sequence[int], record: Record, in_slab: dict[int, tuple[int, int]]
@@ -224,7 +224,7 @@ class _Graph:
         """Tensor maps over moving memory: (address of the map, base, byte offset)."""
         self._updates: list[Callable[[], int]] = []
         self._alive: list[Any] = []
-        """Parameters of moving nodes. Nodes refer to them by address."""
+        """Parameters of nodes with moving ones. The updates point to them."""
         self._start = patient_driver().cuGraphLaunch
 
     def run(self, held: list[Any], bases: list[int]) -> None:
@@ -252,7 +252,7 @@ class _Graph:
         return failed
 
     def _build(self, bases: list[int]) -> None:
-        """Build the graph with these addresses, and with the lengths of the record."""
+        """Build the graph with these addresses and the record's lengths."""
         context = ctypes.c_void_p()
         call("cuCtxGetCurrent", ctypes.byref(context))
         call("cuGraphCreate", ctypes.byref(self._graph), ctypes.c_uint(0))
@@ -271,7 +271,7 @@ class _Graph:
             nodes.append(node)
         call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
         self._alive = [rest for *_, rest in moving]
-        self.steps = ()  # Python's garbage collector looks at all that is kept
+        self.steps = ()  # less work for Python's garbage collector
         for name, node, params, _ in moving:
             update = getattr(driver(), f"cuGraphExec{name}NodeSetParams{'_v2' if name == 'Kernel' else ''}")
             self._updates.append(functools.partial(update, self._exec, node, *params))
@@ -343,7 +343,7 @@ class _Graph:
 
 @functools.cache
 def _places(sizes: tuple[int, ...]) -> tuple[list[int], int]:
-    """The first 8-byte word of each parameter of these bytes, and the number of words."""
+    """Index of the first 8-byte word of each parameter, and number of words. sizes: bytes of parameters."""
     places, end = list[int](), 0
     for size in sizes:
         places.append(-(-end // 8) * 8 if size == TENSOR_MAP else end)
@@ -352,11 +352,11 @@ def _places(sizes: tuple[int, ...]) -> tuple[list[int], int]:
 
 
 def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
-    """(bytes, code of `struct`, value) of each parameter of a kernel. The code is "" for a view, and for a descriptor
-    with its metadata.
+    """(bytes, code of `struct`, value) of each parameter of a kernel. Views, and descriptors with their metadata, have
+    the code "".
 
-    The order is that of Triton's own launcher. It leaves out constexprs, and passes a descriptor as tensor map, shape
-    and strides. Two pointers to scratch memory come last, null for our kernels.
+    As in Triton's launcher there are no constexprs, a descriptor is passed as tensor map, shape and strides, and two
+    pointers to scratch memory come last, null for our kernels.
     """
     metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     for kind, x in zip(compiled.src.signature.values(), args):
@@ -376,7 +376,7 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
 
 @functools.cache
 def unlike_a_node(compiled: Any, num_args: int) -> str:
-    """The reason why a compiled kernel of so many arguments cannot be a graph node; "" if it can."""
+    """Reason why a compiled kernel with num_args arguments cannot be a graph node; "" if it can."""
     metadata = compiled.metadata
     for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
         if getattr(metadata, name, 0):
@@ -465,7 +465,7 @@ def call(name: str, *args: Any) -> None:
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Let this thread build and destroy graphs without ending another thread's capture."""
+    """Inside, this thread may build and destroy graphs without ending another thread's capture."""
     mode = keep_captures()
     try:
         yield
@@ -482,11 +482,11 @@ def keep_captures() -> ctypes.c_int:
 
 @functools.cache
 def driver() -> Any:
-    """The driver. Calls keep the GIL, as they are shorter than releasing it."""
+    """The driver. Calls keep the GIL, because releasing it takes longer."""
     return ctypes.PyDLL("libcuda.so.1")
 
 
 @functools.cache
 def patient_driver() -> Any:
-    """The driver for calls that may wait for the device. They release the GIL."""
+    """The driver, for calls that may block. They release the GIL."""
     return ctypes.CDLL("libcuda.so.1")

@@ -1,7 +1,7 @@
-"""Launch a Triton kernel for less of the host's time than `kernel[grid](...)` takes.
+"""Launch Triton kernels with less host time than `kernel[grid](...)`.
 
-At every call Triton derives the facts that a kernel is specialized for, and uses them to look up the compiled kernel.
-Here the same facts form a short key, and a dict holds each kernel that Triton has launched once.
+At every call Triton derives the facts that a kernel is specialized for, and looks up the compiled kernel by them. Here
+the same facts are a short key of a dict with each kernel that Triton has launched once.
 """
 
 import functools
@@ -26,13 +26,13 @@ _IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
 """By key: (compiled kernel, its constexprs in order, the kernel). The key contains the kernel's id."""
 _ahead: dict[tuple[Any, ...], Future[Any]] = {}
-"""By key: the compilation of a kernel that was not launched yet."""
+"""By key: compilations that began before the first launch."""
 MOST_THREADS = 16
-"""Maximum threads of this process that compile at once."""
+"""Maximum threads that compile at once."""
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. (Triton's function, which kernels can call as well, takes ten times as long.)"""
+    """a / b, rounded up. (Triton's function takes ten times as long.)"""
     return -(-a // b)
 
 
@@ -44,14 +44,13 @@ def next_power_of_2(n: int) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """`kernel[grid](*args, **constants)` on the current device and stream.
 
-    args: all parameters but the constexprs, in order: tensors, ints, floats, None, and tensor descriptors. Descriptors
-        have `base`, `block_shape`, the other fields that Triton's launcher reads, and a method `for_triton` that
-        makes Triton's descriptor. Kernels get tensors of e8m0 and E2M1 as uint8.
-
-    constants: constexprs, which follow `args` in the kernel's signature, and options such as num_warps.
+    args: all parameters before the constexprs, in order: tensors, ints, floats, None, and tensor descriptors. These
+        are named tuples with the fields that Triton's launcher reads and a method `for_triton`, which makes Triton's
+        descriptor. Kernels get tensors of e8m0 and E2M1 as uint8.
+    constants: constexprs, and options such as num_warps.
     """
     recorder = here.recorder
-    # Triton launches if interpreted or profiled, and on AMD GPUs, where it also specializes for a storage's size.
+    # Triton launches under the interpreter or a profiler, and on AMD GPUs, where it specializes for more facts.
     if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
         if recorder is None or not recorder.rehearses:
             kernel[grid](*map(for_triton, args), **constants)
@@ -91,11 +90,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """Code inside launches nothing. It runs on meta tensors. Then other threads compile the kernels that it would have
-    launched. The first launch of each kernel waits for its compilation.
+    """Run the code inside on meta tensors, without launches. Then threads compile the kernels that it would launch.
 
-    Otherwise Triton compiles each kernel at its first launch, one after the other. Its passes and ptxas release the
-    GIL.
+    The first launch of each kernel waits for its compilation. Without a rehearsal Triton compiles kernels one by one,
+    each at its first launch.
     """
     before, here.recorder = here.recorder, (mine := Rehearsal())
     try:
@@ -112,7 +110,7 @@ def _compile(wanted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], list[Any]
     device = torch.cuda.current_device()
     pool = ThreadPoolExecutor(max(1, min(MOST_THREADS, cores)), "mxep-compile", _begin_thread, (device,))
     gemms = {key for key, job in wanted.items() if any(hasattr(x, "block_shape") for x in job[2])}
-    for key in sorted(wanted, key=lambda key: key not in gemms):  # those that take longest begin first
+    for key in sorted(wanted, key=lambda key: key not in gemms):  # GEMMs first, because they take longest
         _ahead[key] = pool.submit(_compiled_kernel, *wanted[key])
     pool.shutdown(wait=False)
 
@@ -127,18 +125,17 @@ def _begin_thread(device: int) -> None:
 
 
 def is_profiled() -> bool:
-    """Whether anything hooks Triton's launches, such as a profiler."""
+    """True if anything hooks Triton's launches, such as a profiler."""
     hooks = knobs.runtime.launch_enter_hook
     return bool(getattr(hooks, "calls", hooks))
 
 
 @functools.cache
 def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Returns a function from arguments of these types to (facts, values). Triton specializes kernels for the facts.
+    """Make a function from arguments of these types to (facts that Triton specializes kernels for, values).
 
-    These facts are a tensor's dtype, and whether its address is a multiple of 16. For an int they are the type that
-    holds it, and whether it is 1 or a multiple of 16. A `Length` has no facts. A loop over the arguments would take
-    three times as long as the function written for them.
+    Facts of a tensor: dtype, and whether its address is a multiple of 16. Facts of an int: the type that holds it, and
+    whether it is 1 or a multiple of 16. A `Length` has none. A loop over the arguments would take three times as long.
     """
     facts, values, lines = [repr(tuple(kind.__name__ for kind in kinds))], [], []
     for i, kind in enumerate(kinds):

@@ -5,8 +5,7 @@
     512 .. 1023                     steps of   64
     2^n .. 2^(n+1) - 1, from 1024   steps of   2^n / 16        6.25 %
 
-Tensors that a call allocates for its tokens have the room's size. Rows behind the tokens are unspecified and never
-read.
+Tensors that a call allocates for its tokens have the room's size. Rows past the tokens are unspecified and not read.
 """
 
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from torch import Tensor
 
 
 class Length(int):
-    """The number of tokens of a call, or a number computed from it. A kernel argument that each replay sets.
+    """A kernel argument that each replay sets: the call's number of tokens, or a number that `rule` computes from it.
 
-    rule: computes the number from the tokens; None: the number of tokens itself. No kernel may be specialized for a
-    Length. Only kernel arguments and `record.fill` may depend on one: no shape and no grid.
+    No kernel may be specialized for a Length. Only kernel arguments and `record.fill` may depend on one, no shape and
+    no grid.
     """
 
     rule: Callable[[int], int] | None
@@ -29,18 +28,18 @@ class Length(int):
         return made
 
     def of(self, tokens: int) -> int:
-        """The number for a call of so many tokens."""
+        """The number for a call with this number of tokens."""
         return tokens if self.rule is None else self.rule(tokens)
 
 
 def room_for(tokens: int) -> int:
-    """The number of rows that memory is sized for in a call of so many tokens."""
+    """Rows that memory is sized for in a call with this number of tokens."""
     step = 16 if tokens < 512 else 64 if tokens < 1024 else 1 << (tokens.bit_length() - 5)
     return -(-tokens // step) * step
 
 
 def first_rows(x: Tensor, rows: int) -> Tensor:
-    """The first rows of x, sharing its memory. Autograd does not see the result as a view of x."""
+    """The first rows of x, in its memory. Autograd does not see a view of x."""
     if len(x) == rows:
         return x
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), (rows, *x.shape[1:]), x.stride())

@@ -1,9 +1,9 @@
 """Plan the memory of a record: one slab per graph for temporaries, and cuts that keep the peak low.
 
 Two temporaries share bytes of a slab only if every user of one precedes every user of the other by edges of the graph.
-Results are allocated before the first graph that uses them, and so is memory that several graphs use. In one
-graph, temporaries and gradients would be held at once, but the function frees temporaries before it allocates a
-gradient. So the record is cut into more graphs at such points until its peak is close to the function's.
+Results, and memory that several graphs use, are allocated before the first graph that uses them. So one graph would
+hold temporaries and gradients at once, but the function frees temporaries before it allocates a gradient. At such
+points the record is cut into more graphs until its peak is close to the function's.
 """
 
 import bisect
@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from .record import Call, Launch, Record, Step, View
 
 ALIGNMENT = 512
-"""Alignment in bytes of memory in a slab, equal to that of torch's allocator."""
+"""Alignment of memory in a slab, in bytes, as in torch's allocator."""
 
 
 def pieces_of(steps: Sequence[Step]) -> list[list[int]]:
-    """For each piece of a record, the indices of its steps. A piece is one torch op, or a run of other steps."""
+    """Indices of the steps of each piece: one torch op, or a run of other steps."""
     pieces: list[list[int]] = []
     for i, step in enumerate(steps):
         is_call = isinstance(step.what, Call)
@@ -37,9 +37,8 @@ class Layout(NamedTuple):
     """Memory of each piece.
 
     Attributes:
-        slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources allocated before
-        the piece. drops, donated: sources and arguments freed after the piece. peak: maximum bytes alive at once, over
-        all pieces.
+        slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources allocated before the
+        piece. drops, donated: sources and arguments freed after it. peak: maximum bytes alive at once.
     """
 
     slabs: list[tuple[dict[int, int], int]]
@@ -50,7 +49,7 @@ class Layout(NamedTuple):
 
 
 class Sizes:
-    """Computes the memory that a record needs if it is cut into given pieces."""
+    """Computes the memory that a record needs, given its pieces."""
 
     def __init__(self, record: Record, donated: Collection[int]) -> None:
         self.record = record
@@ -62,7 +61,7 @@ class Sizes:
         """Bytes of each source. An argument counts the bytes that the steps use."""
         users: dict[int, list[int]] = {}
         self._packed: dict[tuple[int, ...], tuple[dict[int, int], int]] = {}
-        """Cached results of `packed`, by sources. Most pieces stay the same from one tried cut to the next."""
+        """Cached results of `packed`, by sources, because most pieces are the same in the next cut that is tried."""
         for i, step in enumerate(record.steps):
             for view in _views(step):
                 users.setdefault(view.source, []).append(i)
@@ -79,7 +78,7 @@ class Sizes:
         self._donated = [i for i in given if i not in self._kept and i not in record.written]
         large = {source for source, nbytes in self._bytes.items() if nbytes >= SMALL and source in self._last}
         self.changes = {self._first[source] for source in large & self._kept}
-        """Candidate cuts: steps before which a large result is allocated, or large memory is freed."""
+        """Candidate cuts: before these steps a large result is allocated or large memory is freed."""
         self.changes |= {self._last[x] + 1 for x in large if x >= record.given or x in self._donated}
 
     def of(self, pieces: Sequence[list[int]]) -> Layout:
@@ -113,7 +112,7 @@ class Sizes:
         return Layout(slabs, makes, ends, donated, peak)
 
     def called(self) -> int:
-        """Peak of the function itself, which frees memory after each step."""
+        """Peak of the function itself, which frees memory as it goes."""
         return self.of([[i] for i in range(len(self.record.steps))]).peak
 
 
@@ -122,12 +121,12 @@ MOST_CUTS = 4
 CLOSE = 1.02
 """A peak within this factor of the function's needs no cut."""
 SMALL = 8 << 20
-"""A peak this many bytes above the function's needs no cut. Smaller allocations are never candidates for a cut."""
+"""Bytes. A peak this far above the function's needs no cut, and smaller allocations are no candidates for one."""
 
 
 _cuts: dict[Hashable, tuple[list[list[int]], float]] = {}
-"""By kernels: the last cut of a record, and the ratio of its peak to the wanted one. Records of other sizes try this
-cut first, since a search takes as long as recording."""
+"""By the record's kernels: the last cut, and the ratio of its peak to the wanted one. Records of other sizes try this
+cut first, because a search takes as long as recording."""
 MOST_CUTS_KEPT = 1024
 
 
@@ -174,7 +173,7 @@ class Order(NamedTuple):
 
 
 def order_of(record: Record, users_of: dict[int, list[int]]) -> dict[int, Order]:
-    """The order of each source that the record makes, by edges between steps. users_of: steps that use a source."""
+    """The order of each source that the record makes. users_of: steps that use a source."""
     before: list[int] = []  # for each step, the steps before it
     for step in record.steps:
         before.append(reduce(or_, [before[j] | 1 << j for j in step.after], 0))
@@ -186,10 +185,7 @@ def order_of(record: Record, users_of: dict[int, list[int]]) -> dict[int, Order]
 
 
 def packed(sources: Sequence[int], nbytes: dict[int, int], orders: dict[int, Order]) -> tuple[dict[int, int], int]:
-    """Offset in a slab of each source of a piece, and the slab's bytes. nbytes: aligned bytes of each source.
-
-    Two sources share bytes only if each user of one precedes each user of the other by edges of the graph.
-    """
+    """Offset of each source in the slab of a piece, and the slab's bytes. nbytes: aligned bytes of each source."""
     placed: list[tuple[int, int, Order]] = []
     starts: dict[int, int] = {}
     for k in sorted(sources, key=lambda k: -nbytes[k]):
@@ -205,7 +201,7 @@ def packed(sources: Sequence[int], nbytes: dict[int, int], orders: dict[int, Ord
 
 
 def forms_of(record: Record) -> dict[int, tuple[Any, ...]]:
-    """(dtype, shape, strides) of the allocation of each source that a result lies in."""
+    """(dtype, shape, strides) to allocate for each source that holds a result."""
     forms: dict[int, tuple[Any, ...]] = {}
     for step in record.steps:
         if isinstance(step.what, Call):

@@ -1,11 +1,11 @@
-"""`@op`: a plain-torch reference, its fake and its Triton launcher as one custom op that costs an eager caller nothing.
+"""`@op`: a plain-torch reference, its fake and its Triton launcher as one custom op without its cost in eager calls.
 
     plain tensors, no gradient      the launcher on CUDA, the reference on the CPU, called directly
     torch.compile, fake tensors,    `torch.ops.mxep.<name>`, which calls the same two, or the fake
     subclasses, modes, gradients
 
-A custom op costs the host about 40 us a call, and most of these kernels run for less. Dispatch modes still have to see
-the ops, and torch's FLOP counter needs a formula for each op (`count_flops`).
+A call of a custom op takes about 40 us of the host's time, longer than most of these kernels run. Torch's FLOP counter
+needs a formula per op (`count_flops`).
 """
 
 import functools
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from .record import here
 
 E4M3_CAPABILITY, ANY_GPU = (8, 9), (0, 0)
-"""Values for `capability`. Triton converts to E4M3 on GPUs of capability 8.9 or more (not on A100, which has 8.0)."""
+"""Values for `capability`. Triton's conversions to E4M3 need capability 8.9 (A100 has 8.0)."""
 _INDEX_DTYPES = (torch.int32,)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -33,7 +33,7 @@ class Op:
     """The result of `@op`, called with the op's arguments by position.
 
     Attributes:
-        reference: the plain-torch function, which defines the op. opdef: the op of `torch.library`.
+        reference: the plain-torch function that defines the op. opdef: the op of `torch.library`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Op:
         return self._launch(*args)
 
     def _launch(self, *args: Any) -> Any:
-        """The launcher, called with 1-d tensors (row_index, offs, bias ...) made contiguous, as kernels expect."""
+        """Call the launcher, with 1-D tensors (row_index, offs, bias ...) made contiguous."""
         index = None
         for i in self._tensors:
             x = args[i]
@@ -90,7 +90,7 @@ class Op:
             place = x.get_device()
             if index is None:
                 index = place
-            elif place != index:  # a kernel gets only an address, and would not check its device
+            elif place != index:  # kernels get only addresses and cannot check
                 raise ValueError(f"{self._arguments[i].name}: got device {x.device}, want one for all tensors")
             if x.ndim == 1 and i not in self._written:
                 if x.dtype in _INTEGERS and x.dtype not in self._index_dtypes:
@@ -123,10 +123,10 @@ def op(
     index_dtypes: tuple[torch.dtype, ...] = _INDEX_DTYPES,
     capability: tuple[int, int] = E4M3_CAPABILITY,
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Make a function of tensors, its reference, an :class:`Op`.
+    """Make an :class:`Op` of the decorated function, its reference.
 
     name: ``"mxep::..."``.
-    fake: computes the shapes of its results.
+    fake: makes empty results.
     launcher: ``"module:function"``, imported (with Triton) at the first call on CUDA. None: the reference runs on CUDA.
     mutates_args: names of the arguments that the op writes.
     index_dtypes: dtypes of integer vectors. Others raise ValueError on CUDA.
@@ -136,13 +136,13 @@ def op(
 
 
 def _is_rehearsed() -> bool:
-    """Whether launchers are called with meta tensors, to compile their kernels."""
+    """True within a `rehearsal`, where launchers get meta tensors."""
     return here.recorder is not None and here.recorder.rehearses
 
 
 @functools.cache
 def runs_on(index: int, capability: tuple[int, int]) -> bool:
-    """Whether CUDA device `index` has this capability."""
+    """True if CUDA device `index` has this capability."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= capability
 
 
@@ -156,8 +156,8 @@ def _log_that_it_is_slow(index: int) -> None:
 
 
 def check_no_tangent(*tensors: Tensor | None) -> None:
-    """Raises NotImplementedError for a dual tensor within `torch.autograd.forward_ad`. Torch does not see kernel
-    launches, so the tangent would be lost. Outside forward_ad the check costs one comparison."""
+    """Raise NotImplementedError for a dual tensor of `torch.autograd.forward_ad`: kernel launches would lose the
+    tangent."""
     if forward_ad._current_level < 0:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -167,7 +167,7 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
 
 
 def check_no_transform() -> None:
-    """Raise NotImplementedError within torch.func's transforms, which cannot see into calls of kernels."""
+    """Raise NotImplementedError within torch.func's transforms, which do not see kernel launches."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "got a call within torch.func (vmap, grad, jvp, ...), want one outside: mxep differentiates backward: "
@@ -176,16 +176,16 @@ def check_no_transform() -> None:
 
 
 FLOPS: Final[dict[Any, Callable[..., int]]] = {}
-"""Formulas for the floating-point operations of a call, by op as in torch.ops. See `count_flops`."""
+"""Formulas of `count_flops`, by op of torch.ops."""
 
 
 def mode_listens() -> bool:
-    """True if ops have to go through torch's dispatcher: a mode listens to more than allocations."""
+    """True if ops must go through torch's dispatcher because a dispatch mode wants to see them."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     modes = _get_current_dispatch_mode_stack()
     for mode in modes:
-        # Each FlopCounterMode has its own copy of torch's formulas. Importing torch's counter would import Triton.
+        # Each FlopCounterMode has its own copy of torch's formulas. No isinstance: importing it would import Triton.
         formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(formulas, dict):
             _add_formulas(formulas)
@@ -194,7 +194,7 @@ def mode_listens() -> bool:
 
 
 def offer_flops() -> None:
-    """Add our formulas to torch's for modes that are made from now on, if torch's counter is imported."""
+    """Add our formulas to torch's for modes made from now on, if torch's counter is imported."""
     counter: Any = sys.modules.get("torch.utils.flop_counter")
     if counter is not None:
         _add_formulas(counter.flop_registry)
@@ -206,9 +206,9 @@ def _add_formulas(registry: dict[Any, Any]) -> None:
 
 
 def count_flops(*ops: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorate a formula that torch.utils.flop_counter uses for these ops if torch has no formula of its own.
+    """Decorate a formula that torch.utils.flop_counter shall use for these ops, unless torch has its own.
 
-    The formula gets the op's arguments, and the op's result as `out_val`.
+    It gets the op's arguments, and the op's result as `out_val`.
     """
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:

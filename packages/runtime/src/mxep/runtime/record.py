@@ -4,12 +4,11 @@
     copy     copy one tensor to another                 call   call any other torch op again
 
 Each tensor of a step is a `View`: a *source*, a byte offset into it, dtype, shape and strides. A source is an argument
-of the function, memory that the function allocated, or memory registered by `fixed`, which never moves. Nothing is
-guessed. If a tensor lies in other memory, or an op cannot be repeated, no record is made. The call being recorded
-returns its results in any case.
+of the function, memory that the function allocated, or memory registered by `fixed`, which never moves. If a tensor
+lies in other memory, or an op cannot be repeated, no record is made. The call returns its results in any case.
 
-While a `Recorder` is open, `launch` notes our kernels and a dispatch mode notes torch's ops. Neither sees a kernel that
-is started in another way. Code that starts one calls :func:`refuse`.
+While a `Recorder` is open, `launch` notes our kernels, and a dispatch mode notes torch's ops. Code that starts a kernel
+in another way must call :func:`refuse`.
 """
 
 import threading
@@ -30,7 +29,7 @@ Flat = Sequence[Tensor | None]
 
 
 class View(NamedTuple):
-    """A tensor that begins `offset` bytes into a source. Source -1 is the first fixed tensor, -2 the second."""
+    """A tensor that begins `offset` bytes into a source. Fixed tensors are sources -1, -2, ..."""
 
     source: int
     offset: int
@@ -40,7 +39,7 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel launch. args: views, tensor descriptors with a view as `base`, numbers. compiled: Triton's binary."""
+    """A kernel launch. args: views, tensor descriptors with a view as `base`, numbers. compiled: Triton's binary."""
 
     kernel: Any
     compiled: Any
@@ -50,8 +49,8 @@ class Launch(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Fill a dense tensor with `value`, which may be a `Length`. pattern: its bytes, `size` of them, as a memset node
-    takes them."""
+    """Fill a dense tensor with `value`, which may be a `Length`. pattern, size: the memset that does this; size in
+    bytes."""
 
     to: View
     value: float
@@ -67,7 +66,7 @@ class Copy(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A torch op. made: for each source that it allocates, the index of the result that holds it, and that view."""
+    """A torch op. made: for each source that it allocates, (index of the result that holds it, that result's view)."""
 
     op: Any
     args: Any
@@ -76,14 +75,14 @@ class Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step, and the indices of the steps that it must follow."""
+    """A step, and the indices of the steps that it must follow."""
 
     what: Launch | Fill | Copy | Call
     after: frozenset[int]
 
 
 class Made(NamedTuple):
-    """Memory that the recorded function allocated. by: index of the torch op that allocates it; -1: a replay does."""
+    """Memory that the function allocated. by: index of the torch op that allocates it, or -1 if the player does."""
 
     nbytes: int
     by: int
@@ -94,12 +93,12 @@ class Record(NamedTuple):
 
     Attributes:
         steps: in order.
-        given: number of arguments. They are the first sources.
+        given: number of arguments, the first sources.
         made: the sources after them.
         results: views. An int is the index of an argument that was returned itself.
         written: indices of arguments that the steps modify.
-        fixed: registered tensors in use. The record keeps them alive.
-        moving: indices of arguments whose number of rows may change at each replay. Only launches use them.
+        fixed: registered tensors in use, which the record keeps alive.
+        moving: indices of arguments whose number of rows may change at each replay.
     """
 
     steps: list[Step]
@@ -112,7 +111,7 @@ class Record(NamedTuple):
 
 
 class Rehearsal:
-    """Stands in for a recorder while kernels are compiled ahead (`launch.py`). It notes no steps.
+    """Takes a recorder's place in a `rehearsal`. It notes no steps.
 
     wanted: (kernel, grid, arguments, constexprs) of launches, by key.
     """
@@ -140,19 +139,18 @@ class _Here(threading.local):
 
 
 here = _Here()
-"""State of this thread. recorder: the open one, or a rehearsal (`launch.py`). calls: it is inside a signature's first
-call (`replay.py`)."""
+"""State of this thread. recorder: the open one. calls: True within the first call of a signature (`replay.py`)."""
 
 
 def refuse(why: str) -> None:
-    """Refuse the record that is being made on this thread, if one is. Calls of its signature are then not replayed."""
+    """Refuse the record that this thread is making, if any: the call's signature is not replayed."""
     if here.recorder is not None:
         here.recorder.refuse(why)
 
 
 @contextmanager
 def set_up() -> Iterator[None]:
-    """Code inside runs once and appears in no record, such as making a workspace. Register its tensors as `fixed`."""
+    """Keep the code inside, such as making a workspace, out of records: no replay repeats it."""
     recorder, here.recorder = here.recorder, None
     try:
         yield
@@ -164,8 +162,8 @@ _fixed: dict[int, StorageWeakRef] = {}
 
 
 def fixed(*tensors: Tensor) -> None:
-    """Register tensors that recorded functions may use without receiving them as arguments. Their memory must not move
-    while they live. Records keep them alive."""
+    """Let recorded functions use these tensors without getting them as arguments. Their memory must not move. Records
+    keep them alive."""
     for x in tensors:
         ref = StorageWeakRef(x.untyped_storage())
         if ref.cdata not in _fixed or _fixed[ref.cdata].expired():
@@ -176,7 +174,7 @@ def fixed(*tensors: Tensor) -> None:
 
 
 def fill(x: Tensor, length: Length) -> None:
-    """`x.fill_(length)` of dense int32 x, which an open record notes with the length, not with its number."""
+    """`x.fill_(length)` of dense int32 x, with the length of each replay."""
     recorder = here.recorder
     with set_up():
         x.fill_(int(length))
@@ -192,7 +190,7 @@ def record_event(event: Any, stream: Any) -> None:
 
 
 def wait_event(stream: Any, event: Any) -> None:
-    """`stream.wait_event(event)`, noted by an open record. Events from before the record add no edge."""
+    """`stream.wait_event(event)`, noted by an open record unless the event is older."""
     stream.wait_event(event)
     if (recorder := here.recorder) is not None:
         tails = recorder.tails.get(stream.cuda_stream, frozenset())
@@ -202,7 +200,7 @@ def wait_event(stream: Any, event: Any) -> None:
 _NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _aten = torch.ops.aten
 _KINDS: dict[Any, str] = {
-    _aten.record_stream.default: "nothing",  # as the player allocates the memory itself
+    _aten.record_stream.default: "nothing",  # the player allocates the memory itself
     _aten.empty.memory_format: "empty",
     **{op.default: "empty" for op in (_aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.empty_like)},
     **{op.default: "copy" for op in (_aten.clone, _aten.copy_, _aten._to_copy)},
@@ -213,11 +211,11 @@ _FILL_VALUES: dict[Any, Callable[..., Any]] = {
     **{op: lambda *args: args[1] for op in (_aten.full.default, _aten.full_like.default, _aten.fill_.Scalar)},
     _aten.new_full.default: lambda *args: args[2],
 }
-"""For each op, a function from its arguments to the number that it fills its result with."""
+"""By op: a function from its arguments to the number that it fills its result with."""
 
 
 _kinds: dict[int, tuple[str, Any]] = {}
-"""By id of a torch op: its kind, and the op. (Its own hash takes longer.)"""
+"""By id of a torch op: its kind, and the op. (Hashing the op takes longer.)"""
 
 
 def _kind_of(op: Any) -> str:
@@ -253,8 +251,7 @@ def _tensors_in(args: Any) -> Iterator[Tensor]:
 class Recorder(TorchDispatchMode):
     """Notes the steps of a call while it is open.
 
-    given: the function's arguments, all on one device. moving: indices of those whose number of rows, the call's
-    tokens, changes at each replay.
+    given: the function's arguments, all on one device. moving: as in `Record`.
 
     Attributes:
         why: the reason why there will be no record, or "".
@@ -279,11 +276,11 @@ class Recorder(TorchDispatchMode):
         self._sources: dict[int, list[tuple[int, int, int]]] = {}
         """By storage: (source, first address, end address) of each argument or allocation in it."""
         self._storages: list[StorageWeakRef] = []
-        """Storages of `_made`. The references keep torch from reusing their addresses as keys."""
+        """Weak references to the storages of `_made`. They keep torch from reusing the keys of `_sources`."""
         self._fixed: list[Tensor] = []
         self._places_of_fixed: dict[Any, int] = {}
         self._views: dict[View, View] = {}
-        """Each view once, because Python's garbage collector looks at all that a record keeps."""
+        """Equal views are one object, to save time of Python's garbage collector."""
         for i, x in enumerate(given):
             if x is not None:
                 places = self._sources.setdefault(_storage_of(x), [])
@@ -324,7 +321,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if kind is not Tensor and kind is not Parameter:
-                return NotImplemented  # a subclass dispatches to plain tensors, which come here again
+                return NotImplemented  # the subclass's own dispatch comes here again with plain tensors
         kind, open_ = _kind_of(op), here.recorder
         if kind == "view" or open_ is not self or self.why:
             return op(*args, **(kwargs or {}))
@@ -403,14 +400,12 @@ class Recorder(TorchDispatchMode):
         return x
 
     def _view(self, x: Tensor, *, of_launch: bool = False) -> View:
-        """The view of a tensor. Refuses the record if its memory has no known source.
-
-        Only launches may use an argument that moves. An op would fix its size for all replays.
-        """
+        """The view of a tensor. Refuses the record if the tensor lies in no known source, or if a torch op uses an
+        argument in `moving`, whose size it would fix for all replays."""
         storage, form = _storage_of(x), (x.dtype, tuple(x.shape), x.stride())
         places = self._sources.get(storage)
         if places is not None and places[0][0] >= len(self._given) and (at := x.data_ptr() - places[0][1]) >= 0:
-            view = View(places[0][0], at, *form)  # made by the function, which therefore has the whole storage
+            view = View(places[0][0], at, *form)  # an allocation of the function, the only source in its storage
             return self._views.setdefault(view, view)
         start, end = _extent(x)
         if places is not None:
@@ -434,7 +429,7 @@ class Recorder(TorchDispatchMode):
         return View(0, 0, *form)
 
     def finish(self, results: Flat) -> Record | None:
-        """The record. results: the function's, plain tensors and None. Returns None if the record is refused."""
+        """The record; None if it is refused. results: the function's, plain tensors and None."""
         found: list[View | int | None] = []
         kept = set()
         for x in results:
@@ -473,7 +468,7 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of x cover its byte range without gaps or overlaps."""
+    """True if the elements of x cover its byte range without gaps or overlaps."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size != 1):
         if stride != expected:
@@ -483,7 +478,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _are_alike(to: Tensor, start: Tensor) -> bool:
-    """Whether a flat byte copy does the same as `to.copy_(start)`."""
+    """True if `to.copy_(start)` is a flat copy of bytes."""
     same = to.dtype == start.dtype and to.shape == start.shape and to.stride() == start.stride()
     return same and to.device == start.device and _is_dense(to) and to.is_neg() == start.is_neg()
 

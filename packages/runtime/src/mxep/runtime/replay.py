@@ -1,11 +1,10 @@
 """`@replayed`: a function of tensors that is recorded at the second call with a signature, then replayed.
 
-The Python between launches costs the host more than the launches do, and one CUDA graph costs less than its launches.
-Calls with tensors of the same shapes launch the same steps. So the second such call is recorded as it runs
-(`record.py`), and later calls replay the record over their own memory (`graph.py`). The first call is not recorded,
-because its shapes may never come again. Nothing runs twice, and nothing is captured. Unlike a captured CUDA graph, a
-record does not fix the memory of arguments and results: weights may move, calls may overlap, and FSDP2, checkpoints and
-pipelines work.
+The Python between launches takes the host longer than the launches, and one CUDA graph is launched faster than its
+kernels. Calls with the same signature (shapes, strides, dtypes, ...) launch the same steps. So the second such call is
+recorded as it runs (`record.py`), and later calls replay the record (`graph.py`). The first call is not recorded,
+because its shapes may never come again. Unlike a captured CUDA graph, a record does not fix the memory of arguments and
+results: weights may move, calls may overlap, and FSDP2, checkpoints and pipelines work.
 """
 
 import functools
@@ -34,7 +33,7 @@ _clock = itertools.count()
 
 
 class _Kind:
-    """A call signature seen once. used: when it was last seen."""
+    """A call signature seen once. used: time of the last call, as a count of calls."""
 
     __slots__ = ("used",)
 
@@ -43,8 +42,8 @@ class _Kind:
 
 
 class _Refused(_Kind):
-    """A signature that could not be recorded, and why. The cause may be temporary: each 2nd, 4th, 8th ... later call
-    tries again."""
+    """A signature that could not be recorded, and why. The cause may be temporary, so calls try again, ever more
+    rarely: after 1, 2, 4, ... calls."""
 
     __slots__ = ("calls", "tries", "why")
 
@@ -57,15 +56,15 @@ class _Refused(_Kind):
     def is_due(self) -> bool:
         """Count a call. Returns True if this call tries again."""
         self.calls -= 1
-        return self.calls <= 0  # below 0 if another thread counted in between
+        return self.calls <= 0  # threads that count at once may go below 0
 
 
 class _Recorded(_Kind):
     """A call signature that is replayed.
 
     Attributes:
-        form: form of the results. donated: indices of tensors that the function released. record: until the first
-            replay, which makes the player.
+        form: form of the results. donated: indices of tensors that the function released. record: None once the first
+            replay has made the player.
     """
 
     __slots__ = ("donated", "form", "player", "record")
@@ -81,7 +80,7 @@ class Replayed:
     """The result of :func:`replayed`.
 
     Attributes:
-        function: the function itself. replays: how many calls were replayed.
+        function: the function itself. replays: number of calls that were replayed.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -98,15 +97,15 @@ class Replayed:
         return [kind.why for kind in self._kinds.values() if isinstance(kind, _Refused)]
 
     def state(self) -> Hashable | None:
-        """Further facts on which the function depends; None: do not replay this call. For subclasses."""
+        """Further part of the signature; None: do not replay this call. For subclasses."""
         return ()
 
     def launched(self) -> None:
         """Called after each replay. For subclasses."""
 
     def moving(self, **static: Any) -> tuple[int, ...]:
-        """Indices of tensors whose number of rows may vary within a signature (`lengths.py`). In one call, all of these
-        have the same number. For subclasses."""
+        """Indices of tensors whose number of rows is not part of the signature (`lengths.py`). It is the same for all
+        of them. For subclasses."""
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:
@@ -134,7 +133,7 @@ class Replayed:
         tokens = len(tensors[moving[0]]) if moving else 0
         for x in args:
             if isinstance(x, Operands):
-                x.release(*x.__dict__)  # so that memory goes early
+                x.release(*x.__dict__)  # so that its memory can be freed during the replay
         try:
             if found.player is None:
                 with self._lock:  # another thread may be here
@@ -145,7 +144,7 @@ class Replayed:
         except RuntimeError as error:
             if found.player is not None and found.player.has_begun:
                 raise
-            if not isinstance(error, torch.OutOfMemoryError):  # the function may need less: it drops as it goes
+            if not isinstance(error, torch.OutOfMemoryError):  # the function itself may need less memory
                 self._keep(key, _Refused(self._log(f"{type(error).__name__}: {error}")))
             args = build(given.form, iter(given.tensors))
             del given, tensors
@@ -155,7 +154,7 @@ class Replayed:
         return build(found.form, iter(results))
 
     def _call(self, key: Hashable, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """The results of a signature's first call. Replayed functions called inside do not count as seen."""
+        """Make the first call of a signature. Calls of replayed functions within it are not counted."""
         self._keep(key, _Kind())
         here.calls = True
         try:
@@ -194,7 +193,7 @@ class Replayed:
             self._kinds[key] = kind
 
     def direct(self, *args: Any, **static: Any) -> Any:
-        """Call the function itself, taking and returning parts as a replay does."""
+        """Call the function itself, with and for parts, as a replay."""
         return as_parts(self.function(*as_whole(args), **static))
 
 
@@ -202,23 +201,22 @@ def replayed(function: Callable[..., Any]) -> Replayed:
     """Record and replay a function (*args, **static) -> results on CUDA. On other devices it is just called.
 
     args, results: objects of tensors (`bundle.py`), on one device. Results are new tensors, views of them, or
-    arguments. static: hashable. With shapes, strides and dtypes of args it decides all that the function does.
+    arguments. Objects of classes in `register_parts` are passed and returned as parts, and whole within the function.
+    static: hashable. If its class has an attribute `recordable`, that must be True. args' shapes, strides and dtypes
+    and static decide all that the function does.
 
-    The function owns its `Operands` and may `release` their fields, to reuse this memory. A replay does the same.
-    Callers pass and get the parts of objects with registered parts; the function sees the objects whole.
+    The function owns its `Operands` and may `release` their fields, to reuse their memory. It must not read from the
+    device. Other tensors that it uses must be `fixed`. It must call `refuse` if it starts kernels without `launch`.
 
-    A class of static objects can have an attribute `recordable`: whether functions given such objects are recorded.
-    The function must not read from the device. Other tensors that it
-    uses must be `fixed`. It must call `refuse` if it starts kernels without `launch`. Not replayed: CPU tensors,
-    other subclasses, with gradients enabled, under torch.compile or a dispatch mode, while a graph is captured, and
-    when a profiler hooks Triton's launches.
+    Not replayed: CPU tensors and tensor subclasses; calls with gradients enabled, under torch.compile or a dispatch
+    mode, during a capture, or while a profiler hooks Triton's launches.
     """
     return Replayed(function)
 
 
 @contextmanager
 def no_replays() -> Iterator[None]:
-    """Inside, all threads call functions instead of replaying them. For debugging, for example."""
+    """Inside, all threads call functions instead of replaying them, for example to debug."""
     global _paused
     with _pausing:
         _paused += 1
@@ -234,7 +232,7 @@ _pausing = threading.Lock()
 
 
 class _Given(NamedTuple):
-    """The arguments of a call: key (their signature), form, tensors and the tensors' addresses."""
+    """The arguments of a call. key: their signature."""
 
     key: Hashable
     form: Form
@@ -243,7 +241,7 @@ class _Given(NamedTuple):
 
 
 def _taken_apart(args: tuple[Any, ...], static: dict[str, Any], moving: tuple[int, ...]) -> _Given | None:
-    """The arguments, taken apart; None: this call is not replayed."""
+    """The arguments, taken apart; None if this call is not to be replayed."""
     if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return None
     tensors: list[Tensor] = []
@@ -263,7 +261,7 @@ def _taken_apart(args: tuple[Any, ...], static: dict[str, Any], moving: tuple[in
 
 
 def _released(args: tuple[Any, ...], form: Form) -> list[int]:
-    """Indices of tensors in `Operands` fields that the function has set to None."""
+    """Indices of tensors in fields of `Operands` that the function has released."""
     found: list[int] = []
     at = 0
     for x, part in zip(args, form[1:]):
@@ -278,13 +276,13 @@ def _released(args: tuple[Any, ...], form: Form) -> list[int]:
 
 @functools.cache
 def is_recordable(kind: type) -> bool:
-    """Whether calls with static objects of this class may be recorded. A class with an attribute `recordable` must set
-    it itself; an inherited True does not count."""
+    """True if calls with static objects of this class may be recorded: it has no attribute `recordable`, or has set it
+    to True itself. An inherited True does not count."""
     return not hasattr(kind, "recordable") or bool(kind.__dict__.get("recordable", False))
 
 
 def _settings() -> tuple[object, ...]:
-    """Settings of the process that affect which kernels torch chooses, or whether it fills new memory."""
+    """Settings that affect which kernels torch chooses, or whether it fills new memory."""
     c = torch._C
     return (
         c._get_deterministic_algorithms(),
@@ -300,8 +298,8 @@ def _settings() -> tuple[object, ...]:
 
 @functools.cache
 def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None]:
-    """A function of num_tensors tensors that returns (the device and the rest of the signature), addresses. It returns
-    None if the tensors are not on one GPU, or if moving ones are not contiguous or differ in length."""
+    """Make a function from num_tensors tensors to (facts, addresses). facts: device, and the tensors' part of the
+    signature. None if tensors are not on one GPU, or if moving ones are not contiguous or differ in length."""
     names = [f"x{i}" for i in range(num_tensors)]
     lines = [f"here = {names[0]}.get_device()"]
     others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])
@@ -314,7 +312,7 @@ def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tu
     # Which tensors share an address is part of the signature: a record notes a shared address as one source.
     places = ", ".join(f"p_{name}" for name in names)
     lines += [f"apart = len({{{places}}}) == {len(names)} or tuple(map(({places},).index, ({places},)))"]
-    # Alignment to 32 bytes: torch's elementwise kernels load 32 bytes at once if they can.
+    # Alignment to 32 bytes, because torch's elementwise kernels load 32 bytes at once where they can.
     lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 31"]
     lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 31' for name in names)},)"]
     # A replay bumps the version of tensors that the graph writes, and inference tensors have none.

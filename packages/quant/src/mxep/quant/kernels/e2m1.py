@@ -1,10 +1,10 @@
-"""MXFP4: values to E2M1, and E2M1 folded to E4M3 with one scale per row. Everything is read once and written once.
+"""MXFP4: values to E2M1, and E2M1 folded to E4M3 with one scale per row.
 
     quantize_e2m1  a block of values -> two codes per byte, one scale. x is a list of blocks, as in `quantize`
     fold_e2m1      row i: D/2 bytes, D/32 scales -> D bytes of E4M3, one scale max(S - 6, 0) with S the largest scale of
-                   a block that is not all zero. Each block is times 2^(scale - row scale), at most 2^6
+                   a block that is not all zero. A block is multiplied by 2^(scale - row scale), at most 2^6
 
-quantize_e2m1: the code of a magnitude v is the least of four numbers, each rounded to nearest even:
+quantize_e2m1: the code of a magnitude v is the minimum of four numbers, each rounded to nearest even:
 
     2 v        codes 0 to 4, which are 0.5 apart     v + 2^22 has steps of 0.5: its bits count them
     v + 2      codes 4 to 6, 1 apart                 v + 2^23 has steps of 1
@@ -13,20 +13,20 @@ quantize_e2m1: the code of a magnitude v is the least of four numbers, each roun
 
 It froze weights on an H100, but was never timed there, nor compared with its reference.
 
-fold_e2m1: codes are computed four at a time, as bytes of a 32-bit word (`_codes`). One element at a time takes too many
-instructions: with 1.5 bytes of traffic per element an H200 has time for about ten. An E2M1 code c without its sign
-becomes, under the shift e = 6 + (scale - row scale), 12 for the largest block:
+fold_e2m1: `_codes` computes four codes at a time, as bytes of a 32-bit word: with 1.5 bytes of traffic per element an
+H200 has time for about ten instructions per element. With e = 6 + (scale - row scale), 12 for the largest block, an
+E2M1 code c without its sign becomes
 
     c >= 2 (1 .. 6)   E4M3 byte 4 c + 8 e        2^(c >> 1) with one mantissa bit moves up in the exponent by e
     c == 1 (0.5)      8 e                        a subnormal of E2M1 but a normal number of E4M3
     c == 0            0
 
-This holds from e = 1 on (a block 2^11 below the largest). Rows with smaller blocks also use `_small_codes`, which
-shifts multiples of 2^-9 right and rounds to nearest even. They are read again in a loop, because its temporaries would
-otherwise take all rows from 64 registers to 140. Programs stride over tiles of ROWS whole rows, held in registers. A
-thread takes pairs of words, 16 elements: it loads 8 bytes and stores 16.
+This holds from e = 1 on (a block 2^11 below the largest). Smaller blocks need `_small_codes`, which shifts multiples of
+2^-9 right and rounds to nearest even. Rows with such blocks are read again in a loop. Without it the temporaries of
+`_small_codes` would cost all rows 140 registers instead of 64. Programs stride over tiles of ROWS whole rows, held in
+registers. A thread takes pairs of words, 16 elements: it loads 8 bytes and stores 16.
 
-On an H100 it takes 0.87 to 0.92 of the speed of a copy that moves as many bytes (integration/benchmarks/frozen.py).
+On an H100 it runs at 0.87 to 0.92 of the speed of a copy that moves as many bytes (integration/benchmarks/frozen.py).
 """
 
 import torch
@@ -41,12 +41,12 @@ from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 QUANTIZE_ELEMENTS = 4096
 LONGEST = 8192
-"""Elements of a block that a program holds in registers."""
+"""Maximum elements of a block that a program holds in registers."""
 
 
 @triton.jit
 def _nearest_codes(x):
-    """E2M1 codes (int32, 0 to 15) of x (fp32). Those of NaN mean nothing."""
+    """E2M1 codes (int32, 0 to 15) of x (fp32); unspecified for NaN."""
     size = tl.abs(x)
     by_halves = (size + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
     by_ones = (size + 8388608.0).to(tl.int32, bitcast=True) - (0x4B000000 - 2)
@@ -68,7 +68,7 @@ def quantize_e2m1_kernel(
     x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK: one where they fit it."""
+    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK elements."""
     first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
     block = tl.arange(0, NUM_BLOCKS)
     mask = (block < num_blocks - first)[:, None]
@@ -107,19 +107,19 @@ def quantize_e2m1(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor
 
 
 TILE_PAIRS = 128
-"""Pairs of words (16 elements) that a program takes at a time: several short rows, or a longer one."""
+"""Pairs of words (16 elements) per tile, which is several short rows or one long row."""
 WARP_PAIRS = 256
 """Pairs of words of a tile per warp."""
 CHUNK = 32
-"""Pairs a warp at a time of a row with blocks 2^12 or more below its largest, which takes more registers an element."""
+"""Pairs per warp and step of `_expand_small`."""
 PROGRAMS_PER_SM = 256
 ALIGNMENT = 16
-"""Alignment in bytes of the address of qdata and of its rows."""
+"""Alignment of qdata's rows, in bytes."""
 
 
 @triton.jit
 def _four_nibbles(words):
-    """The low 16 bits of each word as four bytes of four bits, in order."""
+    """Spread the low 16 bits of each word over four bytes, four bits each."""
     words = words & 0xFFFF
     words = (words | (words << 8)) & 0x00FF00FF
     return (words | (words << 4)) & 0x0F0F0F0F
@@ -136,7 +136,7 @@ def _codes(magnitude, e):
 
 @triton.jit
 def _small_codes(magnitude, e):
-    """The same as `_codes`, for e from -7 to 0. The bytes of these smallest E4M3 numbers are multiples of 2**-9."""
+    """`_codes` for e from -7 to 0. The results are multiples of 2**-9, E4M3's smallest number."""
     at_5 = ((magnitude + 0x03030303) >> 3) & 0x01010101
     at_6 = ((magnitude + 0x02020202) >> 3) & 0x01010101
     at_7 = ((magnitude + 0x01010101) >> 3) & 0x01010101
@@ -151,9 +151,9 @@ def _small_codes(magnitude, e):
 
 @triton.jit
 def _expand(words, e, is_nan, SMALL: tl.constexpr):
-    """E4M3 of words (rows, pairs, 2) of E2M1: (rows, pairs, 4) words.
+    """Words (rows, pairs, 2) of E2M1 -> words (rows, pairs, 4) of E4M3.
 
-    e: (rows, pairs), -7 to 12, from 1 on unless SMALL. is_nan: (rows,).
+    e: (rows, pairs), 1 to 12, or -7 to 12 if SMALL. is_nan: (rows,).
     """
     low, high = _four_nibbles(words), _four_nibbles((words >> 16) & 0xFFFF)
     nibbles = tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1], 4))
@@ -168,13 +168,13 @@ def _expand(words, e, is_nan, SMALL: tl.constexpr):
 
 @triton.jit
 def _shift(scale, row_scale):
-    """e of `_codes`; -7 of all that flushes. A zero block may have any scale: it stays zero."""
+    """e of `_codes`, -7 for blocks that become zero. Blocks of zeros may have any scale."""
     return tl.minimum(tl.maximum(scale - row_scale[:, None] + 6, -7), 12)
 
 
 @triton.jit
 def _expand_small(words_row, scale_row, folded_row, row_scale, row_mask, PAIRS: tl.constexpr, CHUNK: tl.constexpr):
-    """Rows with small blocks, a few pairs at a time: few registers, as they are rare. *_row: where each begins."""
+    """Rows with small blocks, a few pairs at a time to save registers. *_row: pointers to rows."""
     for first in range(0, PAIRS, CHUNK):
         pair = first + tl.arange(0, CHUNK)[None, :]
         mask = row_mask[:, None] & (pair < PAIRS)
@@ -190,8 +190,8 @@ def fold_e2m1_kernel(
     words_ptr, scale_ptr, folded_ptr, folded_scale_ptr, stride, scale_stride, rows,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """words: qdata as int32, 4 * `stride` of them a row (so that Triton sees 16-byte rows); two words (a pair) are half
-    a block. folded: int32, four codes each. CHUNK: pairs at a time of rows with small blocks."""
+    """words: qdata as int32, 4 * `stride` per row, so that Triton sees 16-byte rows. Two words (a pair) are half a
+    block. folded: int32, four codes each. CHUNK: pairs per step of `_expand_small`."""
     pair = tl.arange(0, triton.next_power_of_2(PAIRS))[None, :]
     word = tl.max_contiguous(pair[:, :, None] * 2 + tl.arange(0, 2), (1, 1, 2))
     element = pair[:, :, None] * 4 + tl.arange(0, 4)

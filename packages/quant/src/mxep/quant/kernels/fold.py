@@ -7,36 +7,36 @@
       v
     row i                      D qdata, one scale
 
-A row is BLOCKS blocks of SUB elements; PER_SCALE blocks have one scale. SUB is 32 for MX. For other blocks it is the
-largest power of two, up to 32, that divides them. Programs stride over tiles of ROWS whole rows, held in registers:
-7168 qdata are 14 loads of 16 bytes by each thread of one warp, which finds the largest scale without a barrier. Lengths
-are constants of the kernel. So padding a row to a power of two costs no instruction if the row fills whole registers.
-On an H200: 0.93 of copy speed at 7168, 5120 and 4096 columns, 0.90 at 2048 (65536 rows picked from slots). Starting a
-program takes 0.6 ns even if it has nothing to do, so a large capacity does not get one program per row.
+A row is BLOCKS blocks of SUB elements; PER_SCALE blocks have one scale. SUB is the largest power of two up to 32 that
+divides the elements per scale. Programs stride over tiles of ROWS whole rows, held in registers: 7168 qdata are 14
+loads of 16 bytes by each thread of one warp, which finds the largest scale without a barrier. Lengths are constexprs,
+so padding a row to a power of two costs nothing if the row fills whole registers. On an H200: 0.93 of copy speed at
+7168, 5120 and 4096 columns, 0.90 at 2048 (65536 rows picked from slots). Starting a program takes 0.6 ns even if it has
+nothing to do, so a large capacity does not get one program per row.
 
 **fold_columns** shifts a weight's scales into its qdata for given column scales, transposed on the way.
 
     qdata (N, K), one scale per block of a row        a program takes a tile of BLOCK_M rows x BLOCK_N columns
       | qdata * 2^(scale - column_scale)              -> folded (K, N)
 
-The column scales of a frozen weight are known beforehand, so one read is enough. Values go through fp16, two to an
-instruction, which is exact if the cast to E4M3 leaves any value (`mxep.quant.device.shifted`). E2M1 is decoded as it is
-read. Even and odd columns share bytes and are stored as two tiles. Leading axes are a batch. Speed on an H100,
-relative to a copy that moves as many bytes (integration/benchmarks/frozen.py): E4M3 0.90 to 0.95, E2M1 0.79 to 0.83.
+Values go through fp16, two to an instruction, which is exact unless the cast to E4M3 gives 0
+(`mxep.quant.device.shifted`). E2M1 is decoded as it is read; even and odd columns are stored as two tiles. Leading axes
+are a batch. Speed on an H100, relative to a copy that moves as many bytes (integration/benchmarks/frozen.py): E4M3 0.90
+to 0.95, E2M1 0.79 to 0.83.
 
 **fold_for_wgrad** finds one exponent per group, then picks, shifts and transposes each operand's rows.
 
-    max_scales       scales of x and y -> a record per row and operand: its largest scale and its source row; and per
-                     group the most that a row carries, max_scale of x + max_scale of y + 1, or -1 if no row counts
-    split            max_scale -> base, and the groups' exponents. base is max_scale plus half of what the row carries
-                     less than its group's most
+    max_scales       scales of x and y -> a record per row and operand, with its largest scale and its source row; and
+                     per group the maximum of max_scale of x + max_scale of y + 1 over its rows, -1 if no row counts
+    split            max_scale -> base, and the groups' exponents. base is max_scale plus half of the difference between
+                     that maximum and the row's own sum
     shift_transpose  x, then y: qdata * 2^-(base - scale), transposed
 
 A record is an int64: source row (-1: zeros), then 16 bits of max_scale or base, then, before `split`, 16 bits of group.
-It is stored at the row's future column. Records of the zeros that `alignment` puts between groups are -1. A program of
-shift_transpose takes a tile in packs of rows as in `quantize`, GROUP_M row tiles at a time, column after column among
-those. So programs that run together read neighbouring columns, and write GROUP_M * BLOCK_M tokens of a column. On an
-H200 the whole takes 0.77 of copy speed, shift_transpose 0.82, max_scales 20 us for 65536 rows (three launches).
+It is stored at the row's future column. Padding columns between groups have the record -1. A program of
+shift_transpose takes a tile in packs of rows as in `quantize`. Programs go through GROUP_M row tiles column by column,
+so that those that run together read neighbouring columns, and write GROUP_M * BLOCK_M tokens of a column. On an H200
+the three launches run at 0.77 of copy speed, shift_transpose at 0.82; max_scales takes 20 us for 65536 rows.
 """
 
 import math
@@ -52,11 +52,11 @@ from mxep.quant.shapes import empty_rows, num_rows, padded_rows, picked_shape
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_ELEMENTS = 2048
-"""Elements that a program takes at a time: several short rows, or one longer row (padded to a power of two)."""
+"""Elements per tile, which is several short rows or one long row (padded to a power of two)."""
 WARP_ELEMENTS = 8192
 """Elements of a tile per warp (half as many of E5M2)."""
 PROGRAMS_PER_SM = 256
-"""Maximum programs per SM. They take several tiles if there are more."""
+"""Maximum programs per SM. If there are more tiles, programs take several."""
 
 
 @triton.jit
@@ -143,8 +143,8 @@ def _power(exponent, is_nan, dtype: tl.constexpr):
 def _scaled(values, exponent, is_nan, ROWS: tl.constexpr):
     """values (R, B, n), fp16 or fp32, * 2**exponent (R, B), or NaN; as (R, B * n).
 
-    ROWS: rows were folded before. Then exponents may be above 15, of numbers below 2**-6: a row's scale is far above
-    the column's. Below 2**-24 nothing of E4M3 is left; E5M2 takes fp32.
+    ROWS: rows were folded before. Then exponents may exceed 15, where a row's scale is far above the column's; such
+    values are below 2**-6. Exponents below -24 make any E4M3 number 0. E5M2 comes as fp32.
     """
     if values.dtype == tl.float32:
         factor = _power(tl.minimum(tl.maximum(exponent, -64), 64), is_nan, tl.float32)
@@ -163,7 +163,7 @@ def fold_columns_kernel(
     qdata_ptr, scale_ptr, column_scale_ptr, folded_ptr, N, K,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK: elements per scale along a row, 32 or K. PACKED: qdata are bytes of two E2M1 codes."""
+    """BLOCK: elements per scale along a row, 32 or K. PACKED: a byte of qdata holds two E2M1 codes."""
     PER_BYTE: tl.constexpr = 2 if PACKED else 1
     ROWS: tl.constexpr = BLOCK != 32
     batch, row_tile, column_tile = program_tile(tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
@@ -214,11 +214,11 @@ def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
 
 
 SCALE_ELEMENTS = 8192
-"""Scales that a program reads at a time. WGRAD_PROGRAMS_PER_SM programs start and take several such pieces each."""
+"""Scales per tile of max_scales. At most WGRAD_PROGRAMS_PER_SM programs per SM stride over the tiles."""
 WGRAD_PROGRAMS_PER_SM = 16
 SPLIT_ROWS = 512
 WGRAD_TILE = (256, 128)
-"""Rows x columns that a program transposes, GROUP_M row tiles at a time."""
+"""Rows x columns that a program transposes."""
 GROUP_M = 8
 WGRAD_WARPS = 8
 MOST_GROUPS = 1 << 15
@@ -228,7 +228,7 @@ _NAN_BASE = tl.constexpr(0x7FFF)
 
 @triton.jit
 def _max_scale(scale_ptr, index_ptr, row, mask, stride, BLOCKS: tl.constexpr):
-    """Largest scale (0 for a row of zeros) and source row of each row, int32."""
+    """Largest scale (0 for source row -1) and source row of each row, int32."""
     source = row
     if index_ptr is not None:
         source = tl.load(index_ptr + row, mask=mask, other=-1)

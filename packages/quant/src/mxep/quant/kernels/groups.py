@@ -1,12 +1,12 @@
-"""Rows in groups: picked by an index (copied or padded, scales copied or swizzled on the way), and summed.
+"""Rows in groups: picked by an index, with scales copied or swizzled on the way, and summed.
 
     row index[i] of x (or row i; -1: zeros)     a program takes BLOCK_M rows x BLOCK_N columns
       | values or qdata                         -> row i of the result
       | their scales                            -> row i of the scales, or its place in the 128 x 4 layout of
-                                                   `mxep.quant.swizzle`, each group a tile of 128 rows of its own
+                                                   `mxep.quant.swizzle`, where each group starts a new tile
 
-If scales are swizzled, a program's rows are a tile of that layout, so it writes 512 scales in one piece. Other
-tiles are wide, so that their scales fill sectors of 32 bytes. Programs of rows past the last group end at once.
+If scales are swizzled, a program's rows are one tile of that layout, so it writes 512 scales in one piece. Other
+tiles are wide, so that their scales fill sectors of 32 bytes. Programs past the last group exit at once.
 
 group_sums: a program takes a group and BLOCK_N columns, 32 rows at a time.
 """
@@ -40,7 +40,7 @@ _INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _group_tile(tile, offs_ptr, num_groups, rows, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """(first row, rows left) of tile `tile`. Every group starts a new tile. (_, 0) past the last."""
+    """(first row, rows left) of tile `tile`, (_, 0) past the last one. Every group starts a new tile."""
     if offs_ptr is None:
         return tile * BLOCK_M, rows - tile * BLOCK_M
     else:
@@ -74,7 +74,7 @@ def pick_kernel(
     scale_column_stride, rows, K, num_groups, out_scale_batch_stride,
     BLOCK_SIZE: tl.constexpr, SWIZZLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x: None for scales alone. out_scale: None for no scales."""
+    """x_ptr: None if there are only scales. out_scale_ptr: None if there are none."""
     column_tiles = tl.cdiv(K, BLOCK_N)
     tile = tl.program_id(0) // column_tiles
     column_tile = tl.program_id(0) % column_tiles
@@ -122,7 +122,7 @@ def pick_kernel(
 def pad_index_kernel(
     sizes_ptr, offs_ptr, index_ptr, capacity, rows, num_groups, alignment, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Every program sums all sizes, GROUPS at a time, and examines the groups with rows in its tile."""
+    """Every program sums all sizes, GROUPS at a time, and writes the rows of its tile."""
     out_row0 = tl.program_id(0) * TILE
     out_row = out_row0 + tl.arange(0, TILE)
     source = tl.full((TILE,), -1, tl.int32)
@@ -147,7 +147,7 @@ def pad_index_kernel(
 
 @triton.jit(do_not_specialize=["indices", "rows"])
 def invert_kernel(index_ptr, inverse_ptr, indices, rows, TILE: tl.constexpr):
-    """inverse[index[i]] = i if index[i] is a row. The index has every row at most once."""
+    """inverse[index[i]] = i if index[i] is a row. No row is twice in the index."""
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.load(index_ptr + i, mask=i < indices, other=-1)
     tl.store(inverse_ptr + row, i, mask=(row >= 0) & (row < rows))
@@ -215,7 +215,7 @@ def pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tenso
 
 
 def _pick(x, scale, row_index, offs, out, out_scale, *, swizzle: bool = False) -> None:
-    """Copy rows of x (S, K) and scale, picked by row_index, to out and out_scale; in groups if there are offs."""
+    """Copy rows `row_index` of x (S, K) and scale to out and out_scale, up to the end of the last group."""
     if x is not None:
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, k, batch = num_rows(x, row_index), x.shape[1], 1
@@ -246,7 +246,7 @@ BLOCK_N = 128
 
 @triton.jit
 def _halves(lanes):
-    """The sum over the first axis. A sum of two numbers has only one order."""
+    """Sum over the first axis, halving it: tl.sum of only two numbers has a fixed order."""
     if lanes.shape[0] > 1:
         return _halves(tl.sum(tl.reshape(lanes, (2, lanes.shape[0] // 2, lanes.shape[1])), axis=0))
     else:

@@ -1,18 +1,17 @@
 """Quantize: along rows, in square blocks, along columns (transposed on the way), and per row and per column.
 
-    rows         x is a list of blocks, one after another. A program takes NUM_BLOCKS of them. A block that is no power
-                 of two, such as a row, is masked up to one. A longer one is read twice.
-
+    rows         x is a list of blocks; a program takes NUM_BLOCKS of them. Blocks are padded to a power of two. Those
+                 above LONGEST are read twice
     2-D          a program takes BLOCK_SIZE rows x BLOCK_N columns
-    joined rows  one scale per row of [x | y | z], which is never written unquantized
+    joined rows  one scale per row of [x | y | z], without the concatenation
     columns      x (N, K) -> qdata (K, N), scale (N/BLOCK_SIZE, K); a program takes a tile of BLOCK_M rows x BLOCK_N
-                 columns, read once. A block longer than a tile takes two kernels: amax first, then the qdata
+                 columns. A block longer than a tile takes two kernels: amax first, then the qdata
     per row      qdata (N, K), scale (N, 1), and the amax of each column by atomic max
     per column   qdata (K, N), scale (1, K) from that amax: the second kernel of columns
 
-Leading axes are a batch. In a tile, a thread holds PACK = 8 consecutive rows, as a tuple of 8 tensors
-(BLOCK_M / 8, BLOCK_N). So the qdata of a column become two 32-bit words in its registers before the tile is transposed
-through shared memory. This takes a quarter of the accesses and instructions that single bytes take.
+Leading axes are a batch. A thread holds PACK = 8 consecutive rows of a tile, as a tuple of 8 tensors
+(BLOCK_M / 8, BLOCK_N). So it packs the qdata of a column into two 32-bit words in registers before the tile is
+transposed through shared memory. That takes a quarter of the accesses and instructions that bytes take.
 
     tile[i][j] is row 8 * j + i         word 2 * j      q0 | q1 << 8 | q2 << 16 | q3 << 24   (q0 lies first in memory)
                                         word 2 * j + 1  q4 | q5 << 8 | q6 << 16 | q7 << 24
@@ -20,8 +19,8 @@ through shared memory. This takes a quarter of the accesses and instructions tha
 
 If rows are no multiple of 8, the tuple has one tensor (BLOCK_M, BLOCK_N), stored byte by byte.
 
-On an H200 columns take 0.96 of copy speed (65536 x 7168). The limit is requests to L2, half of which cross the fabric
-between its two partitions. Hence tiles have lines of 128 bytes, and scales are stored along the tile.
+On an H200 columns run at 0.96 of copy speed (65536 x 7168). The limit is requests to L2, half of which cross the fabric
+between its two partitions. So tiles have lines of 128 bytes, and scales are stored along the tile.
 """
 
 import functools
@@ -43,8 +42,8 @@ from mxep.runtime.lengths import Length
 def load_tile(ptr, row, column, stride, rows_left, columns_left, PACK: tl.constexpr):
     """A tuple of PACK tensors (BLOCK_M / PACK, BLOCK_N): rows `row` + i of a matrix; zeros outside.
 
-    row: (BLOCK_M / PACK, 1) int32, first row of each pack, which lies inside or outside of rows_left as a whole.
-    column: (1, BLOCK_N) int32. stride: elements per row.
+    row: (BLOCK_M / PACK, 1) int32, first row of each pack; rows_left cuts no pack. column: (1, BLOCK_N) int32.
+    stride: elements per row.
     """
     mask = (row < rows_left) & (column < columns_left)
     ptr += row.to(tl.int64) * stride + column
@@ -60,7 +59,7 @@ def quantize_tile_columns(
     tile, qdata_ptr, scale_ptr, stride, scale_stride, rows_left, columns_left, MODE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize tile (tuple of (packs, BLOCK_N)) in blocks of BLOCK_SIZE rows, which divides rows_left.
+    """Quantize tile (tuple of (packs, BLOCK_N)) in blocks of BLOCK_SIZE rows, a divisor of rows_left.
 
     Column c goes to qdata_ptr + c * stride, the scales of block b go to scale_ptr + b * scale_stride.
     """
@@ -87,11 +86,10 @@ def quantize_tile_columns(
 
 @triton.jit
 def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
-    """Store the qdata of `tile`, transposed: column c at out_ptr + c * stride.
+    """Cast `tile` to the dtype of out_ptr and store it transposed: column c at out_ptr + c * stride.
 
-    tile: the values, as a tuple of 8 tensors (BLOCK_M / 8, BLOCK_N) or of one (BLOCK_M, BLOCK_N). They are cast to the
-    dtype of out_ptr, the tile's first row and column. stride: qdata per column. With 8 tensors, stride and rows_left
-    are multiples of 8; rows_left is best a multiple of 16 that Triton can see.
+    tile: tuple of 8 tensors (BLOCK_M / 8, BLOCK_N) or of one (BLOCK_M, BLOCK_N). stride: qdata per column. With 8
+    tensors, stride and rows_left are multiples of 8; rows_left is best a multiple of 16 that Triton can see.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, tile[0].shape[1])[:, None]
@@ -112,7 +110,7 @@ def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
 
 @triton.jit
 def _word(a, b, c, d, dtype: tl.constexpr):
-    """Four values as qdata in a 32-bit word. Cast in pairs, as in hardware, so that two are packed for free."""
+    """Four values as qdata in a 32-bit word. They are cast in pairs, as in hardware, which packs two for free."""
     return _half(a, b, dtype) | (_half(c, d, dtype) << 16)
 
 
@@ -145,7 +143,7 @@ def quantize_blocks_kernel(
     x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK; one chunk if the block fits it."""
+    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK elements."""
     first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
     block = tl.arange(0, NUM_BLOCKS)
     mask = block < num_blocks - first
@@ -175,7 +173,7 @@ def quantize_blocks_kernel(
 def quantize_2d_kernel(
     x_ptr, qdata_ptr, scale_ptr, K, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """x (rows, K), rows a multiple of BLOCK_SIZE. Leading axes are just more rows."""
+    """x (rows, K), rows a multiple of BLOCK_SIZE, leading axes flattened."""
     row_block = tl.program_id(0).to(tl.int64)
     column0 = tl.program_id(1) * BLOCK_N
     row = tl.arange(0, BLOCK_SIZE)
@@ -259,7 +257,7 @@ def quantize_tile_kernel(
 
 @triton.jit
 def column_amax_kernel(x_ptr, bits_ptr, length, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """bits (segments, K) = the amax bits of each column of x (segments, length, K); bits start at 0."""
+    """Amax bits (segments, K) of each column of x (segments, length, K). They must be initialized to 0."""
     segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -276,8 +274,8 @@ def quantize_long_columns_kernel(
 ):  # fmt: skip
     """x (segments, length, K), bits (segments, K) -> qdata (batch, K, N), scale (segments, K).
 
-    bits: amax bits. They may have a sign, from a NaN that torch made or from -0.
-    all_rows: length of a column of qdata if it holds other parts, too. None if not.
+    bits: amax bits, perhaps with the sign of a NaN or -0. all_rows: length of a column of qdata if it also holds other
+    parts, else None.
     """
     segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), True)
     batch = segment // (N // length)
@@ -320,7 +318,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 
 
 def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
-    """Write to bits (..., K), zeros: amax bits of each block of a column of x (..., N, K) contiguous."""
+    """Write the amax bits of each column's blocks to bits (..., K), which must be 0. x: (..., N, K) contiguous."""
     k = x.shape[-1]
     block_m, block_n = TILE
     if bits.numel() and block_size:
@@ -329,9 +327,9 @@ def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
 
 
 def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor, mode: str, block_size: int) -> None:
-    """quantize_columns of x (..., N, K) contiguous, given its columns' amax bits (segments, K). Writes qdata, scale.
+    """quantize_columns of x (..., N, K) contiguous into qdata and scale, given the amax bits (segments, K).
 
-    qdata: (..., K, N), or these columns of a wider one.
+    qdata: (..., K, N), or these columns of a wider tensor.
     """
     n, k = x.shape[-2:]
     block_m, block_n = LONG_TILE
@@ -360,7 +358,7 @@ def _store(x, factor, qdata_ptr, K: tl.constexpr):
 def quantize_joined_rows_kernel(
     x_ptr, y_ptr, z_ptr, qdata_ptr, scale_ptr, KX: tl.constexpr, KY: tl.constexpr, KZ: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
-    """KZ 0: z is not read."""
+    """KZ: 0 if there is no z."""
     row = tl.program_id(0).to(tl.int64)
     x = _load(x_ptr, row, KX)
     y = _load(y_ptr, row, KY)
@@ -381,7 +379,7 @@ def quantize_joined_rows_kernel(
 def quantize_joined_rows(
     x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_joined_rows. Rows longer than registers hold are joined first."""
+    """mxep::quantize_joined_rows. Rows that do not fit registers are concatenated first."""
     parts = [part.contiguous() for part in (x, y, z) if part is not None]
     widths = [part.shape[1] for part in parts] + [0] * (3 - len(parts))
     padded = sum(map(next_power_of_2, filter(None, widths)))
@@ -398,7 +396,7 @@ def quantize_joined_rows(
 
 
 ROWS_PER_PROGRAM = 192
-"""Approximate rows per program. Few mean many atomics, one per column of a program. Many mean few programs."""
+"""Approximate rows per program. Fewer rows mean more atomics (one per column and program), more rows fewer programs."""
 LEAST_ROWS = 16
 """Minimum rows per program, however short the matrices are."""
 
@@ -407,10 +405,10 @@ LEAST_ROWS = 16
 def quantize_rows_with_amax_kernel(
     x_ptr, qdata_ptr, scale_ptr, bits_ptr, N, all_rows, steps, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """x (batch, N, K) -> qdata, scale (batch, N). bits (batch, K), the columns' amax bits, start at 0 or at others'.
+    """x (batch, N, K) -> qdata, scale (batch, N). bits (batch, K): amax bits of columns, 0 or those of other parts.
 
-    A program takes ROWS rows in each of its steps. all_rows: rows of a matrix of the results, if it has other parts'
-    rows, too, or None.
+    A program takes `steps` steps of ROWS rows. all_rows: rows of a result's matrix if it also holds other parts, else
+    None.
     """
     programs = tl.cdiv(N, ROWS * steps)
     batch = (tl.program_id(0) // programs).to(tl.int64)
@@ -448,7 +446,7 @@ def quantize_rows_with_amax_kernel(
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mxep::quantize_per_row. Rows longer than registers hold are joined and read once more."""
+    """mxep::quantize_per_row. Rows that do not fit registers are concatenated and read once more."""
     *rest, n, k = shape = joined_shape(-2, x, y, z)
     amax = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
     bits = amax.view(torch.int32)
@@ -472,7 +470,7 @@ def quantize_per_row(
 def _places(
     results: tuple[Tensor, ...], dim: int, *parts: Tensor | None
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Each part, contiguous, and its place in `results`, which hold all parts along `dim`."""
+    """Each nonempty part, contiguous, and the views of `results` that receive it. They hold all parts along `dim`."""
     start = 0
     for part in parts:
         if part is not None and (n := part.shape[-2]):
@@ -482,7 +480,7 @@ def _places(
 
 
 def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
-    """Steps of `rows` rows for each program, so that `at_once` programs are busy to the end."""
+    """Number of steps of `rows` rows per program, so that `at_once` programs are busy to the end."""
     waves = max(1, round(batch * n / (at_once * ROWS_PER_PROGRAM)))
     return cdiv(max(LEAST_ROWS, cdiv(n, max(1, at_once * waves // batch))), rows)
 

@@ -1,4 +1,4 @@
-"""SwiGLU forward and backward. The result is rounded, or quantized by blocks, by rows, or by blocks and folded.
+"""SwiGLU forward and backward. Results are rounded, or quantized by blocks, by rows, or by blocks and folded.
 
     gate_up (R, 2F), row_weight                       read once        bytes per element of h, bf16: 4 in, 1 or 2 out
     d_h (R, F)                                        backward                                        6 in, 2 or 4 out
@@ -7,15 +7,13 @@
     h (R, F) | d_gate_up (R, 2F), d_row_weight        written once; backward also writes h, if needed: 1 or 2 out
 
 The fp32 operations are those of `mxep.quant.activation`, in the same order, and a row is summed as by `tree_sum` of
-`mxep.quant.swiglu`. Programs stride over rows. A warp takes 1024 or 2048 elements of one, so that few wait at a
-barrier. A chunk has the same number of elements for each thread of a program; the last may not be full. Chunks are
-unrolled, and a chunk is loaded before the previous one is computed. A result that needs its whole row first, for the
-scale, stays in registers: fp32 for one scale per row, but qdata, a quarter of that, if it is folded. F is a constant of
-the kernel, so 768 or 14336 elements cost nothing for padding.
+`mxep.quant.swiglu`. Programs stride over rows. A warp takes 1024 or 2048 elements of a row, so that few warps wait at a
+barrier. Chunks are unrolled, and a chunk is loaded before the previous one is computed. A result whose scale needs the
+whole row stays in registers: fp32 for one scale per row, qdata if it is folded. F is a constexpr, so that 768 or 14336
+elements need no padding.
 
-While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 instructions per element forward, 54
-backward. Folded it takes 36 and 53 to 55. Hence the sigmoid has no division, and threads combine their sums only at
-a row's end.
+While an H200 moves these bytes at its 4.25 TB/s, an SM can issue 34 instructions per element forward, 54 backward.
+Folded kernels need 36 and 53 to 55. So the sigmoid has no division, and threads combine their sums only at a row's end.
 """
 
 import triton
@@ -71,8 +69,8 @@ def _clamp(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """`SwiGLU.glu`: glu, up', and the terms of the slope. These are alpha * gate' clamped like the sigmoid's argument,
-    and both sigmoids. LIMIT None: no clamp."""
+    """`SwiGLU.glu`: glu, up', and for the slope the sigmoid's clamped argument and both sigmoids. LIMIT None: no
+    clamp."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=_ALL_NAN)
         up = _clamp(up, -LIMIT, LIMIT)
@@ -95,7 +93,7 @@ def unclamped(d_gate, d_up, gate, up, LIMIT: tl.constexpr):
 
 @triton.jit
 def split_pairs(x):
-    """Even elements of a vector, and odd ones."""
+    """Even and odd elements of a vector."""
     return tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
 
 
@@ -119,8 +117,8 @@ def sums_of_eight(x):
 
 @triton.jit
 def amax(x, N: tl.constexpr):
-    """Largest magnitude of every N neighbours of x, NaN if one is NaN. It takes one instruction per two elements;
-    integers take three. N: a power of two, best the elements of a thread, as `tl.max` across threads loses NaNs."""
+    """Largest magnitude of every N neighbours of x, NaN if one is NaN, in one instruction per two elements (three with
+    integers). N: a power of two, best the elements of a thread."""
     if N == 1:
         return tl.abs(x)
     else:
@@ -130,7 +128,7 @@ def amax(x, N: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """The second part of it. A sum of two numbers has only one order, so each level is a tl.sum."""
+    """The second part of `tree_sum`. Each level is a tl.sum of two numbers, which has only one order."""
     if x.shape[0] <= 2:
         return tl.sum(x, axis=0)
     else:
@@ -139,8 +137,8 @@ def _halves(x):
 
 @triton.jit
 def tree_sum(chunks):
-    """`mxep.quant.swiglu.tree_sum` of a row, given as chunks (a tuple) of a power of two sums of eight. The upper
-    levels are between chunks."""
+    """`mxep.quant.swiglu.tree_sum` of a row, given its sums of eight in chunks (a tuple). Whole chunks are added
+    first."""
     if len(chunks) > 1:
         half: tl.constexpr = triton.next_power_of_2(len(chunks)) // 2
         sums = ()
@@ -156,7 +154,7 @@ def tree_sum(chunks):
 
 @triton.jit
 def joined(chunks):
-    """Join chunks (a tuple) into one tensor for a single store. Padding to a power of two of them is arbitrary."""
+    """Concatenate chunks (a tuple) for a single store, padded to a power of two with arbitrary ones."""
     if len(chunks) > 1:
         pairs = ()
         for i in tl.static_range(0, len(chunks), 2):
@@ -169,7 +167,7 @@ def joined(chunks):
 
 @triton.jit
 def load_chunk(ptr, c: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
-    """Chunk c, of N elements, of a row of COUNT; zeros after its end."""
+    """Chunk c of a row of COUNT elements: N elements, zeros past the row's end."""
     element = c * N + tl.arange(0, N)
     if (c + 1) * N <= COUNT:
         return tl.load(ptr + element)
@@ -179,7 +177,7 @@ def load_chunk(ptr, c: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def store_chunk(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
-    """Store `values` as chunk c of a row of COUNT."""
+    """Store `values` as chunk c of a row of COUNT elements."""
     N: tl.constexpr = values.shape[0]
     element = c * N + tl.arange(0, N)
     values = values.to(ptr.dtype.element_ty)
@@ -192,16 +190,17 @@ def store_chunk(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
 WARP_ELEMENTS = 2048
 """Maximum elements of a row, padded to a power of two, per warp of its program."""
 THREAD_ELEMENTS = 8
-"""Usual chunk elements per thread. Doubled if such chunks divide F; halved if padding would exceed 10% of F."""
+"""Elements of a chunk per thread. Doubled if such chunks divide F, halved if padding would exceed 10% of F."""
 AHEAD = 1
-"""Chunks loaded ahead of the one computed."""
+"""Number of chunks that are loaded ahead of the one computed."""
 PROGRAMS_PER_SM = 256
-"""Maximum programs per SM. They take several rows if there are more."""
+"""Maximum programs per SM. If there are more rows, programs take several."""
 
 
 @triton.jit
 def _emit(values, out, c: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr):
-    """Store chunk c of a row at `out` as far as it is known. Returns tuples: values for the row's end, and scales."""
+    """Store chunk c of a row at `out`, unless it needs the row's scale. Returns what `_finish` needs, two tuples:
+    values and block scales."""
     dtype: tl.constexpr = out.dtype.element_ty
     if MODE is None:
         store_chunk(out, values, c, F)
@@ -214,7 +213,7 @@ def _emit(values, out, c: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLO
             EIGHT: tl.constexpr = 8 if BLOCK > 8 else BLOCK
             bits = tl.reshape(amax(values, EIGHT).to(tl.int32, bitcast=True), (blocks.shape[0], BLOCK // EIGHT))
             scale = scale_of_amax(tl.max(bits, axis=1), MODE, dtype)
-            # NaN needs no exception: `_finish` makes NaN of the whole row, whatever is saved of it.
+            # Scale 255 needs no exception: `_finish` makes the whole row NaN.
             factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
             return ((blocks * factor[:, None]).to(dtype),), (scale,)
         else:
@@ -229,9 +228,9 @@ def _finish(
     out, scale_ptr, row, saved, scales,
     PARTS: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Store at `out` a row's PARTS * F values that `_emit` returned: all parts of a chunk, then the next chunk."""
+    """Store the rest of a row of PARTS * F values at `out`, given what `_emit` returned for all parts of each chunk."""
     if FOLDED:
-        # Zero blocks need no exception: their scale is 0, as for values too small for a scale.
+        # Blocks of zeros need no exception: their scale is 0.
         max_scale = scales[0]
         for k in tl.static_range(1, len(saved)):
             max_scale = tl.maximum(max_scale, scales[k])
@@ -265,13 +264,11 @@ def swiglu_kernel(
     F: tl.constexpr, CHUNK: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
     AHEAD: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Compute h if there is an h_ptr, backward if there is a d_h_ptr. weight_ptr and offs_ptr may be None, too.
+    """Compute h if there is an h_ptr, backward if there is a d_h_ptr. weight_ptr and offs_ptr may be None.
 
     gate_up_scale_ptr: one scale per row if gate_up is qdata, or None. rest_ptr: gate_up from row `first` on, or None.
-
-    MODE None: round to h_ptr's or out_ptr's dtype. Other modes quantize with one scale per row (BLOCK 0) or per
-    BLOCK elements. BLOCK divides CHUNK. FOLDED: then fold to one per row. AHEAD: chunks loaded ahead of time.
-    ALPHA .. INTERLEAVED: `mxep.quant.SwiGLU`.
+    MODE None: round to the result's dtype. Otherwise quantize with one scale per row (BLOCK 0) or per BLOCK elements, a
+    divisor of CHUNK. FOLDED: then fold to one scale per row. ALPHA .. INTERLEAVED: `mxep.quant.SwiGLU`.
     """
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
     PARTS: tl.constexpr = 1 if INTERLEAVED else 2  # parts of d_gate_up
@@ -348,7 +345,7 @@ def swiglu_backward(
 ):  # fmt: skip
     """mxep::swiglu_backward. Its reference has the types. `_launch` lists the blocks it takes.
 
-    out may be d_h's memory if a row has one scale: the row's maximum comes after its loads and before its stores.
+    out may be d_h's memory if a row has one scale: that scale needs all of the row's loads before the first store.
     """
     results = scale, d_row_weight, h, h_scale = empty_swiglu_backward(d_h, mode, block_size, folded, h_dtype)
     of_gate_up = gate_up, gate_up_scale, row_weight, offs, None if h_dtype is None else h, h_scale, rest, rest_scale
@@ -371,7 +368,7 @@ def _launch(
     folded,
     activation,
 ) -> None:
-    """Write h, if there is one, and the last three of backward = (d_h, out, scale, d_row_weight). Scales need a mode.
+    """Write h and h_scale, if given, and the last three of backward = (d_h, out, scale, d_row_weight), if given.
 
     Raises ValueError for a block that is neither the whole row nor a power of two that divides F.
     """
@@ -417,8 +414,8 @@ def _launch(
 
 
 def _max_registers(elements: int, num_warps: int) -> int | None:
-    """Maximum registers of a thread with that many elements of a row, on Hopper. ptxas alone takes more and fits fewer
-    programs."""
+    """Maximum registers per thread for that many elements of a row, on Hopper. ptxas alone would use more, so that
+    fewer programs fit."""
     if elements > 40:
         registers = 128
     elif num_warps == 1:
