@@ -187,7 +187,6 @@ def _check_tokens(
 
 
 def _check_expert_ids(workspace: Workspace, expert_ids: Tensor, tokens: int) -> Tensor:
-    """Return contiguous ids (T, K)."""
     _check("expert_ids", expert_ids, (tokens, workspace.top_k), _INTS, workspace)
     if tokens > workspace.max_tokens:
         raise ValueError(f"expert_ids: got {tokens} tokens, wanted at most max_tokens = {workspace.max_tokens}")

@@ -71,7 +71,7 @@ def round_up(n: int, alignment: int) -> int:
 
 
 def num_owners(num_experts: int, num_local_experts: int) -> int:
-    """O, the number of ranks whose rows a plan counts: all ranks if E is known and divides evenly, else this one."""
+    """O: a plan counts the rows of all ranks if E is known and divides evenly, else of this rank alone."""
     known = num_experts != ANY_ID and num_experts % num_local_experts == 0
     return num_experts // num_local_experts if known else 1
 

@@ -392,7 +392,7 @@ def _level(sizes: Tensor, room: Tensor) -> Tensor:
 def _rows_of_pairs(group: Tensor, sizes: Tensor, shares: Tensor, starts: Tensor) -> Tensor:
     """Row of each pair (S * K,): -1 if its group is -1, DROPPED past its group's share.
 
-    Per group: sizes, number of pairs; shares, number of pairs that fit; starts, row of its first pair.
+    sizes: pairs of each group. shares: pairs that fit. starts: row of the group's first pair.
     """
     groups = sizes.shape[0]
     # A stable sort keeps the flat order within each group; -1 sorts last.

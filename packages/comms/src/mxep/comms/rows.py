@@ -67,7 +67,6 @@ def _joined_width(*parts: Tensor | None) -> int:
 def join_parts(
     first: Tensor, other: Tensor | None, row_index: Tensor, table: Tensor | None, number: Tensor | None, step: int
 ) -> Tensor:
-    """See :func:`join_rows`."""
     parts = [_gather(part, row_index) for part in (first, other) if part is not None]
     parts += [] if table is None else [table]
     behind = _joined_width(*parts) - sum(part.shape[1] for part in parts)

@@ -184,7 +184,7 @@ class PlainExchange:
         layout, local, width = self.layout, buffer.local, rows.shape[1] * rows.itemsize
         packed = _pack([sum_slots(rows, plan.slot_rows).view(torch.uint8)])
         slot = self.rank * layout.max_tokens + torch.arange(layout.max_tokens, dtype=torch.int64, device="cpu")
-        # A slot whose rows were all dropped sends zeros: the token's rank does not know of the drop and reads the slot.
+        # A slot with only dropped rows sends zeros: the token's rank does not know of the drop and reads the slot.
         was_sent = (plan.slot_rows != -1).any(1)
         padded = None if row_values is None else torch.cat((row_values, row_values.new_zeros(1)))
         for rank, peer in enumerate(buffer.peers):
@@ -227,7 +227,6 @@ class PlainExchange:
 
 
 def width_of(payload: Sequence[Tensor]) -> int:
-    """Bytes per row of a payload."""
     return sum(part.shape[1] for part in payload)
 
 

@@ -75,7 +75,6 @@ class CudaTransport(Transport):
 
 
 def cuda_device(device: torch.device | str | None) -> torch.device:
-    """The device with its index, as tensors name it; by default the current device."""
     given = torch.device("cuda" if device is None else device)
     return torch.device("cuda", torch.cuda.current_device()) if given.index is None else given
 

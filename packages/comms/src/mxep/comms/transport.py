@@ -31,7 +31,7 @@ from .layout import NEW, Layout, describe_dispatch, step_of
 
 T = TypeVar("T")
 GRACE = 5.0
-"""Seconds to wait for an answer of the process group's store, whose host may be down."""
+"""Seconds to wait for an answer of the process group's store. Its host may be down."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +257,6 @@ class PeersDisagree(RuntimeError):
 
     @classmethod
     def over(cls, rank: int, op_ids: Sequence[int]) -> PeersDisagree:
-        """The error of ``rank``, given each rank's op id."""
         for peer, op_id in enumerate(op_ids):
             if step_of(op_id) == "refused":
                 tokens = op_id & 0xFFFFFF
@@ -275,7 +274,6 @@ class PeersDisagree(RuntimeError):
 
     @classmethod
     def over_dispatches(cls, rank: int, step: str, dispatches: Sequence[int]) -> PeersDisagree:
-        """The error of ``rank``, given each rank's dispatch number."""
         found = (f"rank {peer} of {describe_dispatch(number)}" for peer, number in enumerate(dispatches))
         why = "ranks ran forwards or backwards in another order, or one left out or repeated an exchange"
         return cls(f"rank {rank} met peers in a {step} of other dispatches: {', '.join(found)}: {why}")

@@ -21,7 +21,7 @@ i + 1.
 and all W ranks write their tables in the exchange that they describe.
 
 **One buffer is not enough.** p leaves B_i as soon as q has entered it, and may store exchange i + 1 while q still reads
-the rows of exchange i. That takes a second buffer or a second barrier.
+the rows of exchange i. A second buffer or a second barrier prevents this.
 
 Tables have a separate barrier, in the same exchange and in other words of the buffer. So a plan is made from them while
 rows are in flight on the transport's stream. A rank enters the table barrier of exchange i + 2 after it left that of
@@ -115,7 +115,6 @@ class Workspace:
         self._make_room()
 
     def is_on_other_device(self) -> bool:
-        """True if the current device is not the transport's."""
         return self._device_index is not None and torch._C._cuda_getDevice() != self._device_index
 
     def begin(self, step: str) -> SymmetricBuffer:

@@ -101,7 +101,6 @@ class SwiGLU:
 
     @staticmethod
     def unpacked(packed: Sequence[float] | None) -> "SwiGLU":
-        """The inverse of `packed`."""
         if packed is None:
             return PLAIN
         alpha, limit, shift, interleaved = packed
@@ -113,11 +112,9 @@ class SwiGLU:
         return gate, up
 
     def join(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The inverse of `split`."""
         return torch.stack((gate, up), 2).flatten(1) if self.interleaved else torch.cat((gate, up), 1)
 
     def glu(self, gate: Tensor, up: Tensor) -> "Glu":
-        """`Glu` of gate and up (R, F) fp32."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         x = gate * self.alpha if self.alpha != 1.0 else gate

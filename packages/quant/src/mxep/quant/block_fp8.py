@@ -56,7 +56,6 @@ class BlockFP8:
 
     @property
     def shape(self) -> torch.Size:
-        """(..., N, K)."""
         return self.qdata.shape
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -74,7 +73,6 @@ class BlockFP8:
         return BlockFP8(self.qdata.mT, self.scale.mT, self.block_size[::-1])
 
     def scale_values(self) -> Tensor:
-        """The scales in fp32."""
         return _scale_values(self.scale)
 
     def scale_exponents(self) -> Tensor | None:
@@ -82,7 +80,7 @@ class BlockFP8:
         return exponents_of(self.scale)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "BlockFP8"], tuple[Any, ...]]:
-        # As bytes, because torch cannot read its pickles of 8-bit floats.
+        # Bytes, because torch cannot read its pickles of 8-bit floats.
         scale = self.scale.view(torch.uint8) if self.scale.dtype == SCALE_DTYPE else self.scale
         return rebuild_block_fp8, (self.qdata.view(torch.uint8), scale, self.block_size)
 

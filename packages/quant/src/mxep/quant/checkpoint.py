@@ -96,8 +96,8 @@ class StoredWeight:
     def read(self, part: slice | None = None) -> MXTensor | BlockFP8 | Tensor:
         """Read it to the CPU: an MXTensor (mxfp4, mxfp8), BlockFP8 (fp8_*), or the plain tensor.
 
-        part: slice of the first axis of a stacked weight (E, N, K) or of a plain tensor; nothing else is read.
-        Raises ValueError for a part of a matrix.
+        part: the slice to read of the first axis of a stacked weight (E, N, K) or of a plain tensor. Raises ValueError
+        for a part of a matrix.
         """
         if part is not None and self.format != "plain" and len(self.shape) < 3:
             raise ValueError(f"{self.name}: expected a stacked weight (E, N, K) to read a part of, got {self.shape}")

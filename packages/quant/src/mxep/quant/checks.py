@@ -104,7 +104,6 @@ def shape_of(qdata: Tensor, axis: Axis) -> torch.Size:
 def check_parts(
     qdata: Tensor, scale: Tensor, row_index: Tensor | None, axis: Axis, block_size: int, orig_dtype: torch.dtype
 ) -> None:
-    """Check the parts of an MXTensor."""
     for name, part in (("qdata", qdata), ("scales", scale), ("row_index", row_index)):
         if not isinstance(part, Tensor) and (part is not None or name != "row_index"):
             raise ValueError(f"{name}: got a {type(part).__name__}, want a tensor")

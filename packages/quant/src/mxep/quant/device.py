@@ -138,8 +138,7 @@ def valid_rows(offs_ptr, num_groups, rows):
 
 @triton.jit
 def group_bounds(group, offs_ptr, num_groups, rows):
-    """(start, end) of the groups whose indices are in `group`, clamped to [0, rows]. start > end if offs are out of
-    order."""
+    """(start, end) of the groups `group` (indices), clamped to [0, rows]. start > end if offs are out of order."""
     end = tl.load(offs_ptr + group, mask=group < num_groups, other=0)
     start = tl.load(offs_ptr + group - 1, mask=(group > 0) & (group < num_groups), other=0)
     return tl.maximum(tl.minimum(start, rows), 0), tl.maximum(tl.minimum(end, rows), 0)

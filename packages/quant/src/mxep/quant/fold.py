@@ -56,7 +56,7 @@ Example: a group of four tokens, the third a padding row, K = N = 1.
         becomes   2.0  0.125      0    1.0       2^3 * (3 + 0.09375 + 0 + 0.25) = 26.75, as 24 + 0.75 + 0 + 2
 
 Only scales decide the shifts. A row of zeros from `quantize`, `fold` or a padding index has scale 0, 2^-127, so it does
-not raise E. (Zeros with a larger scale, as in 2-D blocks, can raise it, and others then shift further than needed.)
+not raise E. Zeros with a larger scale, as in 2-D blocks, can raise it. Then other rows shift further than needed.
 A row with a NaN block (scale 255) does not raise E. Its qdata become 0x7f, so its group's whole product is NaN; the
 exact product has NaN only in a row or a column. A group with only such rows, or none, has E = 0.
 
@@ -103,8 +103,8 @@ class FoldStats:
 def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
     """`mx` with one scale over its whole blocked axis. The module's docstring has the rule.
 
-    mx: (..., R, D) blocked along -1 or -2; E4M3, E5M2 or E2M1, which becomes E4M3. A row index is applied (-1: a row
-        of zeros, scale 0). qdata of the result are contiguous along the blocked axis; scale (..., R, 1).
+    mx: (..., R, D) blocked along -1 or -2, E4M3, E5M2 or E2M1. The result of E2M1 is E4M3. A row index is applied (-1:
+        a row of zeros, scale 0). qdata of the result are contiguous along the blocked axis. scale: (..., R, 1).
     offs: (G,) int32 inclusive ends of the row groups of a 2-D `mx` blocked along -1. Rows from offs[-1] on are not
         read, and unspecified in the result.
     No autograd. Raises ValueError for 2-D blocks (use `mx.along(axis)`) and a wrong offs.
@@ -191,7 +191,7 @@ class _Blocks:
 
     @property
     def shift(self) -> Tensor:
-        """d of each block; 0 for a block of zeros whose scale is above max_scale."""
+        """d of each block. A block of zeros may have a scale above max_scale; its d is 0."""
         return (self.max_scale - self.scale).clamp(min=0)
 
 

@@ -176,7 +176,6 @@ def _sum(a: Direction | None, b: Direction | None) -> Direction | None:
 
 
 def text_of(kinds: Sequence[Kind]) -> str:
-    """The report as a table."""
     changed = "changed, SNR"
     lines = [("kind", "format", "weights", "shape", "forward: exact rows", changed, "dgrad: exact columns", changed)]
     for kind in kinds:

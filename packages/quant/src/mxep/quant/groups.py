@@ -10,8 +10,8 @@ gets none. With sizes (3, 0, 2) and alignment 4:
 Only the device knows the sizes, so the result has a static capacity of C = round_up(M + G * (alignment - 1), alignment)
 rows. Padding and unpadding are each other's backward.
 
-`group_sums` has a fixed order: it adds row r of a group to lane r mod 32, rows in order, then lanes 16 to 31 to lanes
-0 to 15, 8 to 15 to 0 to 7, ...
+`group_sums` has a fixed order. It adds row r of a group to lane r mod 32, rows in order. Then it adds lanes 16 to 31 to
+lanes 0 to 15, 8 to 15 to 0 to 7, ...
 
 M rows of x, G groups, D row length.
 """

@@ -139,7 +139,7 @@ def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tu
 
 
 def bytewise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply fn, which only moves elements, to x; 8-bit floats as bytes, because torch lacks some ops for them."""
+    """Apply fn, which only moves elements, to x; to 8-bit floats as bytes, because torch lacks ops for them."""
     return fn(x.view(torch.uint8)).view(x.dtype) if x.element_size() == 1 else fn(x)
 
 

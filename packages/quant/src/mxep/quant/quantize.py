@@ -243,7 +243,7 @@ def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXT
 
     x: an MXTensor (..., N, K), which keeps axis, block size and row index. Or BlockFP8 (..., N, K), which gets blocks
         of 32 along K.
-    dtype: outer dtype bf16, fp32 or fp16; default: that of the MXTensor, or bf16.
+    dtype: outer dtype bf16, fp32 or fp16. Default: that of the MXTensor, or bf16.
     No autograd. Raises ValueError for BlockFP8 with scales that are not powers of two, or with K or block columns that
     are no multiples of 32.
     """

@@ -34,12 +34,10 @@ def swizzled_shape(rows: int, cols: int, offs: Tensor | None) -> tuple[int, int]
 
 
 def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
-    """Number of rows picked from `stored` (..., S, K); S without an index."""
     return stored.shape[-2] if row_index is None else row_index.shape[0]
 
 
 def picked_shape(stored: Tensor, row_index: Tensor | None) -> tuple[int, ...]:
-    """Shape of the rows picked from `stored` (..., S, K); its own shape without an index."""
     return *stored.shape[:-2], num_rows(stored, row_index), stored.shape[-1]
 
 
@@ -50,7 +48,6 @@ def joined(dim: int, *parts: Tensor | None) -> Tensor:
 
 
 def joined_shape(dim: int, *parts: Tensor | None) -> tuple[int, ...]:
-    """Shape of the result of `joined`."""
     first, *others = (part.shape for part in parts if part is not None)
     shape = [*first]
     shape[dim] += sum(other[dim] for other in others)
@@ -119,5 +116,4 @@ def empty_group_sums(x: Tensor, offs: Tensor) -> Tensor:
 
 
 def empty_picked(x: Tensor, row_index: Tensor) -> Tensor:
-    """(R, ...) for rows picked from x (S, ...)."""
     return x.new_empty((row_index.shape[0], *x.shape[1:]))

@@ -48,11 +48,9 @@ class MXParts(NamedTuple):
 
     @staticmethod
     def of(x: "MXTensor") -> "MXParts":
-        """The parts of x."""
         return MXParts(x.qdata, x.scale, x.row_index, x.axis, x.block_size, x.dtype)
 
     def join(self) -> "MXTensor":
-        """The MXTensor of these parts."""
         return MXTensor(*self, trusted=True)
 
 
@@ -242,11 +240,10 @@ class MXTensor(Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """True if `share_memory_` was called, or the parts are on CUDA."""
         return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "MXTensor"], tuple[Any, ...]]:
-        # As bytes, because torch cannot read its pickles of 8-bit floats.
+        # Bytes, because torch cannot read its pickles of 8-bit floats.
         parts = self.qdata.view(torch.uint8), self.scale.view(torch.uint8), self.row_index
         how = self.qdata.dtype, self.axis, self.block_size, self.dtype
         return rebuild_mxtensor, (*parts, *how, self.requires_grad, isinstance(self, torch.nn.Parameter))

@@ -148,7 +148,6 @@ class _Called:
             do(held, bases)
 
     def _doing(self, what: Any) -> Callable[[list[Any], list[int]], Any]:
-        """A function that runs the step."""
         match what:
             case Call(op, args, kwargs, made):
                 got = [self._getter(x) for x in args]
@@ -252,7 +251,6 @@ class _Graph:
         return failed
 
     def _build(self, bases: list[int]) -> None:
-        """Build the graph with these addresses and the record's lengths."""
         context = ctypes.c_void_p()
         call("cuCtxGetCurrent", ctypes.byref(context))
         call("cuGraphCreate", ctypes.byref(self._graph), ctypes.c_uint(0))
@@ -355,8 +353,8 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
     """(bytes, code of `struct`, value) of each parameter of a kernel. Views, and descriptors with their metadata, have
     the code "".
 
-    As in Triton's launcher there are no constexprs, a descriptor is passed as tensor map, shape and strides, and two
-    pointers to scratch memory come last, null for our kernels.
+    The parameters are those of Triton's launcher: no constexprs, a descriptor as tensor map, shape and strides, and at
+    the end two pointers to scratch memory, null for our kernels.
     """
     metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     for kind, x in zip(compiled.src.signature.values(), args):

@@ -217,7 +217,6 @@ def forms_of(record: Record) -> dict[int, tuple[Any, ...]]:
 
 
 def _views(step: Step) -> list[View]:
-    """The views that a step uses."""
     match step.what:
         case Launch(args=args):
             used = [x.base if hasattr(x, "for_triton") else x for x in args]

@@ -142,7 +142,6 @@ def _is_rehearsed() -> bool:
 
 @functools.cache
 def runs_on(index: int, capability: tuple[int, int]) -> bool:
-    """True if CUDA device `index` has this capability."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= capability
 
 

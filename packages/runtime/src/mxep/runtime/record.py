@@ -49,8 +49,7 @@ class Launch(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Fill a dense tensor with `value`, which may be a `Length`. pattern, size: the memset that does this; size in
-    bytes."""
+    """Fill a dense tensor with `value`, which may be a `Length`. A memset does it with `pattern`, of `size` bytes."""
 
     to: View
     value: float
@@ -174,7 +173,6 @@ def fixed(*tensors: Tensor) -> None:
 
 
 def fill(x: Tensor, length: Length) -> None:
-    """`x.fill_(length)` of dense int32 x, with the length of each replay."""
     recorder = here.recorder
     with set_up():
         x.fill_(int(length))
@@ -236,7 +234,6 @@ def _kind(op: Any) -> str:
 
 
 def tensors_of(out: Any) -> list[Tensor]:
-    """The tensors among an op's results, in order."""
     return [out] if isinstance(out, Tensor) else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
 
 
@@ -307,13 +304,11 @@ class Recorder(TorchDispatchMode):
         self.why = self.why or why
 
     def launch(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Any) -> None:
-        """Called by `mxep.runtime.launch` after each launch."""
         if not self.why:
             noted = tuple([self._argument(x) for x in args])
             self._add(Launch(kernel, compiled, grid, noted, constants))
 
     def fill(self, x: Tensor, length: Length) -> None:
-        """Called by `fill` after it."""
         if not self.why:
             value = length if self._moving else int(length)
             self._add(Fill(self._view(x), value, int(length), x.itemsize))
@@ -401,7 +396,7 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, x: Tensor, *, of_launch: bool = False) -> View:
         """The view of a tensor. Refuses the record if the tensor lies in no known source, or if a torch op uses an
-        argument in `moving`, whose size it would fix for all replays."""
+        argument in `moving`: its size would be fixed for all replays."""
         storage, form = _storage_of(x), (x.dtype, tuple(x.shape), x.stride())
         places = self._sources.get(storage)
         if places is not None and places[0][0] >= len(self._given) and (at := x.data_ptr() - places[0][1]) >= 0:

@@ -1,6 +1,6 @@
 """`@replayed`: a function of tensors that is recorded at the second call with a signature, then replayed.
 
-The Python between launches takes the host longer than the launches, and one CUDA graph is launched faster than its
+Most of the host's time goes into the Python between launches, and launching one CUDA graph is faster than launching its
 kernels. Calls with the same signature (shapes, strides, dtypes, ...) launch the same steps. So the second such call is
 recorded as it runs (`record.py`), and later calls replay the record (`graph.py`). The first call is not recorded,
 because its shapes may never come again. Unlike a captured CUDA graph, a record does not fix the memory of arguments and
@@ -104,8 +104,8 @@ class Replayed:
         """Called after each replay. For subclasses."""
 
     def moving(self, **static: Any) -> tuple[int, ...]:
-        """Indices of tensors whose number of rows is not part of the signature (`lengths.py`). It is the same for all
-        of them. For subclasses."""
+        """Indices of tensors with a number of rows, the same for all, that is not part of the signature (`lengths.py`).
+        For subclasses."""
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:
@@ -309,7 +309,7 @@ def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tu
         unlike = [f"{name}.shape[0] != {of[0]}.shape[0]" for name in of[1:]]
         lines += [f"if {' or '.join([*unlike, *(f'not {name}.is_contiguous()' for name in of)])}:", "    return None"]
     lines += [f"p_{name} = {name}.data_ptr()" for name in names]
-    # Which tensors share an address is part of the signature: a record notes a shared address as one source.
+    # A record notes a shared address as one source, so the signature tells which tensors share one.
     places = ", ".join(f"p_{name}" for name in names)
     lines += [f"apart = len({{{places}}}) == {len(names)} or tuple(map(({places},).index, ({places},)))"]
     # Alignment to 32 bytes, because torch's elementwise kernels load 32 bytes at once where they can.

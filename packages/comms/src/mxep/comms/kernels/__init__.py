@@ -1,7 +1,7 @@
 """Triton kernels of mxep.comms, one subject per file.
 
-The launcher of an op has the op's signature and takes CUDA tensors (CPU tensors under Triton's interpreter). Its
-result equals the op's plain-torch reference bit for bit.
+`f` is the launcher of op `mxep::f`. It has the op's signature and takes CUDA tensors (CPU tensors under Triton's
+interpreter). Its result equals the op's plain-torch reference bit for bit.
 
     exchange      all launches of a workspace; dispatch of tokens and of tables
     combine       sums of rows: stored to the tokens' ranks, summed there over ranks

@@ -19,7 +19,6 @@ from mxep.comms.layout import NEW
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 ANY_NEW = tl.constexpr(NEW * 4 + 1)
-"""As in `mxep.comms.all_to_all`."""
 MOST_CHUNKS = 128
 COUNT_TILE = 1024
 NODE_TILE = 2048
@@ -132,7 +131,6 @@ def pair_place_kernel(
 def plan_all_to_all(
     expert_ids: Tensor, weights: Tensor, experts_per_rank: int, num_ranks: int, width: int
 ) -> tuple[Tensor, ...]:
-    """mxep::plan_all_to_all."""
     (tokens, top_k), device = expert_ids.shape, expert_ids.device
     expert_ids, weights = expert_ids.contiguous(), weights.contiguous()
     most, all_rows = min(top_k, num_ranks), num_ranks + tokens * top_k
@@ -197,7 +195,6 @@ def compare_kernel(
 
 
 def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None:
-    """mxep::mark_headers."""
     assert rows.stride(1) == 1 or rows.shape[1] == 1
     launch(mark_kernel, (1,),
         rows, sizes, number, rows.stride(0), sizes.stride(0), len(sizes), step,
@@ -206,7 +203,6 @@ def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None
 
 
 def compare_headers(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, step: int) -> None:
-    """mxep::compare_headers."""
     assert rows.stride(1) == 1 or rows.shape[1] == 1
     launch(compare_kernel, (1,),
         rows, sizes, number, found, rows.stride(0), sizes.stride(0), len(sizes), step,
@@ -333,7 +329,6 @@ def plan_slots(
     expert_ids: Tensor, weights: Tensor, counts: Tensor, num_nodes: int, num_slots: int, experts_per_node: int,
     num_experts: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """mxep::plan_slots."""
     (tokens, top_k), device = expert_ids.shape, expert_ids.device
     expert_ids, weights = expert_ids.contiguous(), weights.detach().contiguous()
     all_slots = num_nodes * (num_slots + 1)
@@ -360,7 +355,6 @@ def plan_slots(
 
 
 def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """mxep::read_tables."""
     words = tables.view(torch.int32)
     rows, top_k = len(words), words.shape[1] // 2
     ids, weights = (torch.empty((rows, top_k), dtype=torch.int32, device=tables.device) for _ in range(2))
@@ -372,7 +366,6 @@ def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Te
 
 
 def pick_values(values: Tensor, slots: Tensor, ids: Tensor, experts_per_node: int) -> Tensor:
-    """mxep::pick_values."""
     out = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
     if out.numel():
         launch(pick_values_kernel, (cdiv(out.numel(), FLAT_TILE),),

@@ -40,7 +40,6 @@ SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles"
 
 @triton.jit
 def owner_of(expert, experts_per_rank, W: tl.constexpr):
-    """Rank that owns an expert; -1 for invalid ids."""
     return tl.where((expert >= 0) & (expert < W * experts_per_rank), expert // experts_per_rank, -1).to(tl.int32)
 
 
@@ -55,8 +54,8 @@ def load_slot_rows(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K: tl
 
 @triton.jit
 def is_sent(row):
-    """True for slots that send a sum, given their rows `row` (BLOCK_T, KP). A slot whose rows were all dropped (-2)
-    sends zeros, because the token's rank does not know of the drop and reads the slot."""
+    """True for slots that send a sum, given their rows `row` (BLOCK_T, KP). A slot with only dropped rows (-2) sends
+    zeros, because the token's rank does not know of the drop and reads the slot."""
     return (tl.min(row, 1) < -1) | (tl.max(row, 1) >= 0)
 
 

@@ -248,7 +248,6 @@ def make_plan(
     alignment: int, max_rows: int, num_experts: int, blocks: int, max_tokens: int, limit: int,
     running: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """mxep::make_plan."""
     tables, _, top_k = expert_ids.shape
     expert_ids, weights, num_tokens = expert_ids.contiguous(), weights.contiguous(), num_tokens.contiguous()
     device = expert_ids.device

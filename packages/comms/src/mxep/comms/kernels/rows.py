@@ -50,7 +50,6 @@ def gather_kernel(
 
 
 def gather_rows(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tensor:
-    """mxep::gather_rows."""
     rows = len(part if row_index is None else row_index)
     out = torch.empty(rows, part.shape[1], dtype=part.dtype, device=part.device)
     if not out.numel():
@@ -77,7 +76,7 @@ def _join_part(
 ):  # fmt: skip
     """Copy rows `source` of a part, WIDTH words of WORD bytes, to the joined rows, then zeros up to word END.
 
-    START: byte of a joined row where the part begins. index: indices of the joined rows; negative rows get the header.
+    START: byte of a joined row at which the part begins. index: of the joined rows. If negative, rows get the header.
     """
     column = tl.arange(0, BLOCK)[None, :]
     offs = tl.maximum(source, 0).to(tl.int64)[:, None] * part_stride + column
@@ -116,7 +115,6 @@ def join_kernel(
 def join_rows(
     first: Tensor, other: Tensor | None, row_index: Tensor, table: Tensor | None, number: Tensor | None, step: int
 ) -> Tensor:
-    """mxep::join_rows."""
     parts = [part if part is None or part.stride(1) == 1 else part.contiguous() for part in (first, other, table)]
     last, used = max(i for i, part in enumerate(parts) if part is not None), 0
     width = round_up(sum(part.shape[1] for part in parts if part is not None), ALIGNMENT)
@@ -171,7 +169,6 @@ def sum_slots_kernel(
 
 
 def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
-    """mxep::sum_slots."""
     (slots, top_k), dim = slot_rows.shape, rows.shape[1]
     out = torch.empty(slots, dim, dtype=rows.dtype, device=rows.device)
     block = next_power_of_2(dim)

@@ -15,7 +15,7 @@ until it wraps around, so waits look at the sign of a difference.
 
 Time limit. A wait reads the GPU's clock, in ns (the interpreter counts polls). If time is up or a peer's op id differs,
 the first program to notice writes a fault record, which the host reads without a sync (`FaultRecord` of
-`symmetric_memory.py`). That program goes on and later waits end at once, so no stream hangs, and the host raises.
+`symmetric_memory.py`). The program goes on and later waits end at once, so no stream hangs, and the host raises.
 State: (4,) int64 on the device: failed flag, limit in ns, address of the fault record, number of dispatches. The device
 counts dispatches, because a captured dispatch may be replayed.
 
@@ -85,7 +85,6 @@ def record_fault(state_ptr, channel, signal, seen, peer, mask):
 
 @triton.jit
 def load_dispatch(dispatch_ptr):
-    """Dispatch number of a plan, 0 without one."""
     number = tl.zeros((), tl.int64)
     if dispatch_ptr is not None:
         number += tl.load(dispatch_ptr)
@@ -114,7 +113,6 @@ def compare_dispatches(counters_ptr, dispatch, signal, state_ptr, W: tl.constexp
 
 @triton.jit
 def number_dispatch(dispatch_ptr, state_ptr):
-    """Increment the dispatch count and store it as the plan's dispatch number."""
     number = (tl.load(state_ptr + 3) + 1) & 0x7FFFFFFF
     tl.store(state_ptr + 3, number)
     tl.store(dispatch_ptr, number.to(tl.int32))
@@ -177,7 +175,6 @@ def refuse_kernel(pointers_ptr, rank, op_id, counters_start, W: tl.constexpr, WP
 
 @triton.jit(do_not_specialize=["counters_start", "op_id"])
 def compare_kernel(buffer_ptr, dispatch_ptr, state_ptr, counters_start, op_id, W: tl.constexpr, WP: tl.constexpr):
-    """`compare_dispatches`, for dispatch numbers that arrived by puts."""
     counters_ptr = (buffer_ptr.to(tl.int64) + counters_start).to(tl.pointer_type(tl.int64))
     signal = tl.zeros((), tl.int64) + op_id
     compare_dispatches(counters_ptr, load_dispatch(dispatch_ptr), signal, state_ptr, W, WP)
@@ -192,7 +189,6 @@ def compare(
 
 
 def barrier(pointers: Tensor, state: Tensor, rank: int, clock: bool) -> None:
-    """Barrier over buffers of (W + 1) int64 that serve only this purpose."""
     world_size = pointers.shape[0]
     padded = next_power_of_2(world_size)
     launch(barrier_kernel, (1,), pointers, state, rank, W=world_size, WP=padded, CLOCK=clock, num_warps=1)

@@ -116,12 +116,10 @@ def meet_kernel(
 
 
 def compile_put(library: str) -> Any:
-    """Compile ``put_kernel`` for the current device."""
     return _compile(put_kernel, library, PUT_WARPS, _RAW, _RAW, _LONGS, 1 << PE_SHIFT, 2, 2, 2, 2)
 
 
 def compile_meet(library: str, world_size: int) -> Any:
-    """Compile ``meet_kernel`` for this number of ranks and the current device."""
     numbers = 1 << PE_SHIFT, 2, 2, 1 << PE_SHIFT
     return _compile(meet_kernel, library, 1, _RAW, _INTS, _LONGS, *numbers, *_meet_constants(world_size))
 
@@ -196,8 +194,8 @@ def stage_sums(
 ) -> Tensor:
     """Write all slots' sums and row values to their slots in ``staging``, uint8, laid out as a buffer.
 
-    homes: (W,) int64, destination of slot (this rank, 0) on each rank. Result: (S,) int64 destination of each slot; -1
-    for slots without rows here, of which nothing is written.
+    homes: (W,) int64, destination of slot (this rank, 0) on each rank. Result: (S,) int64 destination of each slot.
+    Slots without rows here have -1 and are not written.
     """
     dim = rows.shape[1]
     row_values = None if row_values is None else row_values.contiguous()

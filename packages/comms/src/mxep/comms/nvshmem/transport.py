@@ -255,7 +255,6 @@ def init_nvshmem_state(kernel: object) -> None:
 
 
 def _what_to_install() -> str:
-    """Command that installs the NVSHMEM that this torch asks for."""
     cuda = (torch.version.cuda or "13").split(".")[0]
     listed = [r.split(";")[0].strip() for r in importlib.metadata.requires("torch") or [] if "nvidia-nvshmem" in r]
     wanted = f" (torch asks for {listed[0]})" if listed else ""

@@ -68,7 +68,6 @@ def quantize_e2m1_kernel(
     x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK elements."""
     first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
     block = tl.arange(0, NUM_BLOCKS)
     mask = (block < num_blocks - first)[:, None]
@@ -91,7 +90,6 @@ def quantize_e2m1_kernel(
 
 
 def quantize_e2m1(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_e2m1."""
     *rest, k = x.shape
     x = x.contiguous()
     qdata = x.new_empty((*rest, k // 2), dtype=E2M1.dtype)
@@ -220,7 +218,6 @@ def fold_e2m1_kernel(
 
 
 def fold_e2m1(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """mxep::fold_e2m1."""
     width = 2 * qdata.shape[-1]
     folded, folded_scale = empty_rows(qdata, E4M3.dtype, 0, (*qdata.shape[:-1], width))
     if folded.numel():

@@ -19,7 +19,7 @@ nothing to do, so a large capacity does not get one program per row.
     qdata (N, K), one scale per block of a row        a program takes a tile of BLOCK_M rows x BLOCK_N columns
       | qdata * 2^(scale - column_scale)              -> folded (K, N)
 
-Values go through fp16, two to an instruction, which is exact unless the cast to E4M3 gives 0
+Values are multiplied in fp16, two per instruction. Results are exact, or become 0 in E4M3
 (`mxep.quant.device.shifted`). E2M1 is decoded as it is read; even and odd columns are stored as two tiles. Leading axes
 are a batch. Speed on an H100, relative to a copy that moves as many bytes (integration/benchmarks/frozen.py): E4M3 0.90
 to 0.95, E2M1 0.79 to 0.83.
@@ -106,7 +106,6 @@ def fold_kernel(
 
 
 def fold(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """mxep::fold."""
     folded, folded_scale = empty_rows(qdata, qdata.dtype, 0, picked_shape(qdata, row_index))
     if folded.numel():
         sub = math.gcd(qdata.shape[-1] // scale.shape[-1], 32)
@@ -143,8 +142,8 @@ def _power(exponent, is_nan, dtype: tl.constexpr):
 def _scaled(values, exponent, is_nan, ROWS: tl.constexpr):
     """values (R, B, n), fp16 or fp32, * 2**exponent (R, B), or NaN; as (R, B * n).
 
-    ROWS: rows were folded before. Then exponents may exceed 15, where a row's scale is far above the column's; such
-    values are below 2**-6. Exponents below -24 make any E4M3 number 0. E5M2 comes as fp32.
+    ROWS: rows were folded before. Then exponents may exceed 15, for values below 2**-6, if a row's scale is far above
+    the column's. Exponents below -24 make any E4M3 number 0. E5M2 comes as fp32.
     """
     if values.dtype == tl.float32:
         factor = _power(tl.minimum(tl.maximum(exponent, -64), 64), is_nan, tl.float32)
@@ -196,7 +195,6 @@ def fold_columns_kernel(
 
 
 def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
-    """mxep::fold_columns."""
     packed = qdata.dtype == torch.float4_e2m1fn_x2
     dtype = torch.float8_e4m3fn if packed else qdata.dtype
     n, k = qdata.shape[-2], qdata.shape[-1] * (2 if packed else 1)
@@ -342,7 +340,6 @@ def shift_transpose_kernel(
 
 
 def fold_for_wgrad(x, x_scale, x_index, y, y_scale, y_index, offs, alignment):
-    """mxep::fold_for_wgrad. Its reference has the types."""
     capacity, num_groups, device = num_rows(x, x_index), offs.shape[0], x.device
     width = padded_rows(capacity, num_groups, alignment)
     x_t, y_t = x.new_empty((x.shape[1], width)), y.new_empty((y.shape[1], width))

@@ -62,7 +62,6 @@ def split_ends_kernel(offs_ptr, before_ptr, behind_ptr, num_groups, first, BLOCK
 
 
 def split_ends(offs, first):
-    """mxep::split_ends."""
     before, behind = torch.empty_like(offs), torch.empty_like(offs)
     launch(split_ends_kernel, (cdiv(len(offs), 128),), offs, before, behind, len(offs), first, BLOCK=128)
     return before, behind
@@ -154,7 +153,6 @@ def invert_kernel(index_ptr, inverse_ptr, indices, rows, TILE: tl.constexpr):
 
 
 def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    """mxep::materialize."""
     if row_index is None:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in (qdata, scale))  # type: ignore[return-value]
     out, out_scale = empty_picked(qdata, row_index), empty_picked(scale, row_index)
@@ -169,7 +167,6 @@ def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple
 def gather_swizzled(
     qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """mxep::gather_swizzled."""
     out = qdata.new_empty((num_rows(qdata, row_index), qdata.shape[1]))
     out_scale = scale.new_empty(swizzled_shape(out.shape[0], scale.shape[1], offs))
     _pick(qdata.view(torch.uint8), scale, row_index, offs, out.view(torch.uint8), out_scale, swizzle=True)
@@ -177,7 +174,6 @@ def gather_swizzled(
 
 
 def swizzle_scales(scale: Tensor, offs: Tensor | None) -> Tensor:
-    """mxep::swizzle_scales."""
     *rest, rows, cols = scale.shape
     out = scale.new_empty((*rest, *swizzled_shape(rows, cols, offs)))
     _pick(None, scale, None, offs, None, out, swizzle=True)
@@ -185,7 +181,6 @@ def swizzle_scales(scale: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
-    """mxep::pad_rows."""
     out = empty_picked(x, row_index)
     plain = _INT_DTYPES.get(x.element_size(), torch.int64)
     _pick(x.contiguous().view(plain), None, row_index, None, out.view(plain), None)
@@ -193,7 +188,6 @@ def pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
 
 
 def unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
-    """mxep::unpad_rows."""
     inverse = torch.full((num_rows,), -1, dtype=torch.int32, device=y.device)
     indices = row_index.shape[0]
     if indices:
@@ -202,7 +196,6 @@ def unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
 
 
 def pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
-    """mxep::pad_index."""
     num_groups = group_sizes.shape[0]
     capacity = padded_rows(num_rows, num_groups, alignment)
     offs = torch.empty(num_groups, dtype=torch.int32, device=group_sizes.device)
@@ -279,7 +272,6 @@ def group_sums_kernel(
 
 
 def group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) -> Tensor:
-    """mxep::group_sums."""
     rows, width = x.shape
     groups = offs.shape[0]
     out = empty_group_sums(x, offs)

@@ -11,7 +11,7 @@
 
 Leading axes are a batch. A thread holds PACK = 8 consecutive rows of a tile, as a tuple of 8 tensors
 (BLOCK_M / 8, BLOCK_N). So it packs the qdata of a column into two 32-bit words in registers before the tile is
-transposed through shared memory. That takes a quarter of the accesses and instructions that bytes take.
+transposed through shared memory. Single bytes would take four times the accesses and instructions.
 
     tile[i][j] is row 8 * j + i         word 2 * j      q0 | q1 << 8 | q2 << 16 | q3 << 24   (q0 lies first in memory)
                                         word 2 * j + 1  q4 | q5 << 8 | q6 << 16 | q7 << 24
@@ -192,12 +192,10 @@ def quantize_2d_kernel(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_rows."""
     return _quantize(x, None, dtype, mode, block_size)
 
 
 def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_into_room."""
     return _quantize(x, room, dtype, mode, block_size)
 
 
@@ -300,7 +298,6 @@ def quantize_long_columns_kernel(
 
 
 def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_columns."""
     x = x.contiguous()
     qdata, scale = empty_columns(x, dtype, block_size)
     n, k = x.shape[-2:]
@@ -488,7 +485,6 @@ def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
 def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_per_column."""
     *_, n, k = shape = joined_shape(-2, x, y, z)
     qdata, scale = empty_columns(x, dtype, n, shape)
     if qdata.numel():

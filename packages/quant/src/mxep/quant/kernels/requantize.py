@@ -72,7 +72,6 @@ def requantize_kernel(
 
 
 def requantize(qdata, scale, block_rows, block_columns, row_index, offs, dtype, mode):
-    """mxep::requantize. Its reference has the types."""
     out, out_scale = empty_columns(qdata, dtype, 32, picked_shape(qdata, row_index))
     if not out.numel():
         return out, out_scale
@@ -134,7 +133,6 @@ def dequantize_kernel(
 
 
 def dequantize_e2m1(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """mxep::dequantize_e2m1."""
     block = qdata.shape[-1] // max(1, scale.shape[-1])
     values: Tensor = dequantize(qdata.view(torch.uint8), scale, 1, block, row_index, dtype, per_byte=2)
     return values

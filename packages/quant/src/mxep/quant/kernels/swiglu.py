@@ -8,9 +8,9 @@
 
 The fp32 operations are those of `mxep.quant.activation`, in the same order, and a row is summed as by `tree_sum` of
 `mxep.quant.swiglu`. Programs stride over rows. A warp takes 1024 or 2048 elements of a row, so that few warps wait at a
-barrier. Chunks are unrolled, and a chunk is loaded before the previous one is computed. A result whose scale needs the
-whole row stays in registers: fp32 for one scale per row, qdata if it is folded. F is a constexpr, so that 768 or 14336
-elements need no padding.
+barrier. Chunks are unrolled, and a chunk is loaded before the previous one is computed. If a scale needs the whole row,
+results wait in registers: as fp32 for one scale per row, as qdata if they are folded. F is a constexpr, so that 768 or
+14336 elements need no padding.
 
 While an H200 moves these bytes at its 4.25 TB/s, an SM can issue 34 instructions per element forward, 54 backward.
 Folded kernels need 36 and 53 to 55. So the sigmoid has no division, and threads combine their sums only at a row's end.
@@ -84,7 +84,6 @@ def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr)
 
 @triton.jit
 def unclamped(d_gate, d_up, gate, up, LIMIT: tl.constexpr):
-    """`SwiGLU.unclamped` for both gradients."""
     if LIMIT is not None:
         d_gate = tl.where(gate > LIMIT, 0.0, d_gate)
         d_up = tl.where(tl.abs(up) > LIMIT, 0.0, d_up)
@@ -93,13 +92,11 @@ def unclamped(d_gate, d_up, gate, up, LIMIT: tl.constexpr):
 
 @triton.jit
 def split_pairs(x):
-    """Even and odd elements of a vector."""
     return tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
 
 
 @triton.jit
 def joined_pairs(a, b):
-    """The inverse of `split_pairs`."""
     return tl.reshape(tl.join(a, b), (a.shape[0] * 2,))
 
 
@@ -177,7 +174,6 @@ def load_chunk(ptr, c: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def store_chunk(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
-    """Store `values` as chunk c of a row of COUNT elements."""
     N: tl.constexpr = values.shape[0]
     element = c * N + tl.arange(0, N)
     values = values.to(ptr.dtype.element_ty)
