@@ -201,8 +201,7 @@ class PlainExchange:
         out[: len(owner)] = sum_slots(arrived, self._slots_of(owner))
         if values is not None:
             table = layout.values(local)[:, : expert_ids.shape[0]]
-            found = torch.where(owner >= 0, table.gather(0, owner.clamp_min(0).long()[None])[0], 0.0)
-            values[: len(owner)] = found
+            values[: len(owner)] = torch.where(owner >= 0, table.gather(0, owner.clamp_min(0).long()[None])[0], 0.0)
 
     def _count(self) -> None:
         self.transport.check()  # nothing after it can fail before the signal

@@ -186,15 +186,16 @@ class Workspace:
         if stream is None or arena.stream is None:
             yield
             return
-        record_event(self._begun, arena.stream)
-        wait_event(stream, self._begun)
+        begun, done = self._events
+        record_event(begun, arena.stream)
+        wait_event(stream, begun)
         torch.cuda.set_stream(stream)
         try:
             yield
         finally:
             torch.cuda.set_stream(arena.stream)
-            record_event(self._done, stream)
-            arena.done = self._done
+            record_event(done, stream)
+            arena.done = done
 
     def join(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make the current stream wait for the last exchange if it is in flight. stream: the current one, if known."""
@@ -207,12 +208,8 @@ class Workspace:
         arena.in_flight = None
 
     @functools.cached_property
-    def _begun(self) -> torch.cuda.Event:
-        return torch.cuda.Event()
-
-    @functools.cached_property
-    def _done(self) -> torch.cuda.Event:
-        return torch.cuda.Event()
+    def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        return torch.cuda.Event(), torch.cuda.Event()
 
     def _make_room(self) -> None:
         """Allocate larger buffers if the layout needs them. `allocate` leaves all devices idle, so old ones may go."""

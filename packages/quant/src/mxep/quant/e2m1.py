@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mxep.quant.formats import E2M1, E4M3, NAN_SCALE, SCALE_DTYPE, ScaleMode, power_of_two, reciprocal, scale_of_amax
 from mxep.quant.ops import NAN_ELEMENT, pick_mx
+from mxep.quant.shapes import num_rows
 from mxep.runtime.op import op
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -96,12 +97,7 @@ def quantize(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
 @op(
     "mxep::dequantize_e2m1",
     fake=lambda qdata, scale, row_index, dtype: qdata.new_empty(
-        (
-            *qdata.shape[:-2],
-            qdata.shape[-2] if row_index is None else row_index.shape[0],
-            2 * qdata.shape[-1],
-        ),
-        dtype=dtype,
+        (*qdata.shape[:-2], num_rows(qdata, row_index), 2 * qdata.shape[-1]), dtype=dtype
     ),
     launcher="mxep.quant.kernels.requantize:dequantize_e2m1",
 )

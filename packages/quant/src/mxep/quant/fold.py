@@ -372,15 +372,9 @@ def fold_for_wgrad(x: MXTensor, y: MXTensor, offs: Tensor, *, alignment: int = 1
     launcher="mxep.quant.kernels.fold:fold_for_wgrad",
 )
 def _fold_for_wgrad(
-    x: Tensor,
-    x_scale: Tensor,
-    x_index: Tensor | None,
-    y: Tensor,
-    y_scale: Tensor,
-    y_index: Tensor | None,
-    offs: Tensor,
-    alignment: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, x_scale: Tensor, x_index: Tensor | None, y: Tensor, y_scale: Tensor, y_index: Tensor | None,
+    offs: Tensor, alignment: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """x (S, K) fp8, x_scale (S, K/block_size) e8m0, x_index (R,) int32 or None (R = S); y (S', N) likewise; offs (G,)
     int32 -> x_t (K, C), y_t (N, C), exponent and out_offs (G,) int32."""
     capacity = num_rows(x, x_index)

@@ -211,15 +211,9 @@ def requantize(
     launcher="mxep.quant.kernels.requantize:requantize",
 )
 def _requantize(
-    qdata: Tensor,
-    scale: Tensor,
-    block_rows: int,
-    block_columns: int,
-    row_index: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    mode: str,
-) -> tuple[Tensor, Tensor]:
+    qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, offs: Tensor | None,
+    dtype: torch.dtype, mode: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index (R,) int32 or None (R = N) -> qdata
     (..., K, R) `dtype`, scale (..., R/32, K)."""
     capacity = num_rows(qdata, row_index)

@@ -171,12 +171,9 @@ def _mx(parts: Sequence[Tensor], dtype: torch.dtype, block_size: int) -> MXTenso
 
 
 def _check(
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    d_h: Tensor | None = None,
+    gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, d_h: Tensor | None = None,
     rest: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     if gate_up.ndim != 2 or gate_up.shape[1] == 0 or gate_up.shape[1] % 2 or gate_up.dtype not in VALUE_DTYPES:
         raise ValueError(
             f"gate_up: got {gate_up.dtype} of shape {tuple(gate_up.shape)}, want (R, 2F) of one of {VALUE_DTYPES}"
@@ -270,16 +267,9 @@ def _result(
     launcher="mxep.quant.kernels.swiglu:swiglu",
 )
 def _swiglu(
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    mode: str | None,
-    block_size: int,
-    folded: bool,
-    activation: Sequence[float] | None,
-    rest: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, dtype: torch.dtype, mode: str | None,
+    block_size: int, folded: bool, activation: Sequence[float] | None, rest: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1). mode None: rounded, and no scale."""
     gate_up = gate_up if rest is None else torch.cat((gate_up, rest))
     rows = gate_up.shape[0]
@@ -293,21 +283,11 @@ def _swiglu(
     launcher="mxep.quant.kernels.swiglu:swiglu_backward",
     mutates_args=("out",),
 )
-def _swiglu_backward(
-    d_h: Tensor,
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    out: Tensor,
-    scale_mode: str | None,  # torch takes `mode` for itself in ops that write
-    block_size: int,
-    folded: bool,
-    h_dtype: torch.dtype | None,
-    activation: Sequence[float] | None,
-    gate_up_scale: Tensor | None,
-    rest: Tensor | None,
-    rest_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _swiglu_backward(  # scale_mode, because torch takes `mode` for itself in ops that write
+    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, out: Tensor, scale_mode: str | None,
+    block_size: int, folded: bool, h_dtype: torch.dtype | None, activation: Sequence[float] | None,
+    gate_up_scale: Tensor | None, rest: Tensor | None, rest_scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,), and the results of `mxep::swiglu` with
     h_dtype, one scale per row if d_gate_up has that; empty without h_dtype.
 

@@ -250,16 +250,9 @@ class MXTensor(Tensor):
 
 
 def rebuild_mxtensor(
-    raw: Tensor,
-    scale: Tensor,
-    row_index: Tensor | None,
-    dtype: torch.dtype,
-    axis: Axis,
-    block_size: int,
-    orig_dtype: torch.dtype,
-    requires_grad: bool,
-    is_parameter: bool,
-) -> MXTensor:
+    raw: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype, axis: Axis, block_size: int,
+    orig_dtype: torch.dtype, requires_grad: bool, is_parameter: bool,
+) -> MXTensor:  # fmt: skip
     """Called by `torch.load(weights_only=True)`. Checks the parts."""
     qdata = raw.view(dtype)
     mx = MXTensor.from_qdata_and_scales(qdata, scale, orig_dtype, axis=axis, block_size=block_size, row_index=row_index)

@@ -39,9 +39,9 @@ class Operands(Bundle):
                 self.__dict__[name] = None  # past `frozen`
 
 
-_PARTS: dict[type, type] = {}
-_WHOLE: dict[type, type] = {}
-"""_PARTS: registered class by its parts class. _WHOLE: parts class by registered class."""
+_parts_of: dict[type, Any] = {}
+"""Parts class of each registered class."""
+_parts_classes: set[type] = set()
 
 
 def register_parts(parts: type, whole: type) -> None:
@@ -49,26 +49,18 @@ def register_parts(parts: type, whole: type) -> None:
 
     parts: a named tuple class. `parts.of(x)` takes x of class `whole` apart, `parts.join()` makes it again.
     """
-    _PARTS[parts], _WHOLE[whole] = whole, parts
+    _parts_of[whole] = parts
+    _parts_classes.add(parts)
 
 
 def as_parts(x: Any) -> Any:
     """x with its registered objects replaced by their parts."""
-    return _mapped(x, _apart_if_whole)
+    return _mapped(x, lambda x: _parts_of[type(x)].of(x) if type(x) in _parts_of else x)
 
 
 def as_whole(x: Any) -> Any:
     """The inverse of `as_parts`. Bundles that contain parts are changed in place."""
-    return _mapped(x, _joined_if_parts)
-
-
-def _apart_if_whole(x: Any) -> Any:
-    kind = _WHOLE.get(type(x))
-    return x if kind is None else kind.of(x)  # type: ignore[attr-defined]
-
-
-def _joined_if_parts(x: Any) -> Any:
-    return x.join() if type(x) in _PARTS else x
+    return _mapped(x, lambda x: x.join() if type(x) in _parts_classes else x)
 
 
 def _mapped(x: Any, convert: Callable[[Any], Any]) -> Any:

@@ -56,7 +56,7 @@ class Sizes:
         self._kept = {x.source if isinstance(x, View) else x for x in record.results if x is not None}
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
-        self._made = {k: _aligned(made.nbytes) for k, made in enumerate(record.made)}
+        self._made = {k: -(-made.nbytes // ALIGNMENT) * ALIGNMENT for k, made in enumerate(record.made)}
         self._bytes = {record.given + k: nbytes for k, nbytes in self._made.items()}
         """Bytes of each source. An argument counts the bytes that the steps use."""
         users: dict[int, list[int]] = {}
@@ -226,10 +226,6 @@ def _views(step: Step) -> list[View]:
         case what:
             used = list(what)
     return [x for x in used if isinstance(x, View)]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def nbytes_of(view: View) -> int:

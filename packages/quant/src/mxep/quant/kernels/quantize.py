@@ -192,15 +192,13 @@ def quantize_2d_kernel(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    return _quantize(x, None, dtype, mode, block_size)
+    return quantize_into_room(x, None, dtype, mode, block_size)
 
 
-def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    return _quantize(x, room, dtype, mode, block_size)
-
-
-def _quantize(x: Tensor, room: int | None, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """room: rows of the results, if they have more than x."""
+def quantize_into_room(
+    x: Tensor, room: int | None, dtype: torch.dtype, mode: str, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """room: None for results of x's shape."""
     qdata, scale = empty_rows(x, dtype, block_size, None if room is None else (room, x.shape[1]))
     if x.numel():
         chunk = min(next_power_of_2(block_size), LONGEST)

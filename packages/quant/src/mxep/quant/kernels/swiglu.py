@@ -350,20 +350,9 @@ def swiglu_backward(
 
 
 def _launch(
-    gate_up,
-    gate_up_scale,
-    row_weight,
-    offs,
-    h,
-    h_scale,
-    rest,
-    rest_scale,
-    backward,
-    mode,
-    block_size,
-    folded,
+    gate_up, gate_up_scale, row_weight, offs, h, h_scale, rest, rest_scale, backward, mode, block_size, folded,
     activation,
-) -> None:
+) -> None:  # fmt: skip
     """Write h and h_scale, if given, and the last three of backward = (d_h, out, scale, d_row_weight), if given.
 
     Raises ValueError for a block that is neither the whole row nor a power of two that divides F.
