@@ -198,10 +198,8 @@ def plan_slots(
     capability=ANY_GPU,
 )
 def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Read tables (R, 8 K) uint8 of :func:`plan_slots` -> ids (R, K) int32, weights (R, K) fp32.
-
-    ids: expert - first_expert for the num_experts experts from there on, else -1.
-    """
+    """Read tables (R, 8 K) uint8 of :func:`plan_slots` -> ids (R, K) int32, weights (R, K) fp32. Ids count from
+    first_expert on; those of other experts become -1."""
     ids, weights = tables.view(torch.int32).chunk(2, 1)
     ids = ids - (1 + first_expert)
     valid = (ids >= 0) & (ids < num_experts)
@@ -215,10 +213,8 @@ def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Te
     capability=ANY_GPU,
 )
 def pick_values(values: Tensor, slots: Tensor, ids: Tensor, experts_per_node: int) -> Tensor:
-    """Value (T, K) of each pair, from its slot on its expert's node; 0 for pairs without a slot.
-
-    values: (N B, K) fp32. slots: (T, N) int32. ids: (T, K) int32.
-    """
+    """Value (T, K) of each pair, from its slot on its expert's node; 0 for pairs without a slot. values: (N B, K) fp32.
+    slots: (T, N) int32. ids: (T, K) int32."""
     node = ids.div(experts_per_node, rounding_mode="floor").clamp_min(0)
     slot = slots.gather(1, node.long())
     of_pairs = values.gather(0, slot.clamp_min(0).long())

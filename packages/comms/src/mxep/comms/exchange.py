@@ -31,8 +31,7 @@ class Handle(Generic[T]):
     """An exchange that has begun.
 
     tables: the senders' expert_ids (W, T_max, K) int32, weights (W, T_max, K) fp32 and num_tokens (W,) int32, for use
-        without ``wait``. Only a dispatch with weights has them. Entries past num_tokens are unspecified. Borrowed like
-        the slots.
+        without ``wait``; None without weights. Entries past num_tokens are unspecified. Borrowed like the slots.
     number: (1,) int32 number of a dispatch with weights, for `RoutingPlan.dispatch`.
     """
 
@@ -70,7 +69,7 @@ def dispatch(
         num_sms: maximum multiprocessors for the rows, up to the workspace's; None: the workspace's. Limit it to leave
             multiprocessors for overlapping kernels. On H200s no other kernel was seen to start on a multiprocessor that
             an exchange used.
-        room: number of rows of payload tensors that are longer than T. Rows past T are ignored.
+        room: number of payload rows, if more than T. Rows past T are ignored.
 
     ``wait`` returns the slots: uint8 (S, n_i) strided views into the workspace, borrowed until its next exchange. Slot
     s = rank * T_max + token holds that token's payload. Slots that no table names are unspecified.

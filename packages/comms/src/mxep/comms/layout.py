@@ -71,7 +71,7 @@ def round_up(n: int, alignment: int) -> int:
 
 
 def num_owners(num_experts: int, num_local_experts: int) -> int:
-    """O: a plan counts the rows of all ranks if E is known and divides evenly, else of this rank alone."""
+    """O, the number of ranks that a plan counts rows for: all ranks if E is known and divides evenly, else this one."""
     known = num_experts != ANY_ID and num_experts % num_local_experts == 0
     return num_experts // num_local_experts if known else 1
 
@@ -84,9 +84,8 @@ def step_of(op_id: int) -> str:
 class Layout:
     """Sizes of a buffer, and where its regions start, in bytes.
 
-    Attributes:
-        world_size: W. max_tokens: T_max. top_k: K. row_bytes: a multiple of 16.
-        num_slots: W * T_max. mark: a hash of the sizes, 0 to 12, which op ids hold.
+    world_size: W. max_tokens: T_max. top_k: K. row_bytes: a multiple of 16. num_slots: W * T_max. mark: a hash of the
+    sizes, 0 to 12, which op ids hold.
     """
 
     world_size: int

@@ -14,9 +14,8 @@ Two ranks of T_max = 2 send to this one. It owns experts 0 and 1, K = 2, and gro
 Rows of an expert are ordered by (source rank, token, k), that is by flat index slot * K + k.
 
 **Rows that do not fit.** All experts are capped at the largest level L at which groups of min(n, L) rows, once padded,
-fit R_max. Each expert deals its rows to the sources, one at a time in rank order, until they are used up or the source
-has no more. Each source keeps its first rows. Example with three experts of 7, 2 and 4 pairs, R_max = 8, groups padded
-to 2:
+fit R_max. Each expert deals its L rows to the sources one at a time, in rank order, skipping sources without more
+pairs. Each source keeps its first rows. Example with three experts of 7, 2 and 4 pairs, R_max = 8, groups padded to 2:
 
     expert          0         1       2
     pairs           7         2       4       padded: 8 + 2 + 4 = 14 of 8 rows
@@ -164,8 +163,7 @@ class RoutingPlan(Bundle):
 
     @property
     def needed(self) -> Tensor:
-        """(O,) int64 padded rows that each owner of experts needs, before dropping. O is W, or 1 (this rank) if E is
-        unknown."""
+        """(O,) int64 padded rows that each owner of experts needs. O is W, or 1 (this rank) if E is unknown."""
         return self.counts[: len(self.counts) // 2]
 
     @property
@@ -297,8 +295,7 @@ def plan_rows(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
     alignment: int, max_rows: int, num_experts: int, blocks: int, max_tokens: int, limit: int, running: Tensor | None,
 ) -> PlanTensors:  # fmt: skip
-    """Tensors of a RoutingPlan, in order. Arguments as in :func:`make_plan`. limit: rows that may be used, at most
-    max_rows."""
+    """Tensors of a RoutingPlan, in order. limit: rows that may be used, at most max_rows."""
     num_tables, tokens, top_k = expert_ids.shape
     if behind := max_tokens - tokens:
         expert_ids, weights = pad(expert_ids, (0, 0, 0, behind), value=-1), pad(weights, (0, 0, 0, behind))
@@ -390,10 +387,8 @@ def _level(sizes: Tensor, room: Tensor) -> Tensor:
 
 
 def _rows_of_pairs(group: Tensor, sizes: Tensor, shares: Tensor, starts: Tensor) -> Tensor:
-    """Row of each pair (S * K,): -1 if its group is -1, DROPPED past its group's share.
-
-    sizes: pairs of each group. shares: pairs that fit. starts: row of the group's first pair.
-    """
+    """Row of each pair (S * K,): -1 if its group is -1, DROPPED past its group's share. sizes: pairs of each group.
+    shares: pairs that fit. starts: row of the group's first pair."""
     groups = sizes.shape[0]
     # A stable sort keeps the flat order within each group; -1 sorts last.
     group, order = torch.where(group >= 0, group, groups).sort(stable=True)

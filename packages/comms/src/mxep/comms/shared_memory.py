@@ -145,8 +145,7 @@ class PlainExchange:
         self.rank = transport.rank
 
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
-        """Tell the peers that this rank skips the exchange. tokens: size of the batch that does not fit; 0: invalid
-        ids. Does not wait."""
+        """Tell the peers that this rank skips the exchange. Does not wait. tokens: too many, or 0 for invalid ids."""
         self._count()
         self.transport.signal(self.layout.op_id("refused", tokens))
 

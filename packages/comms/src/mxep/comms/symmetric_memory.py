@@ -18,7 +18,7 @@ from .transport import PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, g
 
 
 class FaultRecord:
-    """Record of a failed wait. A kernel writes it into memory that the host reads without a sync.
+    """Record of a failed wait, in memory that a kernel writes and the host reads without a sync.
 
     values: (3 + W,) int64: written flag, channel, expected signal, signal seen from each rank. A signal is
     epoch << 32 | op id, see `kernels/signals.py`. Channel -1 means that dispatches differ: their numbers follow.
@@ -48,12 +48,8 @@ class FaultRecord:
 
 
 class CudaTransport(Transport):
-    """Base of the transports of CUDA tensors.
-
-    Attributes:
-        state: :meth:`FaultRecord.state`. clock: True if waits read the GPU's clock, False if they count polls.
-        max_sms: most multiprocessors that an exchange may use.
-    """
+    """Base of the transports of CUDA tensors. state: :meth:`FaultRecord.state`. clock: waits read the GPU's clock, or
+    count polls. max_sms: maximum multiprocessors of an exchange."""
 
     state: torch.Tensor
     max_sms: int

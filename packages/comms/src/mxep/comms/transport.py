@@ -191,21 +191,16 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
-        """Wait for all ranks. step: name of the operation in the PeerTimeout that it may raise.
-
-        signal_pad: buffer of :func:`signal_pad_bytes`. Barriers that may run at once, on two streams, need one each.
-        """
+        """Wait for all ranks. step: what a PeerTimeout calls the operation. signal_pad: buffer of `signal_pad_bytes`;
+        barriers that may run at once, on two streams, need one each."""
 
     @abstractmethod
     def exchange(self, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
         """Make the exchanges of one workspace. `PlainExchange` in `shared_memory.py` specifies its methods."""
 
     def announce(self, new_dispatch: int) -> None:
-        """Set the number that new dispatches send from now on.
-
-        It is written at once, because a record that many layers share may be replayed next. A dispatch that is not
-        replayed writes it again (`Workspace.new_dispatch`).
-        """
+        """Set the number that new dispatches send from now on. It is written at once, for replays of records that
+        layers share. A dispatch that is not replayed writes it again (`Workspace.new_dispatch`)."""
         arena = self.arena
         arena.new_dispatch = new_dispatch
         if self.stream is None or torch.cuda.is_current_stream_capturing():

@@ -177,10 +177,8 @@ class Workspace:
 
     @contextlib.contextmanager
     def stream(self, in_flight: object) -> Iterator[None]:
-        """Run an exchange on the transport's stream, after the earlier work of the stream on which it began.
-
-        in_flight: tensors that the exchange uses, held until `join`.
-        """
+        """Run an exchange on the transport's stream, after earlier work of the current stream. in_flight: tensors that
+        it uses, held until `join`."""
         arena, stream = self.arena, self.transport.stream
         arena.in_flight = in_flight
         if stream is None or arena.stream is None:
@@ -226,10 +224,7 @@ class Workspace:
                 transport.free(buffer)
 
     def _is_order_unknown(self, capture: int) -> bool:
-        """True if replays of a captured graph may come between the last exchange and this one.
-
-        capture: id of the capture that this exchange is part of, 0 if none.
-        """
+        """True if replays of a captured graph may come between the last exchange and this. capture: `capture_of`."""
         arena = self.arena
         changed = capture != arena.capture
         if changed and arena.in_flight is not None:

@@ -59,8 +59,7 @@ class BlockFP8:
         return self.qdata.shape
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The values, (..., N, K) contiguous: the fp32 product qdata * scale, rounded once to `dtype`, bf16, fp32 or
-        fp16. Raises ValueError for other dtypes."""
+        """The values, (..., N, K) contiguous: qdata * scale in fp32, rounded once to `dtype`, bf16, fp32 or fp16."""
         if dtype not in VALUE_DTYPES:
             raise ValueError(f"dequantize: expected dtype {VALUE_DTYPES}, got {dtype}")
         n, k = self.shape[-2:]

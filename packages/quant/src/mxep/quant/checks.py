@@ -57,10 +57,7 @@ def check_axis(axis: Axis, x: Tensor) -> Axis:
 
 
 def check_block(block_size: int | None, axis: Axis, x: Tensor | torch.Size) -> int:
-    """Elements per scale; for None the length of the blocked axis. `block_size` must divide every blocked axis of `x`.
-
-    x: a tensor, or its shape.
-    """
+    """Elements per scale; for None the blocked axis. They must divide all blocked axes of `x`, a tensor or shape."""
     shape = x if isinstance(x, torch.Size) else x.shape
     axes = (axis,) if isinstance(axis, int) else axis
     if block_size is None:

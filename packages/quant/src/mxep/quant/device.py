@@ -105,8 +105,8 @@ def shifted(qdata, shift, is_nan):
     """The values qdata * 2**-shift in fp16. Cast to the format of qdata they equal `mxep.quant.fold.shift_qdata`.
 
     qdata: fp8. shift: int32, not negative. is_nan: True to make NaN. Both broadcast to qdata.
-    Exact wherever the cast is not zero: half the smallest subnormal is 2**-10 in E4M3 and 2**-17 in E5M2. Larger
-    values, with 4 or 3 significant bits, are multiples of 2**-24. NaN and Inf become NaN.
+    NaN and Inf become NaN. Exact unless the cast gives 0: larger values are above 2**-10 (E4M3) or 2**-17 (E5M2) and
+    have 4 or 3 significant bits, so they are multiples of fp16's 2**-24.
     """
     values = qdata.to(tl.float16)
     if qdata.dtype == tl.float8e4nv:
@@ -122,7 +122,7 @@ def shifted(qdata, shift, is_nan):
 
 @triton.jit
 def half_of_e2m1(code):
-    """Values (fp16) of E2M1 codes (int32, 0 to 15). Their bits are those of fp16 numbers 2**14 times smaller."""
+    """Values (fp16) of E2M1 codes (int32, 0 to 15). As bits of an fp16 number, a code is 2**14 times too small."""
     bits = ((code & 8) << 12) | ((code & 7) << 9)
     return bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
 

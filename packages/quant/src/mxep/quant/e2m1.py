@@ -102,10 +102,8 @@ def quantize(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     launcher="mxep.quant.kernels.requantize:dequantize_e2m1",
 )
 def dequantize(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """qdata (..., N, K/2), scale (..., N, K/block_size) e8m0 -> (..., N, K) `dtype`: exact in fp32, rounded once.
-
-    row_index: (R,) int32 or None, for 2-D qdata; the result is (R, K), zeros for -1.
-    """
+    """qdata (..., N, K/2), scale (..., N, K/block_size) e8m0 -> (..., N, K) `dtype`: exact in fp32, rounded once. With
+    a row_index (R,) int32 and 2-D qdata -> (R, K), zeros for -1."""
     qdata, scale = pick_mx(qdata, scale, row_index)
     blocks = _blocks(decode(unpack(qdata)), scale)
     return (blocks * power_of_two(scale).unsqueeze(-1)).flatten(-2).to(dtype)

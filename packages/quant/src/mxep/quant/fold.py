@@ -30,7 +30,8 @@ dgrad with dy along N. A block is 32 elements of one row, so dgrad sees a column
 
 So dgrad is exact if the scales of one block column lie close together over all N rows of an expert, forward if the
 scales of one row do. The weight is not quantized a second time, so an exact fold gives the gradient of the very values
-that forward multiplied. `column_scales` finds T; kept for a frozen weight, they leave one read and one write per fold.
+that forward multiplied. `column_scales` computes T. If they are kept, as for a frozen weight, a fold is one read and
+one write.
 
 **For wgrad** (`fold_for_wgrad`) row-blocked X and dY become the operands, without a second quantization.
 dW = sum over tokens m of dY[m]^T X[m]. Token m carries the scale 2^(s_x(m) + s_y(m)), where s is the largest exponent
@@ -118,8 +119,7 @@ def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
 
 
 def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTensor, FoldStats]:
-    """`fold` and its loss, in plain torch on any device. Rows from offs[-1] on are not counted; their spread is
-    unspecified. Raises ValueError as `fold`."""
+    """`fold` and its loss, in plain torch. Rows from offs[-1] on are not counted; their spread is unspecified."""
     qdata, scale, row_index = _parts_by_row(mx, offs)
     if qdata.dtype == E2M1.dtype:
         qdata, scale = widen(qdata, scale)
@@ -410,8 +410,7 @@ def _picked(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int) 
 def _shift_and_transpose(
     qdata: Tensor, scale: Tensor, max_scale: Tensor, half: Tensor, column: Tensor, columns: int
 ) -> Tensor:
-    """Shift qdata (valid, K) by (max_scale - scale) + half, and put each row in its column of (K, C). Rows with a
-    max_scale of NaN become 0x7f."""
+    """Shift qdata (valid, K) by (max_scale - scale) + half, NaN rows to 0x7f. Put row i in column[i] of (K, C)."""
     blocks = scale.shape[1]
     shift = (max_scale + half).unsqueeze(1) - scale
     by_block = torch.unflatten(qdata, 1, (blocks, qdata.shape[1] // max(blocks, 1)))

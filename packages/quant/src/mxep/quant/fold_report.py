@@ -84,8 +84,7 @@ class Kind:
 def count(mx: MXTensor) -> tuple[Direction, Direction]:
     """Forward and dgrad of an MXTensor (..., N, K) of E4M3 or E2M1 in blocks of 32 along K, no row index.
 
-    Equal to `fold_with_stats` and `fold_for_dgrad_with_stats`, but it folds only blocks with an element that their
-    shift may round.
+    Counts as `fold_with_stats` and `fold_for_dgrad_with_stats`, but folds only blocks that may change.
     """
     e2m1 = mx.qdata.dtype == E2M1.dtype
     blocks = mx.qdata.view(torch.uint8).unflatten(-1, (mx.scale.shape[-1], -1))
@@ -116,10 +115,8 @@ def count(mx: MXTensor) -> tuple[Direction, Direction]:
 
 
 def _changes(blocks: Tensor, shift: Tensor, *, e2m1: bool) -> tuple[Tensor, Tensor]:
-    """Number of elements that a fold changes (B,), and sum of their squared differences without the scale (B,) fp64.
-
-    blocks: (B, 32) uint8, E4M3, or (B, 16), E2M1. shift: (B,) int32.
-    """
+    """Number of elements that a fold changes (B,), sum of their squared differences without the scale (B,) fp64.
+    blocks: (B, 32) uint8, E4M3, or (B, 16), E2M1. shift: (B,) int32."""
     qdata = (decode(unpack(blocks.view(E2M1.dtype))) * 2**HEADROOM).to(E4M3.dtype) if e2m1 else blocks.view(E4M3.dtype)
     before = values_of(qdata).nan_to_num_()
     folded = values_of(shift_qdata(qdata, shift[:, None])).nan_to_num_()

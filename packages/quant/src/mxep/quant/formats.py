@@ -84,10 +84,7 @@ _TWO_TO_MINUS_127 = 0x400000  # a subnormal in fp32: its exponent field is 0
 
 
 def scale_of_amax(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
-    """Scales (uint8) of blocks with largest magnitude |amax| (fp32, any shape).
-
-    An amax too small for e8m0, such as 0, gives 0 (2**-127). NaN and Inf give 255.
-    """
+    """Scales (uint8) of blocks with largest magnitude |amax| (fp32): 0 (2**-127) if too small, 255 for NaN and Inf."""
     bits = amax.view(torch.int32) & ~_SIGN  # the maximum of NaNs may be a negative NaN
     match mode:
         case ScaleMode.FLOOR:

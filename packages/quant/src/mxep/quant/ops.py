@@ -32,8 +32,7 @@ NAN_ELEMENT = 0x7F
 def encode(
     blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `blocks` (fp32) with one scale over the axes `dims`. amax: theirs, if known. Returns qdata like
-    `blocks`, scale bytes (..., 1, ...)."""
+    """Quantize `blocks` (fp32), one scale over axes `dims` -> qdata, scale bytes (..., 1, ...). amax: if known."""
     amax = blocks.abs().amax(dims, keepdim=True) if amax is None else amax
     fmt = format_of(dtype)
     scale = scale_of_amax(amax, fmt, ScaleMode(mode))
@@ -60,8 +59,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
     launcher="mxep.quant.kernels.quantize:quantize_into_room",
 )
 def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """x (T, K) -> qdata (room, K), scale (room, K/block_size): quantize_rows in the first T rows, unspecified in the
-    others."""
+    """x (T, K) -> qdata (room, K), scale (room, K/block_size): quantize_rows, then unspecified rows."""
     found = empty_rows(x, dtype, block_size, (room, x.shape[1]))
     for whole, part in zip(found, quantize_rows.reference(x, dtype, mode, block_size)):
         whole.view(torch.uint8)[: len(x)] = part.view(torch.uint8)
@@ -170,8 +168,7 @@ def values_of(qdata: Tensor) -> Tensor:
 
 
 def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index: Tensor | None) -> Tensor:
-    """Values (..., N, K) of qdata (..., N, K) with one scale per `block_shape` = (rows, columns): exact in fp32, Inf
-    past its range."""
+    """Values (..., N, K) of qdata, one scale per `block_shape` = (rows, columns): exact in fp32, Inf past its range."""
     qdata, scale = pick_mx(qdata, scale, row_index)
     rows, columns = block_shape
     n, k = scale.shape[-2:]
@@ -187,10 +184,8 @@ def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index
 def dequantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0 -> (..., N, K) `dtype`, rounded once.
-
-    row_index: (R,) int32 or None, for 2-D qdata; the result is (R, K), zeros for -1.
-    """
+    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0 -> (..., N, K) `dtype`, rounded once. With a
+    row_index (R,) int32 and 2-D qdata -> (R, K), zeros for -1."""
     return decode(qdata, scale, (block_rows, block_columns), row_index).to(dtype).contiguous()
 
 
@@ -203,9 +198,7 @@ def dequantize(
 )
 def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
     """qdata (S, K), scale (S, K/block_size), row_index (R,) int32 -> qdata (R, K), scale (R, K/block_size); -1: zeros.
-
-    row_index None: contiguous copies of qdata and scale, of any shape.
-    """
+    Without an index, contiguous copies of qdata and scale of any shape."""
     picked, scale_bytes = pick_mx(qdata, scale, row_index)
     if row_index is None:
         picked, scale_bytes = (x.clone(memory_format=torch.contiguous_format) for x in (picked, scale_bytes))

@@ -117,8 +117,7 @@ def quantize_joined(
 def quantize_with_amax(
     x: Tensor | Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> tuple[MXTensor, Tensor]:
-    """`quantize(x, block_size=None)`, and from the same read the amax that :func:`quantize_columns_with_amax` takes. No
-    gradient.
+    """`quantize(x, block_size=None)`, and the amax of columns for :func:`quantize_columns_with_amax`. No gradient.
 
     x: (..., N, K), or its parts (..., N_i, K) along N. Up to three parts of one dtype are read in place.
     amax: (..., K) fp32 of each column, NaN for a column with NaN.
@@ -235,8 +234,7 @@ def _requantize(
 def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXTensor:
     """x as an MXTensor of E4M3 with exactly the same values. E4M3 and E5M2 stay as they are.
 
-    x: an MXTensor (..., N, K), which keeps axis, block size and row index. Or BlockFP8 (..., N, K), which gets blocks
-        of 32 along K.
+    x: an MXTensor, which keeps axis, block size and row index, or BlockFP8, which gets blocks of 32 along K.
     dtype: outer dtype bf16, fp32 or fp16. Default: that of the MXTensor, or bf16.
     No autograd. Raises ValueError for BlockFP8 with scales that are not powers of two, or with K or block columns that
     are no multiples of 32.

@@ -57,10 +57,8 @@ def joined_shape(dim: int, *parts: Tensor | None) -> tuple[int, ...]:
 def empty_rows(
     x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """qdata (..., K) and scale (..., K/block_size) for x, or `shape`, (..., K), quantized along rows.
-
-    block_size 0: one scale per row.
-    """
+    """qdata (..., K) and scale (..., K/block_size) for x, or `shape`, (..., K), quantized along rows. Block size 0: one
+    scale per row."""
     *rest, k = shape or x.shape
     scales = k // block_size if block_size else 1
     return x.new_empty((*rest, k), dtype=dtype), x.new_empty((*rest, scales), dtype=SCALE_DTYPE)

@@ -9,9 +9,9 @@ would cast the gradient of a raw fp8 tensor to fp8. Inside are two or three plai
                                                -2, (..., N/block_size, K/block_size) for axis (-2, -1)
     row_index  (R,) int32 or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
 
-Transposing it transposes the views qdata and scale, and the axis. Results of `quantize` and `requantize` have qdata
-contiguous along the blocked axis: for axis -2 it is the `.mT` view of contiguous (..., K, N) bytes. scale may have any
-strides.
+Transposing it takes transposed views of qdata and scale, and swaps axis -1 and -2. Results of `quantize` and
+`requantize` have qdata contiguous along the blocked axis: for axis -2 it is the `.mT` view of contiguous (..., K, N)
+bytes. scale may have any strides.
 
 A row index makes an expert-major tensor (R, D) of rows that still lie in receive slots: qdata (S, D), scale
 (S, D/block_size), which may be strided row views of one buffer. Example: row_index [1, -1, 1] of rows a, b is the
@@ -195,8 +195,8 @@ class MXTensor(Tensor):
     def with_parts(
         self, qdata: Tensor, scale: Tensor, row_index: Tensor | None = None, axis: Axis | None = None
     ) -> "MXTensor":
-        """An MXTensor of these parts, this block size and outer dtype. No autograd, and no checks. axis: default this
-        tensor's."""
+        """An MXTensor of these parts with this one's block size, outer dtype and, by default, axis. No autograd, no
+        checks."""
         axis = self.axis if axis is None else axis
         return MXTensor(qdata, scale, row_index, axis, self.block_size, self.dtype, trusted=True)
 

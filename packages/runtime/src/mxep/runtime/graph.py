@@ -57,9 +57,7 @@ class Player:
     """Plays a record on a device. Thread-safe: one thread at a time launches a graph.
 
     donated: indices of arguments that nothing else holds. The player frees each after its last use.
-
-    Attributes:
-        has_begun: True if the last failed play had run some of the steps.
+    has_begun: True if the last failed play had run some of the steps.
     """
 
     has_begun = False
@@ -223,7 +221,7 @@ class _Graph:
         """Tensor maps over moving memory: (address of the map, base, byte offset)."""
         self._updates: list[Callable[[], int]] = []
         self._alive: list[Any] = []
-        """Parameters of nodes with moving ones. The updates point to them."""
+        """Parameters of the nodes that are updated, to which the updates hold pointers."""
         self._start = patient_driver().cuGraphLaunch
 
     def run(self, held: list[Any], bases: list[int]) -> None:

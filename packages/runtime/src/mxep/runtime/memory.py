@@ -34,11 +34,8 @@ def pieces_of(steps: Sequence[Step]) -> list[list[int]]:
 
 
 class Layout(NamedTuple):
-    """Memory of each piece.
-
-    Attributes:
-        slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources allocated before the
-        piece. drops, donated: sources and arguments freed after it. peak: maximum bytes alive at once.
+    """Memory of each piece. slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources
+    allocated before the piece. drops, donated: sources and arguments freed after it. peak: maximum bytes alive at once.
     """
 
     slabs: list[tuple[dict[int, int], int]]

@@ -205,10 +205,8 @@ def _add_formulas(registry: dict[Any, Any]) -> None:
 
 
 def count_flops(*ops: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorate a formula that torch.utils.flop_counter shall use for these ops, unless torch has its own.
-
-    It gets the op's arguments, and the op's result as `out_val`.
-    """
+    """Decorate a formula that torch.utils.flop_counter shall use for these ops, unless torch has its own. It gets the
+    op's arguments, and the op's result as `out_val`."""
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         formula._get_raw = True  # type: ignore[attr-defined]

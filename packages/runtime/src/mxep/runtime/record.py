@@ -110,10 +110,7 @@ class Record(NamedTuple):
 
 
 class Rehearsal:
-    """Takes a recorder's place in a `rehearsal`. It notes no steps.
-
-    wanted: (kernel, grid, arguments, constexprs) of launches, by key.
-    """
+    """Takes a recorder's place in a `rehearsal`. wanted: (kernel, grid, arguments, constexprs) of launches, by key."""
 
     rehearses = True
 

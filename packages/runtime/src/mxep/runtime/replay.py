@@ -193,7 +193,7 @@ class Replayed:
             self._kinds[key] = kind
 
     def direct(self, *args: Any, **static: Any) -> Any:
-        """Call the function itself, with and for parts, as a replay."""
+        """Call the function itself. Arguments and results are parts, as in a replay."""
         return as_parts(self.function(*as_whole(args), **static))
 
 
@@ -202,8 +202,8 @@ def replayed(function: Callable[..., Any]) -> Replayed:
 
     args, results: objects of tensors (`bundle.py`), on one device. Results are new tensors, views of them, or
     arguments. Objects of classes in `register_parts` are passed and returned as parts, and whole within the function.
-    static: hashable. If its class has an attribute `recordable`, that must be True. args' shapes, strides and dtypes
-    and static decide all that the function does.
+    static: hashable. A class with an attribute `recordable` must set it to True. static, and the shapes, strides and
+    dtypes of args, decide all that the function does.
 
     The function owns its `Operands` and may `release` their fields, to reuse their memory. It must not read from the
     device. Other tensors that it uses must be `fixed`. It must call `refuse` if it starts kernels without `launch`.

@@ -4,7 +4,7 @@
 interpreter). Its result equals the op's plain-torch reference bit for bit.
 
     exchange      all launches of a workspace; dispatch of tokens and of tables
-    combine       sums of rows: stored to the tokens' ranks, summed there over ranks
+    combine       sums of rows, stored to the tokens' ranks and summed there over ranks
     signals       device functions: signals between the programs of all ranks; the barrier
     plan          slots to expert-major rows
     rows          rows by an index, sums of rows

@@ -135,8 +135,8 @@ def combine_kernel(
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr, TICKET_TILES: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """num_tokens_ptr (W,): tokens of each rank. num_tokens: tokens of this rank. row_values, values: None without
-    values. dispatch_ptr (1,): number of the plan's dispatch, or None."""
+    """num_tokens_ptr (W,): tokens of each rank. num_tokens: tokens of this rank. row_values, values, dispatch may be
+    None."""
     local_base = tl.load(pointers_ptr + rank)
     counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 1, op_id)

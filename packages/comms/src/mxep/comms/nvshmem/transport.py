@@ -38,11 +38,8 @@ _ALLOCATION = itertools.count(0x6D78_6570)
 
 @dataclass(frozen=True, eq=False)
 class StagedBuffer(SymmetricBuffer):
-    """A buffer that peers put into. ``peers`` of other ranks are empty tensors.
-
-    Attributes:
-        staging: uint8 (nbytes,) with the buffer's layout, the source of this rank's puts.
-    """
+    """A buffer that peers put into; ``peers`` of other ranks are empty. staging: source of this rank's puts, laid out
+    alike."""
 
     staging: Tensor = field(kw_only=True)
 
@@ -123,10 +120,8 @@ class NvshmemTransport(CudaTransport):
     def put(
         self, buffer: StagedBuffer, source: Tensor, destinations: Tensor, num_sms: int | None, groups: int = 1
     ) -> None:
-        """Put row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64.
-
-        groups: number of equal runs of consecutive rows. Puts take one row of each run in turn.
-        """
+        """Put row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64. groups: number of equal runs of
+        rows, from which puts take one row each in turn."""
         programs = min(num_sms or self.max_sms, self.max_sms)
         # Program i makes puts i, i + programs, ...: without a common divisor they go to all ranks in turn.
         while math.gcd(programs, max(destinations.shape[1], groups)) > 1:
@@ -208,10 +203,8 @@ def device_library() -> str:
 
 
 def _library_of_architecture() -> str | None:
-    """Path of the newest device library that this device can run; without a device, Hopper's.
-
-    NVSHMEM 3.7 has one library per architecture. torch 2.15 looks for them but does not find them.
-    """
+    """Path of the newest device library that this device can run; without a device, Hopper's. torch 2.15 does not find
+    those of NVSHMEM 3.7, one per architecture."""
     folder = Path(sysconfig.get_path("purelib"), "nvidia", "nvshmem", "lib")
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     found = {int(path.stem.rpartition("_")[2]): str(path) for path in folder.glob("libnvshmem_device_sm_*.bc")}

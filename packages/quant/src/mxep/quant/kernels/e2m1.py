@@ -149,10 +149,8 @@ def _small_codes(magnitude, e):
 
 @triton.jit
 def _expand(words, e, is_nan, SMALL: tl.constexpr):
-    """Words (rows, pairs, 2) of E2M1 -> words (rows, pairs, 4) of E4M3.
-
-    e: (rows, pairs), 1 to 12, or -7 to 12 if SMALL. is_nan: (rows,).
-    """
+    """Words (rows, pairs, 2) of E2M1 -> words (rows, pairs, 4) of E4M3. e: (rows, pairs), 1 to 12, or -7 to 12 if
+    SMALL. is_nan: (rows,)."""
     low, high = _four_nibbles(words), _four_nibbles((words >> 16) & 0xFFFF)
     nibbles = tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1], 4))
     magnitude = nibbles & 0x07070707

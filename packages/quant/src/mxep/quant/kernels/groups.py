@@ -73,7 +73,7 @@ def pick_kernel(
     scale_column_stride, rows, K, num_groups, out_scale_batch_stride,
     BLOCK_SIZE: tl.constexpr, SWIZZLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x_ptr: None if there are only scales. out_scale_ptr: None if there are none."""
+    """x_ptr: None if there are only scales. out_scale_ptr: None without scales."""
     column_tiles = tl.cdiv(K, BLOCK_N)
     tile = tl.program_id(0) // column_tiles
     column_tile = tl.program_id(0) % column_tiles

@@ -322,10 +322,8 @@ def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
 
 
 def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor, mode: str, block_size: int) -> None:
-    """quantize_columns of x (..., N, K) contiguous into qdata and scale, given the amax bits (segments, K).
-
-    qdata: (..., K, N), or these columns of a wider tensor.
-    """
+    """quantize_columns of x (..., N, K) contiguous into qdata and scale, given the amax bits (segments, K). qdata:
+    (..., K, N), perhaps columns of a wider tensor."""
     n, k = x.shape[-2:]
     block_m, block_n = LONG_TILE
     width = qdata.stride(-2)
@@ -402,8 +400,7 @@ def quantize_rows_with_amax_kernel(
 ):  # fmt: skip
     """x (batch, N, K) -> qdata, scale (batch, N). bits (batch, K): amax bits of columns, 0 or those of other parts.
 
-    A program takes `steps` steps of ROWS rows. all_rows: rows of a result's matrix if it also holds other parts, else
-    None.
+    A program takes `steps` steps of ROWS rows. all_rows: rows per matrix of a result that also holds other parts.
     """
     programs = tl.cdiv(N, ROWS * steps)
     batch = (tl.program_id(0) // programs).to(tl.int64)

@@ -69,8 +69,7 @@ def _clamp(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """`SwiGLU.glu`: glu, up', and for the slope the sigmoid's clamped argument and both sigmoids. LIMIT None: no
-    clamp."""
+    """`SwiGLU.glu`: glu, up', the sigmoid's clamped argument, both sigmoids. LIMIT None: no clamp."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=_ALL_NAN)
         up = _clamp(up, -LIMIT, LIMIT)
@@ -134,8 +133,7 @@ def _halves(x):
 
 @triton.jit
 def tree_sum(chunks):
-    """`mxep.quant.swiglu.tree_sum` of a row, given its sums of eight in chunks (a tuple). Whole chunks are added
-    first."""
+    """`mxep.quant.swiglu.tree_sum` of a row, given its sums of eight as a tuple of chunks."""
     if len(chunks) > 1:
         half: tl.constexpr = triton.next_power_of_2(len(chunks)) // 2
         sums = ()
@@ -195,8 +193,7 @@ PROGRAMS_PER_SM = 256
 
 @triton.jit
 def _emit(values, out, c: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr):
-    """Store chunk c of a row at `out`, unless it needs the row's scale. Returns what `_finish` needs, two tuples:
-    values and block scales."""
+    """Store chunk c of a row at `out`, unless it needs the row's scale. Returns values and scales for `_finish`."""
     dtype: tl.constexpr = out.dtype.element_ty
     if MODE is None:
         store_chunk(out, values, c, F)
@@ -399,8 +396,7 @@ def _launch(
 
 
 def _max_registers(elements: int, num_warps: int) -> int | None:
-    """Maximum registers per thread for that many elements of a row, on Hopper. ptxas alone would use more, so that
-    fewer programs fit."""
+    """Maximum registers per thread for that many elements of a row, on Hopper. ptxas alone would use too many."""
     if elements > 40:
         registers = 128
     elif num_warps == 1:
