@@ -122,7 +122,7 @@ class Layout:
     def op_id(self, step: str, number: int) -> int:
         """Id that all ranks of an exchange must share: the step, a number below 2^24 and the layout's mark.
 
-        number: bytes of a row; for dispatch_tables K; for a refusal the size of the batch that does not fit, or 0 for
+        number: bytes of a row, K for dispatch_tables. A refusal sends the size of the batch that does not fit, or 0 for
         invalid ids.
         """
         return self.mark << 27 | STEPS.index(step) << 24 | number

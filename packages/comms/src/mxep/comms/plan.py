@@ -215,8 +215,8 @@ def make_plan(
         running: `counts` over several plans, updated: maximum of the rows needed, sums of the others.
         blocks: B, a divisor of T_max. Each table consists of B blocks of T_max / B tokens, each from its own source.
             Sources share the rows that fit. Block b of table w is source b * W + w.
-        max_tokens: T_max of the plan, if more than the table's; for one table. The results have the shapes of this
-            T_max, but the rows that may be used are those of the table's own T_max.
+        max_tokens: a larger T_max for the shapes of the results, with one table. The rows that may be used stay those
+            of the table's own T_max.
 
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """

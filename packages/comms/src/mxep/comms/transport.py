@@ -191,8 +191,8 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
-        """Wait for all ranks. step: what a PeerTimeout calls the operation. signal_pad: buffer of `signal_pad_bytes`;
-        barriers that may run at once, on two streams, need one each."""
+        """Wait for all ranks. step: name of the operation in a PeerTimeout. signal_pad: buffer of `signal_pad_bytes`.
+        Barriers that may run at once, on two streams, need one each."""
 
     @abstractmethod
     def exchange(self, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:

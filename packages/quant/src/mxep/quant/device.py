@@ -122,7 +122,7 @@ def shifted(qdata, shift, is_nan):
 
 @triton.jit
 def half_of_e2m1(code):
-    """Values (fp16) of E2M1 codes (int32, 0 to 15). As bits of an fp16 number, a code is 2**14 times too small."""
+    """Values (fp16) of E2M1 codes (int32, 0 to 15). Read as fp16, the shifted code is 2**14 times too small."""
     bits = ((code & 8) << 12) | ((code & 7) << 9)
     return bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
 

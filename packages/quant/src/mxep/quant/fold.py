@@ -241,8 +241,8 @@ def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) 
 def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) -> MXTensor | BlockFP8:
     """`mx` (..., N, K) with one scale per column, for dgrad, which contracts N.
 
-    mx: blocks of 32 along K (axis -1), or one scale per row with `column_scale`; E4M3, E5M2 or E2M1 (the result has
-        E4M3); no row index. Or BlockFP8: the result has the same values, contiguous along N.
+    mx: blocks of 32 along K (axis -1), or one scale per row with `column_scale`, without a row index. E2M1 becomes
+        E4M3. Or BlockFP8: the result has the same values, contiguous along N.
     column_scale: (..., K/32) from `column_scales`, if known; for a folded weight, those from before folding.
     Returns (..., N, K) with axis -2 and block_size N; qdata contiguous along N, scale (..., 1, K), equal within each
     32 columns. No autograd. Raises ValueError for other blocks.

@@ -51,12 +51,12 @@ def quantize(
 ) -> MXTensor:
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to an MXTensor with its shape and outer dtype.
 
-    fmt: E4M3 or E5M2 (MXFP8), E2M1 (MXFP4; no 2-D blocks and no `room`), or a name.
-    axis: -1 or -2: a scale covers `block_size` elements of a row or of a column. (-2, -1): it covers a square of
-        block_size x block_size elements, which serves W and W^T. Positive axes are the same.
-    block_size: elements per scale; None for one scale over the whole axis ("row-scaled FP8").
+    fmt: E4M3 or E5M2 (MXFP8), E2M1 (MXFP4), or a name.
+    axis: direction of the blocks: -1 along rows, -2 along columns, (-2, -1) for square blocks of block_size x
+        block_size elements, which serve W and W^T (not E2M1). Positive axes are accepted.
+    block_size: elements per scale. None: one scale over the whole axis ("row-scaled FP8").
     room: rows of the result for x (N, K), at least N, so that batches of varying length share shapes. Rows past N are
-        unspecified. Only for axis -1, without gradient.
+        unspecified. Only for axis -1 and E4M3 or E5M2, without gradient.
     A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
     Differentiable (straight through). Raises ValueError for other dtypes or axes, or an axis that `block_size` does not
     divide.
@@ -234,7 +234,7 @@ def _requantize(
 def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXTensor:
     """x as an MXTensor of E4M3 with exactly the same values. E4M3 and E5M2 stay as they are.
 
-    x: an MXTensor, which keeps axis, block size and row index, or BlockFP8, which gets blocks of 32 along K.
+    x: an MXTensor or BlockFP8. Axis, block size and row index stay. BlockFP8 gets blocks of 32 along K.
     dtype: outer dtype bf16, fp32 or fp16. Default: that of the MXTensor, or bf16.
     No autograd. Raises ValueError for BlockFP8 with scales that are not powers of two, or with K or block columns that
     are no multiples of 32.

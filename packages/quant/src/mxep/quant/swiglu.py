@@ -122,8 +122,8 @@ def swiglu_backward_quantize(
 ) -> tuple[MXTensor, Tensor, MXTensor | None]:
     """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32, h).
 
-    d_gate_up: blocked along 2F (block_size=None: one scale over gate and up), outer dtype gate_up's; `folded`: folded
-        to one scale over gate and up.
+    d_gate_up: blocked along 2F, outer dtype gate_up's. With block_size=None or `folded`, gate and up share one scale
+        per row.
     gate_up, rest: plain, or MXTensors with one scale per row, which are taken at their fp32 values.
     overwrite: d_h's memory may be reused. With one scale per row it holds the qdata, if d_h is contiguous, has 16 bits
         per element and requires no grad.

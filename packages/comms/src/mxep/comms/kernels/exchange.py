@@ -46,7 +46,7 @@ DISPATCH_WARPS, COMBINE_WARPS = 16, 8
 CHUNK_BYTES = 12 << 20
 """Minimum bytes per chunk of a combine: finishing a chunk costs a trip over the link."""
 TICKET_BYTES = 64 << 10
-"""Bytes per ticket: it has as many tiles as fit, at least one."""
+"""Maximum bytes of tiles per ticket. A ticket has at least one tile."""
 LAG = 3
 PER_SM = 2
 """Programs of a combine per multiprocessor: one waits for its rows while the other sends."""

@@ -19,7 +19,7 @@ nothing to do, so a large capacity does not get one program per row.
     qdata (N, K), one scale per block of a row        a program takes a tile of BLOCK_M rows x BLOCK_N columns
       | qdata * 2^(scale - column_scale)              -> folded (K, N)
 
-Values are multiplied in fp16, two per instruction. Results are exact, or become 0 in E4M3
+Values are multiplied in fp16, two per instruction. The products are exact, or become 0 in E4M3
 (`mxep.quant.device.shifted`). E2M1 is decoded as it is read; even and odd columns are stored as two tiles. Leading axes
 are a batch. Speed on an H100, relative to a copy that moves as many bytes (integration/benchmarks/frozen.py): E4M3 0.90
 to 0.95, E2M1 0.79 to 0.83.
