@@ -120,8 +120,8 @@ class Workspace:
     def begin(self, step: str) -> SymmetricBuffer:
         """Return the next exchange's buffer.
 
-        It ends the loan of views of the exchange before last. `exchange` counts an exchange once peers are told of it.
-        If it fails before that, it may be repeated in the same buffer.
+        Views of the exchange before last are invalid from now on. `exchange` counts an exchange once peers are told of
+        it. If it fails before that, it may be repeated in the same buffer.
 
         Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed. Raises RuntimeError on a
         second thread, after this rank refused an exchange, or if one is in flight across the start or end of a capture.

@@ -92,7 +92,7 @@ class FoldStats:
     flushed: () int64, number of nonzero elements that become zero.
     exact:   (..., R) bool, rows with no changed element and no NaN block.
     spread:  (..., R) int32, 0 to 254 binades: largest minus smallest scale exponent of the row's nonzero blocks; 0 with
-             a NaN block. Above 8, measure the error of the product.
+             a NaN block. If it is above 8, measure the error of the product.
     """
 
     changed: Tensor

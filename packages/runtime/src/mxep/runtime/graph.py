@@ -123,7 +123,7 @@ def _result(x: View | int | None, record: Record, forms: dict[int, Any]) -> tupl
 
 
 def _seen(x: Tensor, view: View | None, start: int = 0) -> Tensor:
-    """The view, in x's memory from byte `start` on. Autograd does not see a view of x."""
+    """The view, in x's memory from byte `start` on. For autograd it is no view of x."""
     if view is None:
         return x
     at = start + view.offset

@@ -1,7 +1,7 @@
 """Launch Triton kernels with less host time than `kernel[grid](...)`.
 
 At every call Triton derives the facts that a kernel is specialized for, and looks up the compiled kernel by them. Here
-the same facts are a short key of a dict with each kernel that Triton has launched once.
+these facts form a short key, and a dict holds every kernel after its first launch.
 """
 
 import functools

@@ -39,7 +39,7 @@ def room_for(tokens: int) -> int:
 
 
 def first_rows(x: Tensor, rows: int) -> Tensor:
-    """The first rows of x, in its memory. Autograd does not see a view of x."""
+    """The first rows of x, in its memory. For autograd they are no view of x."""
     if len(x) == rows:
         return x
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), (rows, *x.shape[1:]), x.stride())

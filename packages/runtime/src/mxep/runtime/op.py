@@ -1,4 +1,4 @@
-"""`@op`: a plain-torch reference, its fake and its Triton launcher as one custom op without its cost in eager calls.
+"""`@op`: a plain-torch reference, its fake and its Triton launcher as one custom op, which plain eager calls bypass.
 
     plain tensors, no gradient      the launcher on CUDA, the reference on the CPU, called directly
     torch.compile, fake tensors,    `torch.ops.mxep.<name>`, which calls the same two, or the fake

@@ -104,8 +104,8 @@ class Replayed:
         """Called after each replay. For subclasses."""
 
     def moving(self, **static: Any) -> tuple[int, ...]:
-        """Indices of tensors with a number of rows, the same for all, that is not part of the signature (`lengths.py`).
-        For subclasses."""
+        """Indices of tensors that may vary in length within a signature (`lengths.py`). In one call they are equally
+        long. For subclasses."""
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:

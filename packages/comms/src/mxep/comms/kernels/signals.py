@@ -1,4 +1,4 @@
-"""Device functions for signals between the programs of all ranks. Stores before a signal are visible after its wait.
+"""Device functions for signals between programs of all ranks. A wait for a signal makes all stores before it visible.
 
     signal          epoch << 32 | op id    epoch: number of exchanges of tables, or of rows, in this buffer
                                            op id: `Layout.op_id`. Both must be equal on all ranks

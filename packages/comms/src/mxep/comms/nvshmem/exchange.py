@@ -80,7 +80,7 @@ MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "op_id", "channel", "ran
 
 @triton.jit(do_not_specialize=PUT_ARGUMENTS)
 def put_kernel(source_ptr, buffer_ptr, destinations_ptr, stride, rows, nbytes, per_row, groups):
-    """Put row i of source, of nbytes, to each destination (i, j): PE and byte as in `PE_SHIFT`."""
+    """Put row i of source (nbytes) to all destinations (i, j), encoded as in `PE_SHIFT`."""
     pieces = tl.cdiv(nbytes, PIECE)
     for job in range(tl.program_id(0), rows * per_row * pieces, tl.num_programs(0)):
         pair = job // pieces

@@ -22,9 +22,9 @@ E2M1 code c without its sign becomes
     c == 0            0
 
 This holds from e = 1 on (a block 2^11 below the largest). Smaller blocks need `_small_codes`, which shifts multiples of
-2^-9 right and rounds to nearest even. Rows with such blocks are read again in a loop. Without it the temporaries of
-`_small_codes` would cost all rows 140 registers instead of 64. Programs stride over tiles of ROWS whole rows, held in
-registers. A thread takes pairs of words, 16 elements: it loads 8 bytes and stores 16.
+2^-9 right and rounds to nearest even. Rows with such blocks are read again in a loop, because in one pass the
+temporaries of `_small_codes` would raise the registers of all rows from 64 to 140. Programs stride over tiles of ROWS
+whole rows, held in registers. A thread takes pairs of words, 16 elements: it loads 8 bytes and stores 16.
 
 On an H100 it runs at 0.87 to 0.92 of the speed of a copy that moves as many bytes (integration/benchmarks/frozen.py).
 """

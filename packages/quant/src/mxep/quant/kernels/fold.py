@@ -32,7 +32,7 @@ to 0.95, E2M1 0.79 to 0.83.
                      that maximum and the row's own sum
     shift_transpose  x, then y: qdata * 2^-(base - scale), transposed
 
-A record is an int64: source row (-1: zeros), then 16 bits of max_scale or base, then, before `split`, 16 bits of group.
+A record is an int64: 32 bits for the source row (-1: zeros), 16 for max_scale or base, 16 for the group, until `split`.
 It is stored at the row's future column. Padding columns between groups have the record -1. A program of
 shift_transpose takes a tile in packs of rows as in `quantize`. Programs go through GROUP_M row tiles column by column,
 so that those that run together read neighbouring columns, and write GROUP_M * BLOCK_M tokens of a column. On an H200
