@@ -105,8 +105,8 @@ def shifted(qdata, shift, is_nan):
     """The values qdata * 2**-shift in fp16. Cast to the format of qdata they equal `mxep.quant.fold.shift_qdata`.
 
     qdata: fp8. shift: int32, not negative. is_nan: True to make NaN. Both broadcast to qdata.
-    NaN and Inf become NaN. Exact unless the cast gives 0: larger values are above 2**-10 (E4M3) or 2**-17 (E5M2) and
-    have 4 or 3 significant bits, so they are multiples of fp16's 2**-24.
+    NaN and Inf become NaN. Exact unless the cast gives 0: other values are above 2**-10 (E4M3) or 2**-17 (E5M2) and
+    have 4 or 3 significant bits, so they are multiples of fp16's smallest number, 2**-24.
     """
     values = qdata.to(tl.float16)
     if qdata.dtype == tl.float8e4nv:

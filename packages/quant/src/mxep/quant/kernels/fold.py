@@ -212,7 +212,7 @@ def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
 
 
 SCALE_ELEMENTS = 8192
-"""Scales per tile of max_scales. At most WGRAD_PROGRAMS_PER_SM programs per SM stride over the tiles."""
+"""Maximum scales per tile of max_scales. At most WGRAD_PROGRAMS_PER_SM programs per SM stride over the tiles."""
 WGRAD_PROGRAMS_PER_SM = 16
 SPLIT_ROWS = 512
 WGRAD_TILE = (256, 128)
