@@ -1,7 +1,9 @@
 """Weights of routed experts, this rank's share.
 
-e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_proj are the gate, the next F the
-up part. With an interleaved activation, gate and up rows alternate.
+The first F rows of gate_up_proj are the gate, the next F the up part. With an interleaved activation, gate and up rows
+alternate.
+
+e local experts of E, D model dim, F hidden dim.
 """
 
 import dataclasses
@@ -44,8 +46,8 @@ class Experts(nn.Module):
 
     Parameters: ``gate_up_proj`` (E, 2F, D), ``down_proj`` (E, D, F); with ``bias`` also ``gate_up_bias`` (E, 2F) and
     ``down_bias`` (E, D), else None. Weights are normal with std 1/sqrt(fan-in), biases zero. With a 1-D mesh they are
-    DTensors sharded on their first dimension, and a rank allocates and draws its own experts only. Each expert has its
-    own seed, so one seed makes one model, however many ranks share it.
+    DTensors sharded on dimension 0, and a rank allocates and draws only its own experts. Each expert has its own seed,
+    so the weights do not depend on the number of ranks.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights and zero biases, also if FSDP2 has sharded them further."""
+        """Draw new weights and zero biases. FSDP2 may have sharded them."""
         for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -112,29 +114,28 @@ def run_experts(
 
     Args:
         x: bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
-        gate_up_proj: (e, 2F, D), gate rows first. Or a pair of gate and up, (e, F, D) each: they are quantized into one
-            weight and have gradients of their own. down_proj: (e, D, F). All may be DTensors with this rank's share, as
-            in `Experts`; their gradients are then DTensors, too. If a whole weight has an attribute ``main_grad``, fp32
-            of its shape or of this rank's share, its gradient is added there and not to `.grad`. Or both frozen
-            (`mxep.gemm.freeze`): they have no gradients, and each is expanded for one GEMM at a time.
+        gate_up_proj: (e, 2F, D), gate rows first, or a pair of gate and up, (e, F, D) each. down_proj: (e, D, F).
+            DTensors with this rank's share, as in `Experts`, get DTensor gradients. If a weight that is no pair has an
+            attribute ``main_grad``, fp32 of its shape or of this rank's share, its gradient is added there and not to
+            `.grad`. Both may be frozen (`mxep.gemm.freeze`): they get no gradients, and each is expanded for one GEMM
+            at a time.
         recipe: a Recipe or its name. wgrad_scale: factor for gradients of weights and biases.
-        activation: a `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by
-            the routing weight; ranks gather it. Biases may be DTensors. Their gradients are ordinary.
-        score_before_experts: apply the routing weight to an expert's input, not to its output (Llama 4). The dispatcher
-            and the routing then see T K tokens, and ``max_tokens`` counts these.
+        activation: a `mxep.quant.SwiGLU`.
+        gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by the routing weight. Each rank gathers all down biases.
+            Both may be DTensors.
+        score_before_experts: multiply an expert's input by the routing weight, not its output (Llama 4). Dispatcher,
+            routing and ``max_tokens`` then count T K tokens.
         lora: this rank's, or DTensors, as `LoRAExperts` has them.
         layer: from ``dispatcher.number_layer()``. Ranks that call numbered layers in different orders raise
             PeersDisagree. 0: unknown, as always under torch.compile.
 
-    Under torch.compile it is one op of the graph, with `fullgraph=True` too, and the routing is None. Four cases break
-    the graph, and fail a full one with the reason:
+    Under torch.compile it is one op, also with `fullgraph=True`, and the routing is None. Four cases break the graph,
+    or fail a full graph or torch.export with the reason:
 
     - a `main_grad`;
     - a dispatcher that learns its sizes at run time, as with `Capacity.exact()` or without ``max_tokens``;
     - a recipe or a backend without a name;
     - wgrad "bf16", which composes the functions of `functional.py`.
-
-    torch.export allows no breaks and raises RuntimeError there.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, before any exchange.
     """
@@ -215,7 +216,7 @@ def run_experts(
         check_no_tangent(x, weights, *mine)
         scale = 0.0 if lora is None else lora.scale
         with dispatcher.watched(), torch.no_grad():
-            # The router's weights may have any layout. With room, tokens are read in place, so they must be dense.
+            # A record with room reads tokens in place, so they must be dense.
             room = dispatcher.room_for(x, per_token)
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
             given = ForwardInput(*of_tokens, ids, whole[0], whole[1], mine.gate_up_bias, join_lora(mine, scale))
@@ -256,7 +257,8 @@ def _compose(
     gate_up_bias: Tensor | None,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None, Routing]:
-    """A layer with unquantized weight gradients. Returns out, the pairs with a row if `drops`, and the routing."""
+    """`run_experts` with unquantized weight gradients. Returns out, the pairs with a row if `drops`, and the
+    routing."""
     how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": config.recipe}
     rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
     y = expert_mlp(

@@ -1,9 +1,7 @@
-"""Token dispatchers: they bring tokens to experts, and results back. `make_dispatcher` makes one of a `Dispatch`.
+"""Token dispatchers: they bring tokens to experts, and results back. `make_dispatcher` makes one from a `Dispatch`.
 
 MoE(64, 32, 8, 2, dispatch=Dispatch("hierarchical", capacity=1.25, max_tokens=4096))
 MoE(64, 32, 8, 2, dispatcher="hierarchical", capacity=1.25, max_tokens=4096)            the same
-
-A Dispatch is checked where it is declared, before anything is made.
 """
 
 import dataclasses
@@ -42,7 +40,7 @@ DISPATCHERS = "local", "all_to_all", "symmetric", "hierarchical", "nvshmem"
 """Names of the dispatchers."""
 NODES = "ranks_per_node", "nodes_per_token"
 _LACKS = {"local": NODES, "all_to_all": ("timeout", *NODES), "symmetric": NODES, "hierarchical": (), "nvshmem": NODES}
-"""Options that a dispatcher does not have. local never waits, so any timeout holds there."""
+"""Options that a dispatcher does not have. local never waits, so it takes any timeout."""
 _LEAST = {"max_tokens": 1, "ranks_per_node": 1, "nodes_per_token": 1}
 
 
@@ -59,18 +57,17 @@ class DispatchFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How tokens reach experts and return: a dispatcher and its limits.
+    """How tokens reach experts and return: a dispatcher and its limits, checked at once.
 
     Attributes:
-        dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers. A shared one has limits of its
-            own, so none may be given here. A group of one rank has the local one by any name.
+        dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers. A shared one has its own
+            limits, so none may be given here. A group of one rank uses the local one for any name.
         capacity: bound on the rows of a rank's experts; a number c is ``Capacity.factor(c)``. None:
-            ``Capacity.worst_case()``. all_to_all's buffers have each step's size: it needs none and drops no row.
+            ``Capacity.worst_case()``. all_to_all ignores it: its buffers have each step's size, and it drops no row.
         max_tokens: maximum tokens a rank brings to one call, equal on all ranks. None: the most that any rank brings to
-            the first batch. A larger batch raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see
-            SymmetricDispatcher.
-        timeout: maximum seconds to wait for a peer, for all layers of the group; None: the process group's. all_to_all
-            always has its process group's.
+            the first batch. A larger batch raises ValueError: all ranks must call :meth:`MoE.reserve` before it.
+        timeout: maximum seconds to wait for a peer, for all layers of the group. None: the process group's, as for
+            all_to_all.
         ranks_per_node, nodes_per_token: for hierarchical only: see :class:`HierarchicalDispatcher`.
 
     Raises ValueError for a value out of range or NaN, for a limit that the dispatcher does not have, and for a limit
@@ -113,14 +110,14 @@ class Dispatch:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The fields that limit a dispatcher, by name."""
+        """All fields but ``dispatcher``, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "dispatcher"}
 
     @staticmethod
     def of(dispatch: "Dispatch | None", fields: DispatchFields) -> "Dispatch":
-        """The Dispatch given to a function with ``dispatch=None, **fields: Unpack[DispatchFields]``: one or the other.
+        """The Dispatch of a function with ``dispatch=None, **fields: Unpack[DispatchFields]``.
 
-        Raises ValueError for both, and TypeError for a keyword that is no field.
+        Raises ValueError if both are given, and TypeError for a keyword that is no field.
         """
         names = {field.name for field in dataclasses.fields(Dispatch)}
         unknown = [name for name in fields if name not in names]
@@ -135,7 +132,7 @@ class Dispatch:
         return dispatch
 
     def times(self, rows_per_token: int) -> "Dispatch":
-        """For layers that send each token several times: max_tokens of the dispatcher counts rows."""
+        """The Dispatch of a layer that sends each token several times: max_tokens counts rows."""
         if self.max_tokens is None:
             return self
         return dataclasses.replace(self, max_tokens=self.max_tokens * rows_per_token)
@@ -169,9 +166,9 @@ def make_dispatcher(
 ) -> TokenDispatcher:
     """The dispatcher of a name and limits, or of a :class:`Dispatch`. Layers that ask for the same share one object.
 
-    A group of one rank exchanges nothing, so it gets a :class:`LocalDispatcher` for every name.
-    Layers made after a dispatcher's first dispatch get another one, on all ranks: the old one might live on some ranks
-    only. All symmetric dispatchers of a group share their memory in any case.
+    A group of one rank exchanges nothing, so it gets a :class:`LocalDispatcher` for every name. Layers made after a
+    dispatcher's first dispatch get a new one: the old one might be gone on some ranks. Symmetric dispatchers of a group
+    share their memory in any case.
 
     dtype: widest dtype of rows on the wire. Raises ValueError as Dispatch does, and if a dispatcher to share serves
     another number of experts, or narrower rows.
@@ -210,5 +207,5 @@ def make_dispatcher(
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks of a group. None: the default group, or this process alone if there is none."""
+    """Number of ranks of a group. None: the default group, or this process alone."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
