@@ -272,9 +272,9 @@ class MoE(nn.Module):
     def check(self) -> None:
         """Raise errors found on the device since the last check. Call it once per step, before the optimizer.
 
-        All ranks raise the same, so that all can skip the step: CapacityExceeded if rows did not fit the capacity,
-        ValueError if expert ids were out of range. It syncs with the device. It is collective with the hierarchical
-        dispatcher.
+        All ranks raise the same, so that all can skip the step: CapacityExceeded if rows did not fit a capacity with
+        overflow="raise", ValueError if expert ids were out of range. It syncs with the device. It is collective with
+        the hierarchical dispatcher.
         """
         self.dispatcher.check()
 

@@ -1,10 +1,10 @@
 """State shared by the dispatchers of a process group: counters, transports with their memory, and nodes.
 
-Transports stay open from one layer to the next and close with their last user. The ranks of a group form nodes: rank r
-is rank r % L of node r // L. The process groups within and across nodes are made once:
+Transports stay open from one layer to the next, until their last user closes them. The ranks of a group form nodes:
+rank r is rank r % L of node r // L. The process groups within and across nodes are made once:
 
-    W = 6 ranks, L = 2 of each node    within   (0 1) (2 3) (4 5)     the ranks of a node
-                                       across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
+    W = 6 ranks, L = 2 per node    within   (0 1) (2 3) (4 5)     the ranks of a node
+                                   across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
 """
 
 import contextlib
@@ -42,9 +42,9 @@ class Exchanges:
     """State that all dispatchers of a group share.
 
     Attributes:
-        thread: guard that admits one thread to exchanges. dispatches: dispatches by collectives. collectives: all
-            collectives. layers: layers with a number. failures: passes on this rank that raised after they had sent
-            something. All ranks reset it when a layer is made or room is reserved.
+        thread: guard that admits one thread to exchanges. dispatches, collectives: number of collective dispatches, and
+            of all collectives. layers: number of layers. failures: passes that raised on this rank after they had sent
+            something. All ranks reset it when they make a layer or reserve room.
     """
 
     thread: OneThread = field(default_factory=OneThread)
@@ -59,7 +59,7 @@ _of_groups: dict[str, tuple[dist.ProcessGroup, Exchanges]] = {}
 
 
 def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
-    """State that the dispatchers of a group share, including those without a transport."""
+    """The state that all dispatchers of a group share."""
     for stale in [name for name, (each, _) in _of_groups.items() if not lives(each)]:
         del _of_groups[stale]
     name = str(group.group_name)
@@ -73,9 +73,8 @@ def open_transport(
 ) -> Transport:
     """The group's transport on this device, with one more user. Collective.
 
-    A new transport replaces one that has failed on any rank. All ranks compare notes, because a failure may be known
-    to some ranks only.
-    kind: NvshmemTransport, or None for NVLink (CUDA) or shared memory (CPU).
+    If the transport has failed on any rank, all ranks replace it. kind: NvshmemTransport, or None for NVLink (CUDA) or
+    shared memory (CPU).
 
     Raises ValueError if the transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
     """
@@ -136,8 +135,8 @@ _T = TypeVar("_T")
 def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
     """Return the tensors of make(), which outlive the current call. Records do not include make()'s steps.
 
-    While torch.compile's mode="reduce-overhead" warms up or records, a thread's allocations belong to CUDA
-    graphs, which raise if anything but outputs stays there. So another thread then calls make().
+    While torch.compile's mode="reduce-overhead" warms up or records, CUDA graphs own this thread's allocations and
+    raise if anything but outputs stays. Then another thread calls make().
     """
 
     def aside() -> _T:
@@ -154,7 +153,7 @@ def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
 
 
 GRACE = 1.0
-"""Seconds in which ranks must report to the store after one of their exchanges has failed."""
+"""Seconds in which live ranks must report to the store after an exchange has failed."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,7 @@ def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float 
     """The group's nodes, of `ranks` ranks each; one node per host if `ranks` is None. Collective at the first call with
     these arguments.
 
-    timeout: maximum seconds of a collective between nodes; None: the group's. Only the first call's timeout
-    is used.
+    timeout: maximum seconds of a collective between nodes; None: the group's. Later calls ignore it.
 
     Raises ValueError on all ranks if `ranks` does not divide the group or differs between ranks.
     """
@@ -221,7 +219,7 @@ def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) ->
 
 
 def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
-    """Make a group of these ranks. Other ranks need not call it. torch would sort the ranks."""
+    """Make a group of these ranks, which alone call it. They must be in ascending order, because torch sorts them."""
     if ranks != sorted(ranks):
         raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)

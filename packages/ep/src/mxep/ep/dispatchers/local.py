@@ -20,7 +20,7 @@ from mxep.runtime.replay import replayed
 from .base import Done, Handle, Payload, Routing, TokenDispatcher, check_reserved
 
 _counting = threading.Lock()
-"""Lock for plans on a CPU, which add to the counts of all layers that share a dispatcher."""
+"""Lock for CPU plans, which add to the counts of a dispatcher."""
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -28,8 +28,8 @@ class LocalDispatcher(TokenDispatcher):
 
     Args:
         max_tokens: maximum tokens of a call; more raise ValueError. None: any number.
-        stands_in_for: the dispatcher named by the caller, in a group of one rank. Such a layer raises ValueError if a
-            process group of several ranks is initialised after it was made.
+        stands_in_for: name of the dispatcher that a group of one rank asked for. It raises ValueError if a process
+            group of several ranks is initialised later.
     """
 
     spans_ranks = False
@@ -111,7 +111,7 @@ class LocalDispatcher(TokenDispatcher):
 
 @replayed
 def _sum_rows(rows: Tensor, slot_rows: Tensor, row_values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The sums of rows (T, D), and their values (T, K)."""
+    """Each token's sum of rows, (T, D), and its pairs' values (T, K) or None."""
     out = sum_slots(rows, slot_rows)
     if row_values is None:
         return out, None
