@@ -91,7 +91,6 @@ class Parameters(NamedTuple):
     down_B: Tensor | None = None
 
     def local(self) -> "Parameters":
-        """This rank's part of each."""
         return Parameters(*(None if each is None else local_tensor(each) for each in self))
 
 

@@ -92,7 +92,6 @@ def check_frozen(
     dispatcher: TokenDispatcher,
     config: LayerConfig,
 ) -> None:
-    """`check_weights` for frozen weights."""
     e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1]
     alignment = config.recipe.group_alignment
     expected = ("gate_up_proj", gate_up_proj, (e, 2 * hidden_dim, dim)), ("down_proj", down_proj, (e, dim, hidden_dim))

@@ -33,7 +33,6 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def mesh_of(x: Tensor) -> DeviceMesh | None:
-    """The mesh of a DTensor, or None."""
     return x.device_mesh if isinstance(x, DTensor) else None
 
 

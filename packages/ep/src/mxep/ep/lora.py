@@ -129,7 +129,6 @@ class LoRAExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw A, and set B to zero."""
         for name in ("gate_up_proj", "down_proj"):
             A = getattr(self, f"{name}_lora_A")
             init_normal_(A, (3 * A.shape[2]) ** -0.5, per_expert=True)
@@ -141,17 +140,14 @@ class LoRAExperts(nn.Module):
 
     @property
     def gate_up_proj(self) -> Any:
-        """The frozen weight."""
         return self.base.gate_up_proj
 
     @property
     def down_proj(self) -> Any:
-        """The frozen weight."""
         return self.base.down_proj
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
         return self.alpha / self.rank
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Any]:

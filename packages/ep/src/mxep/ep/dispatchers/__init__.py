@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 DISPATCHERS = "local", "all_to_all", "symmetric", "hierarchical", "nvshmem"
-"""Names of the dispatchers."""
 NODES = "ranks_per_node", "nodes_per_token"
 _LACKS = {"local": NODES, "all_to_all": ("timeout", *NODES), "symmetric": NODES, "hierarchical": (), "nvshmem": NODES}
 """Options that a dispatcher does not have. local never waits, so it takes any timeout."""

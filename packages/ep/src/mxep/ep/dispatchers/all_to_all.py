@@ -291,7 +291,6 @@ def _room(rows: int) -> int:
 def _plan_rows(
     ids: Tensor, weights: Tensor, *, experts_per_rank: int, num_ranks: int, width: int
 ) -> tuple[Tensor, ...]:
-    """`plan_all_to_all` for expert ids and weights (T, K)."""
     return (*plan_all_to_all(ids, weights, experts_per_rank, num_ranks, width),)
 
 

@@ -50,7 +50,6 @@ from .groups import exchanges_of, made_to_stay
 
 
 def installed_version() -> str:
-    """Version of mxep-ep."""
     try:
         return importlib.metadata.version("mxep-ep")
     except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
@@ -426,7 +425,6 @@ class TokenDispatcher(ABC):
         return list(self._counts.values())
 
     def _transports(self) -> tuple[Transport, ...]:
-        """Transports in use."""
         return ()
 
     def _what_did_not_fit(self, needed: list[int], overflow: list[int]) -> str:

@@ -55,7 +55,6 @@ class Exchanges:
 
 
 _of_groups: dict[str, tuple[dist.ProcessGroup, Exchanges]] = {}
-"""Shared state by the group's name."""
 
 
 def exchanges_of(group: dist.ProcessGroup) -> Exchanges:

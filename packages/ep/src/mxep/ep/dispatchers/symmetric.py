@@ -175,7 +175,6 @@ class SymmetricDispatcher(TokenDispatcher):
         return tuple(self._opened.values())
 
     def workspace(self, expert_ids: Tensor) -> Workspace:
-        """Workspace for a dispatch of these ids."""
         device, (tokens, top_k) = expert_ids.device, expert_ids.shape
         max_tokens = self._most_rows(device)
         if not max_tokens:
