@@ -17,7 +17,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs
-from mxep.gemm.quantize_once import Weight, joined, weight_parts
+from mxep.gemm.quantize_once import Weight, join_parts, joined, weight_parts
 from mxep.quant import SwiGLU
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import check_no_tangent, check_no_transform
@@ -146,7 +146,6 @@ def run_experts(
     config = LayerConfig(recipe, select(backend, x.device), activation)
     frozen = frozen_pair(gate_up_proj, down_proj)
     dense: Any = gate_up_proj, down_proj  # if they are not frozen
-    whole: Any = None
     reason: str | None = None
     if torch.compiler.is_compiling():
         reason = unsupported_reason(dispatcher, config, main_grads)
@@ -185,10 +184,8 @@ def run_experts(
         unquantized_wgrad = False
     if unquantized_wgrad:
         here_bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
-        if not torch.compiler.is_compiling():
-            gate, *halves = map(local_tensor, weight_parts(dense[0]))
-            whole = (gate, *halves) if halves else gate
-            check_weights(x, whole, local_tensor(dense[1]), here_bias, dispatcher, config, main_grads)
+        proj = join_parts([*map(local_tensor, weight_parts(dense[0]))])
+        check_weights(x, proj, local_tensor(dense[1]), here_bias, dispatcher, config, main_grads)
         how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
         how |= {"gate_up_bias": gate_up_bias, "drops": drops}
         with dispatcher.watched():
@@ -201,16 +198,15 @@ def run_experts(
         four = {} if lora is None else dict(zip(Parameters._fields[-4:], lora.tensors))
         parameters = Parameters(gate_up_bias=gate_up_bias, **four)
         if frozen is None:
-            gate, *halves = weight_parts(dense[0])
-            up = halves[0] if halves else None
+            gate, up = (*weight_parts(dense[0]), None)[:2]
             parameters = parameters._replace(gate_up_proj=gate, down_proj=dense[1], up_proj=up)
         mine = parameters.local()
         proj = mine.gate_up_proj if mine.up_proj is None else (mine.gate_up_proj, mine.up_proj)
-        whole = frozen or (proj, mine.down_proj)
+        both: tuple[Any, Any] = frozen or (proj, mine.down_proj)
         if frozen is not None:
             check_frozen(x, *frozen, mine.gate_up_bias, dispatcher, config)
         else:
-            check_weights(x, whole[0], whole[1], mine.gate_up_bias, dispatcher, config, main_grads)
+            check_weights(x, *both, mine.gate_up_bias, dispatcher, config, main_grads)
         grads = [each is not None and each.requires_grad for each in parameters]
         backward = torch.is_grad_enabled() and (any(grads) or x.requires_grad or weights.requires_grad)
         check_no_tangent(x, weights, *mine)
@@ -219,11 +215,11 @@ def run_experts(
             # A record with room reads tokens in place, so they must be dense.
             room = dispatcher.room_for(x, per_token)
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
-            given = ForwardInput(*of_tokens, ids, whole[0], whole[1], mine.gate_up_bias, join_lora(mine, scale))
+            given = ForwardInput(*of_tokens, ids, *both, mine.gate_up_bias, join_lora(mine, scale))
             needs = parameter_needs(grads) if backward else None
             again = makes_rows_again(dispatcher, recipe, needs, ids.shape[1])
             rehearse_once(given, dispatcher, config, needs, main_grads, rows_again=again, room=room)
-            rowwise = held_rowwise(whole[0], whole[1], config, dgrad=backward)
+            rowwise = held_rowwise(*both, config, dgrad=backward)
             forward = pass_of(dispatcher, forward_pass)
             made = forward(given, rowwise, config=config, needs=needs, rows_again=again, drops=drops, room=room)
             made = dataclasses.replace(made, out=first_rows(made.out, len(x)))

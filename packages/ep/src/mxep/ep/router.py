@@ -107,13 +107,13 @@ class Router(nn.Module):
         top_groups = num_groups if top_groups is None else top_groups
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
-        if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
+        if num_experts % num_groups or not 1 <= top_groups <= num_groups:
             raise ValueError(
                 f"num_groups must divide num_experts={num_experts} and top_groups lie in 1..num_groups, "
                 f"got num_groups={num_groups}, top_groups={top_groups}"
             )
         reachable = num_experts // num_groups * top_groups
-        if not 1 <= top_k <= reachable:
+        if top_k > reachable:
             raise ValueError(f"top_k must lie in 1..{reachable} (the experts a token can reach), got {top_k}")
         self.top_k = top_k
         self.score = score
@@ -244,9 +244,7 @@ class Router(nn.Module):
         self._keep_dtypes()
         if dist.is_initialized():
             dist.all_reduce(self.load, group=checked_group(group))
-        towards_balance = torch.sign(
-            self.load.sum() - self.num_experts * self.load
-        )  # int64: times rate, torch's default
+        towards_balance = torch.sign(self.load.sum() - self.num_experts * self.load)  # int64
         self.expert_bias.add_(towards_balance.to(self.expert_bias.dtype), alpha=rate)
         self.load.zero_()
 

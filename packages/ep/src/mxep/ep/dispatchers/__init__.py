@@ -36,11 +36,17 @@ __all__ = [
     "make_dispatcher",
 ]
 
-DISPATCHERS = "local", "all_to_all", "symmetric", "hierarchical", "nvshmem"
+_CLASSES: dict[str, Any] = {
+    "local": LocalDispatcher,
+    "all_to_all": AllToAllDispatcher,
+    "symmetric": SymmetricDispatcher,
+    "hierarchical": HierarchicalDispatcher,
+    "nvshmem": NvshmemDispatcher,
+}
+DISPATCHERS = tuple(_CLASSES)
 NODES = "ranks_per_node", "nodes_per_token"
 _LACKS = {"local": NODES, "all_to_all": ("timeout", *NODES), "symmetric": NODES, "hierarchical": (), "nvshmem": NODES}
 """Options that a dispatcher does not have. local never waits, so it takes any timeout."""
-_LEAST = {"max_tokens": 1, "ranks_per_node": 1, "nodes_per_token": 1}
 
 
 class DispatchFields(TypedDict, total=False):
@@ -86,10 +92,10 @@ class Dispatch:
             raise ValueError(f"dispatcher: expected one of {names}, or a TokenDispatcher, got {self.dispatcher!r}")
         if self.capacity is not None:
             object.__setattr__(self, "capacity", Capacity.of(self.capacity))
-        for name, least in _LEAST.items():
+        for name in ("max_tokens", *NODES):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value, numbers.Integral) and value >= least):
-                raise ValueError(f"{name}: expected a whole number, at least {least}, got {value!r}")
+            if value is not None and not (_is_number(value, numbers.Integral) and value >= 1):
+                raise ValueError(f"{name}: expected a whole number, at least 1, got {value!r}")
         if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
             raise ValueError(f"timeout: expected seconds, more than 0, got {self.timeout!r}")
         given = {name: value for name, value in self.limits.items() if value is not None}
@@ -145,15 +151,6 @@ def _is_number(value: object, kind: type = numbers.Real) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and not math.isnan(cast(float, value))
 
 
-KINDS: dict[str, Any] = dict(
-    zip(
-        DISPATCHERS,
-        (LocalDispatcher, AllToAllDispatcher, SymmetricDispatcher, HierarchicalDispatcher, NvshmemDispatcher),
-        strict=True,
-    )
-)
-
-
 def make_dispatcher(
     name: str | TokenDispatcher | Dispatch,
     num_experts: int,
@@ -172,8 +169,7 @@ def make_dispatcher(
     dtype: widest dtype of rows on the wire. Raises ValueError as Dispatch does, and if a dispatcher to share serves
     another number of experts, or narrower rows.
     """
-    given = name if isinstance(name, Dispatch) else None
-    how = Dispatch.of(given, fields if isinstance(name, Dispatch) else {**fields, "dispatcher": name})
+    how = Dispatch.of(name, fields) if isinstance(name, Dispatch) else Dispatch.of(None, {**fields, "dispatcher": name})
     if isinstance(how.dispatcher, TokenDispatcher):
         if how.dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {how.dispatcher.num_experts} experts, the layer has {num_experts}")
@@ -196,7 +192,7 @@ def make_dispatcher(
         sizes |= {"dim": dim, "dtype": dtype, "max_tokens": limits["max_tokens"], "timeout": limits["timeout"]}
     if kind == "hierarchical":
         sizes |= {key: limits[key] for key in NODES}
-    made: TokenDispatcher = KINDS[kind](num_experts, **sizes)
+    made: TokenDispatcher = _CLASSES[kind](num_experts, **sizes)
     twin = unused_twin(made)
     if twin is None:
         made.shared = True

@@ -167,10 +167,10 @@ class AllToAllDispatcher(TokenDispatcher):
             whose = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(invalid) if n)
             found = wrong.unique().tolist() or ""
             raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found}")
-        exchanges = self._exchanges
-        if exchanges is not None:
-            exchanges.dispatches += 1
-        count = 0 if exchanges is None else exchanges.dispatches % 2**29
+        count = 0
+        if self._exchanges is not None:
+            self._exchanges.dispatches += 1
+            count = self._exchanges.dispatches % 2**29
         number = torch.full((1,), count, dtype=torch.int32, device=expert_ids.device)
         room = self.world_size + _room(sum(received) - self.world_size)
         header = self._headers.new(self.new_dispatch, expert_ids.device)

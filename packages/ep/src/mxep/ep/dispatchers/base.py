@@ -312,6 +312,16 @@ class TokenDispatcher(ABC):
         if self.uses < 1:
             self.passes.clear()
 
+    def check_usable(self, made_alone: bool) -> None:
+        """Raise if it is closed, or was made before there was a process group."""
+        if self.uses < 1:
+            raise RuntimeError("dispatcher: closed")
+        if made_alone:
+            raise ValueError(
+                "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
+                "making the layer"
+            )
+
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
         """Make room for calls with up to ``max_tokens`` of the dispatcher's tokens per rank, as :meth:`MoE.reserve`
         does. Room never shrinks. Dispatchers with buffers of each step's size do nothing."""

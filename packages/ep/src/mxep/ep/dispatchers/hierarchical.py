@@ -245,8 +245,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         self._agreed.add(sizes)
 
     def _within_of(self, max_tokens: int, num_slots: int) -> SymmetricDispatcher:
-        if self.uses < 1:
-            raise RuntimeError("dispatcher: closed")
+        self.check_usable(False)
         if num_slots not in self._within:
             here, capacity = self.nodes.count * (num_slots + 1), self.capacity
             if capacity.kind == "factor":  # relative to T_max K rows, not to slots x K

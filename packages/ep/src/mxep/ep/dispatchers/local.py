@@ -76,13 +76,7 @@ class LocalDispatcher(TokenDispatcher):
         overlap: bool = False,
         room: int | None = None,
     ) -> Handle[tuple[Payload, Routing]]:
-        if self.uses < 1:
-            raise RuntimeError("dispatcher: closed")
-        if self._made_alone and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
-                "making the layer"
-            )
+        self.check_usable(self._made_alone and dist.is_initialized() and dist.get_world_size() > 1)
         if self._most is not None and len(expert_ids) > self._most:
             raise ValueError(batch_too_large(len(expert_ids), self._most))
         if type(expert_ids) is Tensor and expert_ids.is_cpu:

@@ -191,13 +191,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return self._workspaces[key]
 
     def _make_workspace(self, device: torch.device, max_tokens: int, top_k: int) -> Workspace:
-        if self.uses < 1:
-            raise RuntimeError("dispatcher: closed")
-        if self.group is None and dist.is_initialized():
-            raise ValueError(
-                "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
-                "making the layer"
-            )
+        self.check_usable(self.group is None and dist.is_initialized())
         self.used = True  # even if this dispatch fails, so that layers made again get another
 
         def make() -> Workspace:
