@@ -125,7 +125,10 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
         linear = is_linear(module)
         if linear and name == "bias":
             continue
-        if filter is None and (linear or _is_computed(module, name)):
+        if filter is not None:
+            if not filter(fqn, parameter):
+                continue
+        elif linear or _is_computed(module, name):
             if is_parametrized(module):
                 reason: str | None = "parametrized"
             elif _is_computed(module, name):
@@ -138,12 +141,9 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
             if reason is not None:
                 left.setdefault(reason, []).append(fqn)
                 continue
-        elif filter is None and isinstance(module, nn.Linear) and not _is_weight(parameter) and name != "bias":
+        elif isinstance(module, nn.Linear) and not _is_weight(parameter) and name != "bias":
             left.setdefault(f"a {type(module).__name__}, which has a forward of its own", []).append(fqn)
             continue
-        elif filter is not None:
-            if not filter(fqn, parameter):
-                continue
         elif not _is_weight(parameter) or type(module).__module__.startswith("torch.nn.modules."):
             continue  # torch's own modules, such as convolutions, call no grouped mm
         _check(module, name, fqn, parameter, recipe)

@@ -37,6 +37,23 @@ _open: dict[Key, Transport] = {}
 _alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionary()
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Place of this rank among nodes.
+
+    Attributes:
+        ranks: L, ranks per node. count: N. node: this rank's node.
+        within: group of this node's ranks; None for a process alone.
+        across: group of the ranks of this index; None with one node.
+    """
+
+    ranks: int = 1
+    count: int = 1
+    node: int = 0
+    within: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
+
+
 @dataclass(eq=False)
 class Exchanges:
     """State that all dispatchers of a group share.
@@ -44,7 +61,8 @@ class Exchanges:
     Attributes:
         thread: guard that admits one thread to exchanges. dispatches, collectives: number of collective dispatches, and
             of all collectives. layers: number of layers. failures: passes that raised on this rank after they had sent
-            something. All ranks reset it when they make a layer or reserve room.
+            something. All ranks reset it when they make a layer or reserve room. nodes: by the given number of ranks
+            per node.
     """
 
     thread: OneThread = field(default_factory=OneThread)
@@ -52,13 +70,13 @@ class Exchanges:
     collectives: int = 0
     layers: int = 0
     failures: int = 0
+    nodes: dict[int | None, Nodes] = field(default_factory=dict)
 
 
 _of_groups: dict[str, tuple[dist.ProcessGroup, Exchanges]] = {}
 
 
 def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
-    """The state that all dispatchers of a group share."""
     for stale in [name for name, (each, _) in _of_groups.items() if not lives(each)]:
         del _of_groups[stale]
     name = str(group.group_name)
@@ -155,27 +173,6 @@ GRACE = 1.0
 """Seconds in which live ranks must report to the store after an exchange has failed."""
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """Place of this rank among nodes.
-
-    Attributes:
-        ranks: L, ranks per node. count: N. node: this rank's node.
-        within: group of this node's ranks; None for a process alone.
-        across: group of the ranks of this index; None with one node.
-    """
-
-    ranks: int = 1
-    count: int = 1
-    node: int = 0
-    within: dist.ProcessGroup | None = None
-    across: dist.ProcessGroup | None = None
-
-
-_known: dict[tuple[str, int | None], tuple[dist.ProcessGroup, Nodes]] = {}
-"""Nodes by the group's name and the given ranks per node."""
-
-
 def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
     """The group's nodes, of `ranks` ranks each; one node per host if `ranks` is None. Collective at the first call with
     these arguments.
@@ -186,12 +183,10 @@ def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float 
     """
     if group is None:
         return Nodes()
-    for stale in [key for key, (each, _) in _known.items() if not lives(each)]:
-        del _known[stale]
-    key = str(group.group_name), ranks
-    if key not in _known or _known[key][0] is not group:
-        _known[key] = group, _make(group, ranks, timeout)
-    return _known[key][1]
+    known = exchanges_of(group).nodes
+    if ranks not in known:
+        known[ranks] = _make(group, ranks, timeout)
+    return known[ranks]
 
 
 def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) -> Nodes:
