@@ -30,8 +30,8 @@ from .lora import LoRAWeights, add_lora
 
 @replayed
 def pack(x: Tensor, *, recipe: Recipe, fmt: MXFormat, room: int | None = None) -> Payload:
-    """The bytes of x (T, D) to send: one part (T, 2 D) for bf16; or qdata (T, D) and scales (T, D / block), quantized
-    to `fmt`, if the recipe quantizes. room: number of rows to return; only the first T are valid."""
+    """The bytes of x (T, D) to send: one part (T, 2 D) for bf16. A recipe that quantizes makes two, in `fmt`: qdata (T,
+    D) and scales (T, D / block). room: number of rows to return; only the first T are valid."""
     rows = recipe.quantize_rows(x, fmt, room)
     return (_bytes(rows.qdata), _bytes(rows.scale)) if isinstance(rows, MXTensor) else (_bytes(rows),)
 
@@ -320,15 +320,15 @@ def held_colwise(
 
 
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
-    """For each weight, a tensor that saves `quantize_colwise` work, or None: the 2-D blocks; or the amax of the
-    columns, (e, D) or (e, F) fp32, for a backend with one scale per column."""
+    """For each weight, a tensor that saves `quantize_colwise` work: its 2-D blocks, or the amax of its columns, (e, D)
+    or (e, F) fp32. None if there is neither."""
     pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
     gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
     return gate_up, down
 
 
 def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -> tuple[SavedWeight, SavedWeight]:
-    """Each weight with its amax, or its 2-D blocks instead: the sources from which dgrad's weights are quantized."""
+    """The sources of dgrad's quantized weights: each weight with the amax of its columns, or its 2-D blocks."""
     pairs = (gate_up_proj, saved.gate_up_columns), (down_proj, saved.down_columns)
     gate_up, down = (SavedWeight(x, None) if isinstance(x, MXParts | MXTensor) else SavedWeight(w, x) for w, x in pairs)
     return gate_up, down
@@ -347,7 +347,8 @@ class GateUp(NamedTuple):
     dtype: torch.dtype
 
     def first_rows(self, rows: Tensor, offs: Tensor, count: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """gate_up of the first `count` rows; that of the others, or None; LoRA's inner rows (R_max, r), or None."""
+        """(gate_up of the first `count` rows, gate_up of the others, LoRA's inner rows (R_max, r)), None if there are
+        none."""
         if count == len(rows):
             gate_up, inner = self._of(rows, offs)
             return gate_up, None, inner

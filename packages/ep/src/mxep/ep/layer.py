@@ -93,7 +93,7 @@ class ForwardInput(Operands):
 @dataclass(frozen=True)
 class ForwardOutput(Bundle):
     """out (T, D). saved: tensors for backward, or None. kept: (T, K) fp32, 1 if a (token, expert) pair has a row, else
-    0; None unless `drops`. If room was given, out and kept have that many rows; the first T are valid."""
+    0; None without `drops`. With room, out and kept have that many rows, and the first T are valid."""
 
     out: Tensor
     routing: Routing
@@ -114,10 +114,10 @@ def forward_pass(
 ) -> ForwardOutput:
     """Forward without autograd or checks.
 
-    rowwise: the quantized weights if `quantize_weights_once` holds them, else None. needs: parameters that get
-    gradients; None: no backward. Every backward computes dx and makes its exchanges, because ranks do not know each
-    other's needs. rows_again: see `makes_rows_again`. drops: return `kept`. room: from the dispatcher's `room_for`; x
-    and weights are then contiguous.
+    rowwise: quantized weights held by `quantize_weights_once`, or None. needs: parameters that get gradients; None: no
+    backward. Every backward computes dx and makes its exchanges, because ranks do not know each other's needs.
+    rows_again: see `makes_rows_again`. drops: return `kept`. room: from the dispatcher's `room_for`. With room, x and
+    weights are contiguous.
     """
     recipe, keep_rows = config.recipe, needs is not None and needs.keep_rows(rows_again, dispatcher.recomputes)
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
@@ -252,10 +252,10 @@ def backward_pass(
 ) -> Gradients:
     """Backward of `forward_pass`. It empties `given` and reuses its memory.
 
-    colwise: the quantized weights if `quantize_weights_once` holds them, else None. wanted: gradients to compute, a
-    subset of forward's `needs`. later: weights whose gradients a later backward computes from `Gradients.deferred`.
+    colwise: quantized weights held by `quantize_weights_once`, or None. wanted: gradients to compute, a subset of
+    forward's `needs`. later: gradients to leave to a later backward, with their operands in `Gradients.deferred`.
     rows_again: whether x is given; only `_Pass.moving` reads it. wgrad_scale: factor for the parameters' gradients.
-    room: the routing's; d_out and x are then contiguous.
+    room: the routing's. With room, d_out and x are contiguous.
     """
     recipe, routing, saved, borrows = config.recipe, given.routing, given.saved, dispatcher.borrows
     plan = routing.plan

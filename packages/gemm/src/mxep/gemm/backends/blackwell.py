@@ -100,7 +100,7 @@ def _in_bytes(x: MXTensor) -> tuple[Tensor, Tensor]:
 
 
 def _mx(w: Tensor | BlockFP8) -> Tensor:
-    """A weight in MXFP8. Block FP8, whose scales MX units do not have, is quantized at each call."""
+    """A weight in MXFP8. Block FP8 is quantized at each call, because MX units do not have its scales."""
     return quantize(w.dequantize()) if isinstance(w, BlockFP8) else w
 
 

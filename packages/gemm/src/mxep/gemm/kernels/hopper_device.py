@@ -47,7 +47,7 @@ MIN_BEFORE, MAX_BEFORE = gl.constexpr(-64), gl.constexpr(80)
 BLOCK_M, BLOCK_N, BLOCK_BITS = gl.constexpr(128), gl.constexpr(256), gl.constexpr(1024)
 """A tile of out, and the part of each operand's row that is loaded at once."""
 ROWS_END = gl.constexpr(2**30)
-"""Where the rows of a ragged descriptor end."""
+"""End of the rows of a ragged descriptor."""
 NEXT_TILES = gl.constexpr(4)
 """Tile numbers that the loading warp may draw ahead of the multiplying warps."""
 
