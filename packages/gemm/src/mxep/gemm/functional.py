@@ -316,9 +316,9 @@ def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = 
 
 
 class MarkOfTransformers:
-    """The attribute `_is_hooked` of a linear, which transformers' tensor parallelism sets after it has sharded the
-    module. Setting it raises ValueError if the shards do not fit the recipe. It is a descriptor, because FSDP2 shards
-    differently if there is a `__setattr__`.
+    """The attribute `_is_hooked` of a linear. transformers' tensor parallelism bypasses `register_parameter`, but sets
+    this on each module that it shards. Setting it raises ValueError if the shards do not fit the recipe. It is a
+    descriptor, because FSDP2 shards differently if there is a `__setattr__`.
 
     how: returns a module's weight name and recipe; None if it is not a converted linear.
     """

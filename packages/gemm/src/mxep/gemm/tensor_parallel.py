@@ -126,7 +126,7 @@ def sharded_linear(
 
 
 def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """A rank's GEMM. A rank without features of w skips it, but has gradients, which are zero or empty."""
+    """A rank's GEMM. Without features of w on this rank it is torch's, for gradients that are zero or empty."""
     if w.numel():
         return linear(x, w, bias, **options)
     dtype = options["out_dtype"] or x.dtype
