@@ -120,9 +120,10 @@ class MoE(nn.Module):
     ``bias`` ``experts.gate_up_bias`` (E, 2F), ``experts.down_bias`` (E, D), and with shared experts
     ``shared.gate_up_proj``, ``shared.down_proj``, ``shared.gate`` (1, D). With a mesh or a group of several ranks,
     expert weights are DTensors, and each rank holds its E / W experts. If a weight has an attribute ``main_grad``
-    (fp32), its gradient is added there and not to `.grad`; biases and the gate do not use it. After forward,
-    ``last_routing`` tells where tokens went. It is None for a compiled layer, after a failed forward and in a copy. A
-    checkpoint's recomputation does not set it.
+    (fp32), its gradient is added there and not to `.grad`; biases and the gate do not use it.
+
+    After forward, ``last_routing`` tells where tokens went. It is None for a compiled layer, after a failed forward and
+    in a copy. A checkpoint's recomputation does not set it.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -211,6 +212,7 @@ class MoE(nn.Module):
 
         mask: (T,) or (B, S) bool, False for padding, like attention masks. Padding goes to no expert, not even a shared
         one. Its output and gradient are 0, whatever it holds. No load, loss or capacity counts it, but max_tokens does.
+
         expert_ids (T, K) int32 or int64, weights (T, K) fp32: a routing to use instead of the router's, over the T
         tokens of all B sequences. Both or neither, else ValueError.
         """
