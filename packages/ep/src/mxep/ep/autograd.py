@@ -91,7 +91,7 @@ class Parameters(NamedTuple):
     down_B: Tensor | None = None
 
     def local(self) -> "Parameters":
-        return Parameters(*(None if each is None else local_tensor(each) for each in self))
+        return Parameters(*(local_tensor(each) for each in self))
 
 
 def parameter_needs(each: Sequence[bool]) -> Needs:
@@ -290,7 +290,7 @@ def compiled_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """out (T, D) of `run_experts`, if there is no `unsupported_reason`; and kept (T, K), if `drops`."""
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
-    local_bias = None if gate_up_bias is None else local_weight(gate_up_bias)
+    local_bias = local_weight(gate_up_bias)
     bias = [] if local_bias is None else [local_bias]
     four = [] if lora is None else [local_weight(each) for each in lora.tensors]
     if isinstance(gate_up_proj, FrozenWeight) and isinstance(down_proj, FrozenWeight):

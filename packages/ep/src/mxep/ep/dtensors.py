@@ -3,7 +3,7 @@
 E experts in all, W ranks.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -77,8 +77,11 @@ def check_not_fsdp(experts: nn.Module, what: str) -> None:
         raise ValueError(f"{what}: expected experts before fully_shard, got experts that FSDP2 has sharded")
 
 
-def local_tensor(x: Tensor) -> Tensor:
-    """This rank's part of `x`, not a copy. It is differentiable only under torch.compile."""
+_OrNone = TypeVar("_OrNone", Tensor, Tensor | None)
+
+
+def local_tensor(x: _OrNone) -> _OrNone:
+    """This rank's part of `x` (None: None), not a copy. It is differentiable only under torch.compile."""
     if not isinstance(x, DTensor):
         return x
     return x.to_local() if torch.compiler.is_compiling() else x._local_tensor
@@ -119,8 +122,8 @@ def _laid_out_as(own: Tensor, grad: Tensor) -> Tensor:
     return grad if grad.stride() == own.stride() else torch.empty_like(own, dtype=grad.dtype).copy_(grad)
 
 
-def local_weight(weight: Tensor) -> Tensor:
-    """This rank's part of `weight`, differentiable: its gradient becomes a DTensor like `weight`.
+def local_weight(weight: _OrNone) -> _OrNone:
+    """This rank's part of `weight` (None: None), differentiable: its gradient becomes a DTensor like `weight`.
 
     It costs the host half as much as `DTensor.to_local`, and makes no zeros for missing gradients.
     """

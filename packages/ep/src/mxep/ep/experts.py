@@ -169,7 +169,7 @@ def run_experts(
             x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # weights are fp32: rounded once
         shape, expert_ids = expert_ids.shape, expert_ids.reshape(-1, 1)
         weights = torch.ones_like(expert_ids, dtype=weights.dtype)
-    bias = None if down_bias is None else local_weight(down_bias)
+    bias = local_weight(down_bias)
     if bias is not None and bias.shape != (wanted := (dispatcher.num_local_experts, x.shape[1])):
         raise ValueError(f"down_bias: got shape {tuple(bias.shape)}, want (experts here, D) = {wanted}")
     ids, drops = expert_ids, bias is not None and dispatcher.capacity.overflow == "drop"
@@ -183,8 +183,8 @@ def run_experts(
             raise ValueError(f"lora: expected weights without gradients for recipe {recipe.name}: freeze them")
         unquantized_wgrad = False
     if unquantized_wgrad:
-        here_bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
-        proj = join_parts([*map(local_tensor, weight_parts(dense[0]))])
+        proj = join_parts([local_tensor(part) for part in weight_parts(dense[0])])
+        here_bias = local_tensor(gate_up_bias)
         check_weights(x, proj, local_tensor(dense[1]), here_bias, dispatcher, config, main_grads)
         how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
         how |= {"gate_up_bias": gate_up_bias, "drops": drops}
@@ -268,7 +268,7 @@ def _compose(
         main_grads=main_grads,
         wgrad_scale=wgrad_scale,
         activation=config.activation,
-        gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
+        gate_up_bias=local_weight(gate_up_bias),
         dispatcher=dispatcher,
     )
     if drops:
@@ -288,4 +288,4 @@ def frozen_pair(gate_up_proj: object, down_proj: object) -> tuple[FrozenWeight, 
 
 def _main_grad(weight: Any) -> Tensor | None:
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    return None if main_grad is None else local_tensor(main_grad)
+    return local_tensor(main_grad)

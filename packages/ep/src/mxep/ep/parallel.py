@@ -149,7 +149,7 @@ def clip_grad_norm_(
         grad = grad if main_grad is None else main_grad
         # A parameter without a gradient counts, too: other ranks wait in the same all-reduces.
         share = shares.setdefault(_sharded_over(grad if isinstance(grad, DTensor) else parameter), [])
-        share.append(None if grad is None else local_tensor(grad))
+        share.append(local_tensor(grad))
     grads = [grad for share in shares.values() for grad in share if grad is not None]
     total = _total_norm(shares, norm_type, parameters[0].device)
     if error_if_nonfinite and not total.isfinite():

@@ -102,7 +102,7 @@ def sharded_linear(
         given = Shard(given.dim % x.dim())
     elif type(given) not in (Replicate, Partial):
         x, given = x.redistribute(mesh, [Replicate()]), Replicate()
-    options["main_grad"] = None if main_grad is None else getattr(main_grad, "_local_tensor", main_grad)
+    options["main_grad"] = getattr(main_grad, "_local_tensor", main_grad)
     shape = torch.Size([*x.shape[:-1], w.shape[0]])
     if weight == Shard(0):
         bias = None if bias is None else bias.redistribute(mesh, [Shard(0)]).to_local()
