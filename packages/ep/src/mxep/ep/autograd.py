@@ -1,11 +1,11 @@
 """The layer as autograd sees it: one node when called eagerly, two ops under torch.compile. Both run `layer.py`.
 
-One node for dispatch, MLP and combine equals the composed functions of `functional.py` bit for bit, and costs less:
+The node equals the composed functions of `functional.py` bit for bit, and costs less:
 
-    SwiGLU and its backward fold what they quantize, for a backend that folds: one pass less over h and d_gate_up
+    SwiGLU and its backward fold their results, for a backend that folds: one pass less over h and d_gate_up
     the slots that receive d_out are read in place, before the next exchange overwrites them
     weights are quantized during the exchange, for each pass separately: backward needs no saved quantized weights
-    dx is combined while the gradient of gate_up_proj computes, between nodes
+    dx is combined while the gradient of gate_up_proj computes
 
 The ops, which torch.compile does not trace into:
 
@@ -15,8 +15,7 @@ The ops, which torch.compile does not trace into:
 The compiled graph names dispatcher, recipe and backend by key or name. So one graph, and its entry in inductor's disk
 cache, serves all layers with the same three. A dispatcher must know its sizes beforehand: the symmetric one with
 ``max_tokens``, or the local one. Exchanges must happen in one order on all ranks. The data flow between layers fixes
-this order, forward and backward. It does not fix the order in which checkpointed layers are recomputed: compile each
-layer by itself, or bring tokens on all ranks.
+it, except for recomputed, checkpointed layers: compile each by itself, or bring tokens on all ranks.
 
 T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
@@ -79,8 +78,8 @@ from .rehearse import rehearse_once
 
 
 class Parameters(NamedTuple):
-    """Parameters of a layer as `Layer` takes them, DTensors too. Frozen weights are not among them. gate_up_proj is
-    only the gate if up_proj is given. The last four are those of `LoRAWeights`."""
+    """Parameters of a layer, DTensors or not, except frozen weights. gate_up_proj is only the gate if up_proj is
+    given."""
 
     gate_up_proj: Tensor | None = None
     down_proj: Tensor | None = None
@@ -92,12 +91,11 @@ class Parameters(NamedTuple):
     down_B: Tensor | None = None
 
     def local(self) -> "Parameters":
-        """This rank's part of each."""
-        return Parameters(*(None if each is None else local_tensor(each) for each in self))
+        return Parameters(*(local_tensor(each) for each in self))
 
 
 def parameter_needs(each: Sequence[bool]) -> Needs:
-    """The parameters that need gradients. each: one flag per field of `Parameters`."""
+    """The parameters that need gradients. each: a flag per field of `Parameters`."""
     gate_up, down, up, bias, *lora = each
     return Needs(gate_up or up, down, bias, any(lora))
 
@@ -114,7 +112,7 @@ _accumulating = False
 
 @contextlib.contextmanager
 def accumulate_in_place() -> Iterator[None]:
-    """Let the GEMM that computes an expert weight's gradient add it to ``.grad``, where there is one already.
+    """Let the GEMM that computes an expert weight's gradient add it to ``.grad``, if there is one.
 
         with accumulate_in_place():
             for x in micro_batches:
@@ -123,9 +121,9 @@ def accumulate_in_place() -> Iterator[None]:
 
     On `hopper` the bits are those of autograd's own sum, in half the memory traffic. On other backends this holds where
     1 / ranks is a power of two; `triton` rounds once. The context covers every forward inside it. Call `.backward()`:
-    `torch.autograd.grad` of an expert weight would add to ``.grad``, too. ``main_grad`` takes precedence. In other
-    cases autograd sums: gate and up as two parameters, weights with hooks, views or casts of parameters, a gradient of
-    another dtype or layout, recipes ``*_wgrad_bf16``. Inside it, a compiled layer breaks its graph.
+    `torch.autograd.grad` of an expert weight would add to ``.grad``, too. ``main_grad`` takes precedence. Autograd
+    still sums for gate and up as two parameters, weights with hooks, views or casts of parameters, a gradient of
+    another dtype or layout, and recipes ``*_wgrad_bf16``. A compiled layer breaks its graph.
     """
     global _accumulating
     before, _accumulating = _accumulating, True
@@ -163,7 +161,7 @@ class NodeState(NamedTuple):
 
 
 class Layer(torch.autograd.Function):
-    """The autograd node of a forward that `forward_pass` has already computed. Returns that forward's out."""
+    """The autograd node of a forward that `forward_pass` has already computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *rest: Any) -> Tensor:
@@ -222,7 +220,7 @@ class Layer(torch.autograd.Function):
 
 
 def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
-    """Whether `deferred` has the operands of these gradients. The bias needs gate_up's dy. LoRA's are not deferred."""
+    """Whether `deferred` has the operands of these gradients. The bias needs gate_up's dy; LoRA's never wait."""
     gate_up = deferred.gate_up is not None or not (wanted.gate_up_proj or wanted.gate_up_bias)
     return gate_up and (deferred.down is not None or not wanted.down_proj)
 
@@ -230,7 +228,7 @@ def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
 def _deferred_gradients(
     ctx: Any, deferred: DeferredWgrads, wanted: Needs, gate_up_main_grad: Tensor | None, down_main_grad: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of gate_up_proj, down_proj and the bias that an earlier backward deferred. No exchange is made."""
+    """Gradients of gate_up_proj, down_proj and the bias that an earlier backward deferred. Nothing is exchanged."""
     offs, scale = ctx.routing.plan.offs, ctx.wgrad_scale
     gate_up = down = bias = None
     how: dict[str, Any] = {"config": ctx.config, "scale": scale}
@@ -262,7 +260,7 @@ def _parameter_gradients(
 
 
 def unsupported_reason(dispatcher: TokenDispatcher, config: LayerConfig, main_grads: MainGrads) -> str | None:
-    """None if `compiled_layer` applies: names give all objects, and sizes are known. Otherwise the reason."""
+    """Why `compiled_layer` does not apply, or None: it needs objects that names give, and known sizes."""
     recipe, backend = config.recipe, config.backend
     if _accumulating:
         return "accumulate_in_place is open, and a graph adds to no .grad: leave it out, or compile around"
@@ -290,9 +288,9 @@ def compiled_layer(
     wgrad_scale: float,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """out (T, D) of `run_experts`, if there is no `unsupported_reason`; and the pairs with a row, if `drops`."""
+    """out (T, D) of `run_experts`, if there is no `unsupported_reason`; and kept (T, K), if `drops`."""
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
-    local_bias = None if gate_up_bias is None else local_weight(gate_up_bias)
+    local_bias = local_weight(gate_up_bias)
     bias = [] if local_bias is None else [local_bias]
     four = [] if lora is None else [local_weight(each) for each in lora.tensors]
     if isinstance(gate_up_proj, FrozenWeight) and isinstance(down_proj, FrozenWeight):
@@ -469,7 +467,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
-# Peers wait for the exchanges of a rank without tokens. A compiler would drop ops with empty results.
+# A compiler would drop ops with empty results, but peers wait for the exchanges of a rank without tokens.
 for _op in (torch.ops.mxep.layer_forward.default, torch.ops.mxep.layer_backward.default):
     has_side_effect(_op)
 

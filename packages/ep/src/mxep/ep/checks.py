@@ -23,7 +23,7 @@ FLOATS = torch.bfloat16, torch.float32
 
 
 def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-    """Check shapes and dtypes, and return the ids as a separate copy: int32, except for eager CPU tensors."""
+    """Check shapes and dtypes. Returns a copy of the ids: int32, except for eager CPU tensors."""
     fits = x.dim() == 2 and expert_ids.dim() == 2 and weights.shape == expert_ids.shape and len(x) == len(expert_ids)
     if not fits or expert_ids.shape[1] == 0:
         raise ValueError(
@@ -44,7 +44,7 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
     if expert_ids.is_cpu and not torch.compiler.is_compiling():
         return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher's errors name ids as given
     ids = narrow_ids(expert_ids)
-    # A separate copy, which backward reads.
+    # Backward reads the copy, and the caller may overwrite the ids.
     return ids.clone(memory_format=torch.contiguous_format) if ids is expert_ids else ids
 
 
@@ -57,7 +57,7 @@ def check_weights(
     config: LayerConfig,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """Raise ValueError for weights that do not fit x, each other, the dispatcher or the recipe, before any exchange."""
+    """Raise ValueError for weights that do not fit x, each other, the dispatcher or the recipe."""
     recipe = config.recipe
     e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if down_proj.dim() else 0
     wanted = [("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim))]
@@ -92,7 +92,6 @@ def check_frozen(
     dispatcher: TokenDispatcher,
     config: LayerConfig,
 ) -> None:
-    """`check_weights` for frozen weights."""
     e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1]
     alignment = config.recipe.group_alignment
     expected = ("gate_up_proj", gate_up_proj, (e, 2 * hidden_dim, dim)), ("down_proj", down_proj, (e, dim, hidden_dim))
@@ -107,7 +106,7 @@ def check_frozen(
 
 
 def check_lora(x: Tensor, lora: LoRAWeights, experts: int, gate_up_proj: Any, down_proj: Any) -> None:
-    """Raise ValueError for A and B that do not fit the weights, before any exchange. experts: number on this rank."""
+    """Raise ValueError for A and B that do not fit the weights. experts: number on this rank."""
     pairs = ("gate_up", gate_up_proj, lora.gate_up_A, lora.gate_up_B), ("down", down_proj, lora.down_A, lora.down_B)
     for name, weight, *both in pairs:
         if isinstance(weight, tuple):

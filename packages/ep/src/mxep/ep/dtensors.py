@@ -3,7 +3,7 @@
 E experts in all, W ranks.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def ep_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The 1-D mesh of the group's ranks, for tensors that are or will be on `device`. Not collective."""
+    """The 1-D mesh of the group's ranks, for tensors on `device`. Not collective."""
     kind = device.type
-    # A layer built on the CPU or on meta for a group of GPUs moves there later.
+    # A group of GPUs may build its layer on the CPU or on meta, and move it later.
     if kind in ("cpu", "meta"):
         kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
     return DeviceMesh.from_group(group, kind, mesh_dim_names=("ep",))
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Ranks of a 1-D mesh. Raises ValueError if it has more dimensions, or lacks this rank."""
+    """The group of a 1-D mesh. Raises ValueError if it has more dimensions, or lacks this rank."""
     if mesh.ndim != 1:
         raise ValueError(f"experts want a 1-D mesh, such as mesh['ep'], got {mesh.ndim} dimensions")
     if mesh.get_coordinate() is None:
@@ -33,18 +33,17 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def mesh_of(x: Tensor) -> DeviceMesh | None:
-    """The mesh of a DTensor, or None."""
     return x.device_mesh if isinstance(x, DTensor) else None
 
 
 def local_experts(num_experts: int, mesh: DeviceMesh) -> range:
-    """The experts that this rank of a 1-D mesh holds. num_experts: over all ranks, a multiple of their number."""
+    """The experts that this rank of a 1-D mesh holds, of num_experts over all ranks."""
     here = num_experts // mesh.size()
     return range(mesh.get_local_rank() * here, (mesh.get_local_rank() + 1) * here)
 
 
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group. Raises ValueError for the value that torch's `new_group` gives to ranks outside it."""
+    """Return the group. Raises ValueError for the value that `new_group` returns on ranks outside it."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"group: expected a process group with this rank, {dist.get_rank()}, got {group!r}"
@@ -60,12 +59,11 @@ def empty_share(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """An uninitialised tensor of `shape` (E, ...): a DTensor with this rank's experts; without a mesh, a plain tensor
-    of all."""
+    """An uninitialised tensor of `shape` (E, ...): with a mesh, a DTensor with this rank's experts."""
     if mesh is None:
         return torch.empty(shape, device=device, dtype=dtype)
     local = torch.empty(shape[0] // mesh.size(), *shape[1:], device=device, dtype=dtype)
-    # from_local would move it to the mesh's device at once.
+    # from_local would move `local` itself to the mesh's device.
     spec = DTensor.from_local(local.to("meta"), mesh, [Shard(0)], run_check=False)._spec
     return DTensor(local, spec, requires_grad=False)
 
@@ -79,18 +77,21 @@ def check_not_fsdp(experts: nn.Module, what: str) -> None:
         raise ValueError(f"{what}: expected experts before fully_shard, got experts that FSDP2 has sharded")
 
 
-def local_tensor(x: Tensor) -> Tensor:
-    """This rank's part of `x`: not a copy, and differentiable only under torch.compile."""
+_OrNone = TypeVar("_OrNone", Tensor, Tensor | None)
+
+
+def local_tensor(x: _OrNone) -> _OrNone:
+    """This rank's part of `x` (None: None), not a copy. It is differentiable only under torch.compile."""
     if not isinstance(x, DTensor):
         return x
     return x.to_local() if torch.compiler.is_compiling() else x._local_tensor
 
 
 class Share:
-    """A weight that an autograd node used. It knows the version of a DTensor, not only of its local tensor."""
+    """A weight that an autograd node used, with the version that its DTensor had then."""
 
     def __init__(self, weight: Tensor) -> None:
-        # Only a DTensor is kept: a node lives as long as its outputs, longer than the tensors that autograd saves.
+        # A node outlives the tensors that autograd saves, so it must not keep plain weights alive.
         self._weight = weight if isinstance(weight, DTensor) else None
         # Inference tensors count no version.
         self._version = None if self._weight is None or weight.is_inference() else weight._version
@@ -99,7 +100,7 @@ class Share:
     def check(self) -> None:
         """Raise RuntimeError if a DTensor has changed since the node used it.
 
-        Autograd's own check asks the local tensor, but in-place operations on a DTensor do not change its version.
+        Autograd's own check reads the local tensor's version, which in-place operations on a DTensor do not change.
         (Optimizers' foreach and fused kernels do not change the DTensor's version, either.)
         """
         if self._weight is not None and self._version is not None and self._weight._version != self._version:
@@ -109,22 +110,22 @@ class Share:
             )
 
     def gradient(self, local: Tensor | None) -> Tensor | None:
-        """The weight's gradient, given this rank's part of it."""
+        """The weight's gradient, made of this rank's part."""
         if local is None or self._weight is None:
             return local
         return DTensor(_laid_out_as(self._weight._local_tensor, local), self._weight._spec, requires_grad=False)
 
 
 def _laid_out_as(own: Tensor, grad: Tensor) -> Tensor:
-    """`grad` with the strides of `own`, because fused optimizers walk both in memory order. Autograd ensures this for
-    plain tensors, not for DTensors' local ones."""
+    """`grad` with the strides of `own`: fused optimizers walk both in memory order. Autograd ensures this only for
+    plain tensors."""
     return grad if grad.stride() == own.stride() else torch.empty_like(own, dtype=grad.dtype).copy_(grad)
 
 
-def local_weight(weight: Tensor) -> Tensor:
-    """This rank's part of `weight`, differentiable: its gradient becomes a DTensor like `weight`.
+def local_weight(weight: _OrNone) -> _OrNone:
+    """This rank's part of `weight` (None: None), differentiable: its gradient becomes a DTensor like `weight`.
 
-    It costs the host half of `DTensor.to_local`, forward and backward, and makes no zeros for missing gradients.
+    It costs the host half as much as `DTensor.to_local`, and makes no zeros for missing gradients.
     """
     if not isinstance(weight, DTensor):
         return weight
@@ -149,10 +150,10 @@ class _Local(torch.autograd.Function):
 
 @torch.no_grad()
 def init_normal_(weight: Tensor, std: float, *, per_expert: bool = False) -> None:
-    """Fill `weight` with normal numbers of mean 0. The weight is the same, however it is sharded.
+    """Fill `weight` with normal numbers of mean 0 that do not depend on how it is sharded.
 
-    One number of the CPU's default generator is the seed, so ranks that agree on its state agree on the weight.
-    per_expert: `weight` (E, ...) has one seed per expert, and a rank draws only the experts that it holds.
+    The seed is one number of the CPU's default generator, so ranks that agree on its state agree on the weight.
+    per_expert: `weight` (E, ...) has one seed per expert, and a rank draws only its own experts.
     """
     local = local_tensor(weight)
     if local.is_meta or isinstance(local, FakeTensor):

@@ -1,7 +1,9 @@
 """Weights of routed experts, this rank's share.
 
-e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_proj are the gate, the next F the
-up part. With an interleaved activation, gate and up rows alternate.
+The first F rows of gate_up_proj are the gate, the next F the up part. With an interleaved activation, gate and up rows
+alternate.
+
+e local experts of E, D model dim, F hidden dim.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs
-from mxep.gemm.quantize_once import Weight, joined, weight_parts
+from mxep.gemm.quantize_once import Weight, join_parts, joined, weight_parts
 from mxep.quant import SwiGLU
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import check_no_tangent, check_no_transform
@@ -44,8 +46,8 @@ class Experts(nn.Module):
 
     Parameters: ``gate_up_proj`` (E, 2F, D), ``down_proj`` (E, D, F); with ``bias`` also ``gate_up_bias`` (E, 2F) and
     ``down_bias`` (E, D), else None. Weights are normal with std 1/sqrt(fan-in), biases zero. With a 1-D mesh they are
-    DTensors sharded on their first dimension, and a rank allocates and draws its own experts only. Each expert has its
-    own seed, so one seed makes one model, however many ranks share it.
+    DTensors sharded on dimension 0, and a rank allocates and draws only its own experts. Each expert has its own seed,
+    so the weights do not depend on the number of ranks.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights and zero biases, also if FSDP2 has sharded them further."""
+        """Draw new weights and zero biases. FSDP2 may have sharded them."""
         for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -112,29 +114,28 @@ def run_experts(
 
     Args:
         x: bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
-        gate_up_proj: (e, 2F, D), gate rows first. Or a pair of gate and up, (e, F, D) each: they are quantized into one
-            weight and have gradients of their own. down_proj: (e, D, F). All may be DTensors with this rank's share, as
-            in `Experts`; their gradients are then DTensors, too. If a whole weight has an attribute ``main_grad``, fp32
-            of its shape or of this rank's share, its gradient is added there and not to `.grad`. Or both frozen
-            (`mxep.gemm.freeze`): they have no gradients, and each is expanded for one GEMM at a time.
+        gate_up_proj: (e, 2F, D), gate rows first, or a pair of gate and up, (e, F, D) each. down_proj: (e, D, F).
+            DTensors with this rank's share, as in `Experts`, get DTensor gradients. If a weight that is no pair has an
+            attribute ``main_grad``, fp32 of its shape or of this rank's share, its gradient is added there and not to
+            `.grad`. Both may be frozen (`mxep.gemm.freeze`): they get no gradients, and each is expanded for one GEMM
+            at a time.
         recipe: a Recipe or its name. wgrad_scale: factor for gradients of weights and biases.
-        activation: a `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by
-            the routing weight; ranks gather it. Biases may be DTensors. Their gradients are ordinary.
-        score_before_experts: apply the routing weight to an expert's input, not to its output (Llama 4). The dispatcher
-            and the routing then see T K tokens, and ``max_tokens`` counts these.
+        activation: a `mxep.quant.SwiGLU`.
+        gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by the routing weight. Each rank gathers all down biases.
+            Both may be DTensors.
+        score_before_experts: multiply an expert's input by the routing weight, not its output (Llama 4). Dispatcher,
+            routing and ``max_tokens`` then count T K tokens.
         lora: this rank's, or DTensors, as `LoRAExperts` has them.
         layer: from ``dispatcher.number_layer()``. Ranks that call numbered layers in different orders raise
             PeersDisagree. 0: unknown, as always under torch.compile.
 
-    Under torch.compile it is one op of the graph, with `fullgraph=True` too, and the routing is None. Four cases break
-    the graph, and fail a full one with the reason:
+    Under torch.compile it is one op, also with `fullgraph=True`, and the routing is None. Four cases break the graph,
+    or fail a full graph or torch.export with the reason:
 
     - a `main_grad`;
     - a dispatcher that learns its sizes at run time, as with `Capacity.exact()` or without ``max_tokens``;
     - a recipe or a backend without a name;
     - wgrad "bf16", which composes the functions of `functional.py`.
-
-    torch.export allows no breaks and raises RuntimeError there.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, before any exchange.
     """
@@ -145,7 +146,6 @@ def run_experts(
     config = LayerConfig(recipe, select(backend, x.device), activation)
     frozen = frozen_pair(gate_up_proj, down_proj)
     dense: Any = gate_up_proj, down_proj  # if they are not frozen
-    whole: Any = None
     reason: str | None = None
     if torch.compiler.is_compiling():
         reason = unsupported_reason(dispatcher, config, main_grads)
@@ -169,7 +169,7 @@ def run_experts(
             x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # weights are fp32: rounded once
         shape, expert_ids = expert_ids.shape, expert_ids.reshape(-1, 1)
         weights = torch.ones_like(expert_ids, dtype=weights.dtype)
-    bias = None if down_bias is None else local_weight(down_bias)
+    bias = local_weight(down_bias)
     if bias is not None and bias.shape != (wanted := (dispatcher.num_local_experts, x.shape[1])):
         raise ValueError(f"down_bias: got shape {tuple(bias.shape)}, want (experts here, D) = {wanted}")
     ids, drops = expert_ids, bias is not None and dispatcher.capacity.overflow == "drop"
@@ -183,11 +183,9 @@ def run_experts(
             raise ValueError(f"lora: expected weights without gradients for recipe {recipe.name}: freeze them")
         unquantized_wgrad = False
     if unquantized_wgrad:
-        here_bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
-        if not torch.compiler.is_compiling():
-            gate, *halves = map(local_tensor, weight_parts(dense[0]))
-            whole = (gate, *halves) if halves else gate
-            check_weights(x, whole, local_tensor(dense[1]), here_bias, dispatcher, config, main_grads)
+        proj = join_parts([local_tensor(part) for part in weight_parts(dense[0])])
+        here_bias = local_tensor(gate_up_bias)
+        check_weights(x, proj, local_tensor(dense[1]), here_bias, dispatcher, config, main_grads)
         how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
         how |= {"gate_up_bias": gate_up_bias, "drops": drops}
         with dispatcher.watched():
@@ -200,29 +198,28 @@ def run_experts(
         four = {} if lora is None else dict(zip(Parameters._fields[-4:], lora.tensors))
         parameters = Parameters(gate_up_bias=gate_up_bias, **four)
         if frozen is None:
-            gate, *halves = weight_parts(dense[0])
-            up = halves[0] if halves else None
+            gate, up = (*weight_parts(dense[0]), None)[:2]
             parameters = parameters._replace(gate_up_proj=gate, down_proj=dense[1], up_proj=up)
         mine = parameters.local()
         proj = mine.gate_up_proj if mine.up_proj is None else (mine.gate_up_proj, mine.up_proj)
-        whole = frozen or (proj, mine.down_proj)
+        both: tuple[Any, Any] = frozen or (proj, mine.down_proj)
         if frozen is not None:
             check_frozen(x, *frozen, mine.gate_up_bias, dispatcher, config)
         else:
-            check_weights(x, whole[0], whole[1], mine.gate_up_bias, dispatcher, config, main_grads)
+            check_weights(x, *both, mine.gate_up_bias, dispatcher, config, main_grads)
         grads = [each is not None and each.requires_grad for each in parameters]
         backward = torch.is_grad_enabled() and (any(grads) or x.requires_grad or weights.requires_grad)
         check_no_tangent(x, weights, *mine)
         scale = 0.0 if lora is None else lora.scale
         with dispatcher.watched(), torch.no_grad():
-            # The router's weights may have any layout. With room, tokens are read in place, so they must be dense.
+            # A record with room reads tokens in place, so they must be dense.
             room = dispatcher.room_for(x, per_token)
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
-            given = ForwardInput(*of_tokens, ids, whole[0], whole[1], mine.gate_up_bias, join_lora(mine, scale))
+            given = ForwardInput(*of_tokens, ids, *both, mine.gate_up_bias, join_lora(mine, scale))
             needs = parameter_needs(grads) if backward else None
             again = makes_rows_again(dispatcher, recipe, needs, ids.shape[1])
             rehearse_once(given, dispatcher, config, needs, main_grads, rows_again=again, room=room)
-            rowwise = held_rowwise(whole[0], whole[1], config, dgrad=backward)
+            rowwise = held_rowwise(*both, config, dgrad=backward)
             forward = pass_of(dispatcher, forward_pass)
             made = forward(given, rowwise, config=config, needs=needs, rows_again=again, drops=drops, room=room)
             made = dataclasses.replace(made, out=first_rows(made.out, len(x)))
@@ -256,7 +253,8 @@ def _compose(
     gate_up_bias: Tensor | None,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None, Routing]:
-    """A layer with unquantized weight gradients. Returns out, the pairs with a row if `drops`, and the routing."""
+    """`run_experts` with unquantized weight gradients. Returns out, the pairs with a row if `drops`, and the
+    routing."""
     how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": config.recipe}
     rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
     y = expert_mlp(
@@ -270,7 +268,7 @@ def _compose(
         main_grads=main_grads,
         wgrad_scale=wgrad_scale,
         activation=config.activation,
-        gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
+        gate_up_bias=local_weight(gate_up_bias),
         dispatcher=dispatcher,
     )
     if drops:
@@ -290,4 +288,4 @@ def frozen_pair(gate_up_proj: object, down_proj: object) -> tuple[FrozenWeight, 
 
 def _main_grad(weight: Any) -> Tensor | None:
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    return None if main_grad is None else local_tensor(main_grad)
+    return local_tensor(main_grad)

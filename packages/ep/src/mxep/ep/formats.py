@@ -1,9 +1,9 @@
 """Formats of the layer's tensors in each recipe: rows on the wire, weights, and the operands of SwiGLU.
 
-    x (T, D), d_out    -> payload    bf16: one part (T, 2 D). MX: (T, D) qdata and (T, D / block) scales
-    slots (S, .)       -> rows       comms transports the parts without interpreting them; `Wire.rows` reads them
-    weights (e, N, K)  -> rowwise for forward, colwise for dgrad
-    gate_up (R_max, 2F) -> h (R_max, F), and what is kept of it for backward
+    x (T, D), d_out     -> payload, which comms transports as bytes
+    slots (S, .)        -> rows (R_max, D), see `Wire.rows`
+    weights (e, N, K)   -> rowwise for forward, colwise for dgrad
+    gate_up (R_max, 2F) -> h (R_max, F), and gate_up as saved for backward
 
 R_max rows, D model dim, F hidden dim, e local experts.
 """
@@ -30,8 +30,8 @@ from .lora import LoRAWeights, add_lora
 
 @replayed
 def pack(x: Tensor, *, recipe: Recipe, fmt: MXFormat, room: int | None = None) -> Payload:
-    """x (T, D) as bytes to send, quantized to `fmt` if the recipe quantizes: (T, 2 D) of bf16; or (T, D) qdata and
-    (T, D / block) scales. room: number of rows to return; only the first T are valid."""
+    """The bytes of x (T, D) to send: one part (T, 2 D) for bf16. A recipe that quantizes makes two, in `fmt`: qdata (T,
+    D) and scales (T, D / block). room: number of rows to return; only the first T are valid."""
     rows = recipe.quantize_rows(x, fmt, room)
     return (_bytes(rows.qdata), _bytes(rows.scale)) if isinstance(rows, MXTensor) else (_bytes(rows),)
 
@@ -47,7 +47,7 @@ class Wire(Bundle):
     """How to read a payload.
 
     Attributes:
-        dtype: the rows' (outer) dtype. qdata: dtype of the qdata, or None where rows travel unquantized. block_size:
+        dtype: dtype of the rows, before quantization. qdata: dtype of the qdata; None for unquantized rows. block_size:
             elements per scale; unused without qdata.
     """
 
@@ -63,11 +63,10 @@ class Wire(Bundle):
         return Wire(x.dtype, fmt.dtype, recipe.block_size or x.shape[1])
 
     def rows(self, slots: Payload, row_slot: Tensor, offs: Tensor, *, copy: bool) -> Tensor:
-        """Slots (S, .) -> the plan's expert-major rows (R_max, D) with zero padding.
+        """Slots (S, .) -> the plan's expert-major rows (R_max, D), with zero padding.
 
-        row_slot, offs: the plan's. Plain rows are always gathered. Quantized rows are not copied; a row index says
-        where each lies. copy: rows are needed after the next exchange, so the slots are copied (the rows instead, if
-        `keeps_rows`).
+        row_slot, offs: the plan's. Plain rows are gathered. Quantized rows stay in their slots and get a row index.
+        copy: rows are needed after the next exchange, so the slots are copied, or the rows gathered if `keeps_rows`.
         """
         if self.qdata is None:
             (gathered,) = gather_rows(slots, row_slot, offs)
@@ -87,13 +86,13 @@ class Wire(Bundle):
         )
 
     def copied(self, slots: Payload) -> Tensor:
-        """Plain slots (S, D), copied from a buffer."""
+        """A copy of plain slots (S, D)."""
         return gather_rows(slots, None)[0].view(self.dtype)
 
 
 def keeps_rows(max_rows: int, num_slots: int, *, copied: bool) -> bool:
-    """Whether forward keeps quantized rows for backward instead of slots and an index. It does if slots must be
-    `copied`, as they are the dispatcher's memory, and there are no more rows than slots (top-1)."""
+    """Whether forward saves gathered quantized rows instead of slots and an index. It does if there are no more rows
+    than slots (top-1), and slots must be `copied` because they are the dispatcher's memory."""
     return copied and max_rows <= num_slots
 
 
@@ -103,7 +102,7 @@ AnyWeight = Weight | FrozenWeight
 
 @dataclass(frozen=True)
 class LayerConfig(Bundle):
-    """How a layer computes. backend: one that can run on the layer's device. activation: applied to gate and up."""
+    """How a layer computes. backend: it can run on the layer's device. activation: applied to gate and up."""
 
     recipe: Recipe
     backend: Backend
@@ -111,7 +110,7 @@ class LayerConfig(Bundle):
 
 
 class Needs(NamedTuple):
-    """A choice of parameters, such as those that have gradients."""
+    """A set of parameters, such as those that need gradients."""
 
     gate_up_proj: bool = False
     down_proj: bool = False
@@ -119,8 +118,8 @@ class Needs(NamedTuple):
     lora: bool = False
 
     def keep_rows(self, rows_again: bool, recomputes: bool) -> bool:
-        """Whether forward keeps rows: gradients of gate_up_proj and LoRA read them, and so does a layer that recomputes
-        gate_up. rows_again: `makes_rows_again`."""
+        """Whether forward saves rows: for the gradients of gate_up_proj and LoRA, or to recompute gate_up. rows_again:
+        `makes_rows_again`."""
         return (self.gate_up_proj or self.lora or recomputes) and not rows_again
 
 
@@ -128,10 +127,10 @@ NONE = Needs()
 
 
 def makes_rows_again(dispatcher: TokenDispatcher, recipe: Recipe, needs: Needs | None, top_k: int) -> bool:
-    """Whether forward keeps no rows, and backward makes them again from x, for the gradient of gate_up_proj.
+    """Whether forward saves no rows, and backward makes them again from x for the gradient of gate_up_proj.
 
-    This works on one rank, where slots are the tokens themselves. x costs no memory, since a router keeps it, too.
-    Top-1 layers keep quantized slots: their x may be a temporary tensor (``score_before_experts``), twice as large.
+    This works on one rank, where slots are the tokens. x costs no memory, because the router saves it, too. Top-1
+    layers save quantized slots: x may be a temporary tensor (``score_before_experts``), twice as large.
     """
     if needs is None or needs.lora or not needs.gate_up_proj:
         return False
@@ -140,14 +139,13 @@ def makes_rows_again(dispatcher: TokenDispatcher, recipe: Recipe, needs: Needs |
 
 @dataclass(frozen=True)
 class Saved(Operands):
-    """The tensors that forward leaves to backward besides the weights themselves.
+    """Tensors that forward saves for backward, besides the weights.
 
     Attributes:
-        rows: if quantized, slots (S, D), or rows (R_max, D) where `keeps_rows`. If plain, rows (R_max, D), or slots if
-            only the first rows of gate_up are kept. None if nothing needs them (`Needs.keep_rows`), or if backward
-            makes them again.
-        gate_up: (R_max, 2F), with one scale a row if the recipe keeps it in FP8. If the capacity says "recompute", only
-            its first rows, as many as `TokenDispatcher.kept_rows` says.
+        rows: quantized: slots (S, D), or rows (R_max, D) if `keeps_rows`. Plain: rows (R_max, D), or slots if gate_up
+            is saved in part. None unless `Needs.keep_rows`.
+        gate_up: (R_max, 2F), with one scale per row if the recipe saves it in FP8. Only the first
+            `TokenDispatcher.kept_rows` rows with a capacity of overflow="recompute".
         gate_up_columns, down_columns: see `saved_columns`.
         gate_up_inner, down_inner: (R_max, r) inner rows of LoRA, if it has gradients.
     """
@@ -160,13 +158,13 @@ class Saved(Operands):
     down_inner: Tensor | None = None
 
     def lacks_rows(self, plan: RoutingPlan) -> bool:
-        """Whether gate_up has only the plan's first rows, so that backward recomputes the others."""
+        """Whether only the first rows of gate_up were saved, so that backward recomputes the others."""
         return len(self.gate_up.qdata if isinstance(self.gate_up, MXParts) else self.gate_up) < plan.max_rows
 
 
 @replayed
 def rows_of_tokens(x: Tensor, row_slot: Tensor, offs: Tensor, *, config: LayerConfig, room: int | None) -> Any:
-    """Recompute forward's rows (R_max, D). x: tokens (T, D) if these are the slots, else plain slots (S, D)."""
+    """Recompute forward's rows (R_max, D). x: tokens (T, D) that are the slots, or copied plain slots (S, D)."""
     payload = pack.function(x, recipe=config.recipe, fmt=config.recipe.fmt, room=room)
     return Wire.of(x, config.recipe, config.recipe.fmt).rows(payload, row_slot, offs, copy=False)
 
@@ -200,11 +198,10 @@ def fake_saved(
     copied: bool,
     lora: LoRAWeights | None = None,
 ) -> Saved:
-    """The tensors that forward would leave to backward, as fake tensors.
+    """The tensors that forward would save, as fake tensors.
 
-    kept_rows: number of rows of gate_up that are kept, default all. copied: whether slots are copied because the
-    dispatcher `borrows` them.
-    lora: None if it has no gradients.
+    kept_rows: number of saved rows of gate_up, default all. copied: whether slots are copied because the dispatcher
+    `borrows` them. lora: None if it has no gradients.
     """
     recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
     kept_rows = plan.max_rows if kept_rows is None else kept_rows
@@ -263,7 +260,7 @@ def _joined(parts: list[Tensor], axis: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class RowwiseWeights(Bundle):
-    """Both weights, prepared for forward, and the amax (e, .) of their columns or None."""
+    """Both weights quantized for forward, and the amax (e, .) of their columns, or None."""
 
     gate_up: Any
     down: Any
@@ -273,8 +270,7 @@ class RowwiseWeights(Bundle):
 
 @dataclass(frozen=True)
 class ColwiseWeights(Bundle):
-    """Both weights, prepared for dgrad. gate_up_rowwise: gate_up_proj prepared for forward, if gate_up is
-    recomputed."""
+    """Both weights quantized for dgrad. gate_up_rowwise: gate_up_proj for forward, if gate_up is recomputed."""
 
     gate_up: Any
     down: Any
@@ -285,7 +281,7 @@ class ColwiseWeights(Bundle):
 def quantize_rowwise(
     gate_up_proj: AnyWeight, down_proj: AnyWeight, *, config: LayerConfig, dgrad: bool
 ) -> RowwiseWeights:
-    """The weights for forward. dgrad: `quantize_colwise` will follow."""
+    """The weights for forward. dgrad: True if `quantize_colwise` follows."""
     gate_up, gate_up_saved = rowwise_and_saved(gate_up_proj, config.recipe, config.backend, dgrad=dgrad)
     down, down_saved = rowwise_and_saved(down_proj, config.recipe, config.backend, dgrad=dgrad)
     return RowwiseWeights(gate_up, down, gate_up_saved.amax, down_saved.amax)
@@ -295,7 +291,7 @@ def quantize_rowwise(
 def quantize_colwise(
     gate_up_proj: SavedWeight, down_proj: SavedWeight, *, config: LayerConfig, recompute: bool = False
 ) -> ColwiseWeights:
-    """The weights for dgrad. 2-D blocks are used unchanged. recompute: prepare gate_up_proj for forward, too."""
+    """The weights for dgrad. 2-D blocks are used as they are. recompute: prepare gate_up_proj for forward, too."""
     down, rowwise = down_proj.colwise(config.recipe, config.backend), None
     if recompute:
         rowwise = gate_up_proj.weight
@@ -307,7 +303,7 @@ def quantize_colwise(
 def held_rowwise(
     gate_up_proj: AnyWeight, down_proj: AnyWeight, config: LayerConfig, *, dgrad: bool
 ) -> RowwiseWeights | None:
-    """The weights for forward if `quantize_weights_once` holds them, else None: forward quantizes them."""
+    """The weights for forward if `quantize_weights_once` holds them, else None."""
     if not is_held(gate_up_proj, config.recipe):
         return None
     return quantize_rowwise.direct(gate_up_proj, down_proj, config=config, dgrad=dgrad)  # type: ignore[no-any-return]
@@ -316,7 +312,7 @@ def held_rowwise(
 def held_colwise(
     gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved, config: LayerConfig, *, recompute: bool = False
 ) -> ColwiseWeights | None:
-    """The weights for dgrad if `quantize_weights_once` holds them, else None: backward quantizes them."""
+    """The weights for dgrad if `quantize_weights_once` holds them, else None."""
     if not is_held(gate_up_proj, config.recipe):
         return None
     both = saved_weights(gate_up_proj, down_proj, saved)
@@ -324,15 +320,15 @@ def held_colwise(
 
 
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
-    """For each weight, the tensor that `quantize_colwise` needs besides it. For a backend with one scale per column
-    this is the amax of the columns, (e, D) or (e, F) fp32. 2-D blocks are returned unchanged. Otherwise None."""
+    """For each weight, a tensor that saves `quantize_colwise` work: its 2-D blocks, or the amax of its columns, (e, D)
+    or (e, F) fp32. None if there is neither."""
     pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
     gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
     return gate_up, down
 
 
 def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -> tuple[SavedWeight, SavedWeight]:
-    """Sources of dgrad's quantized weights: each weight with the amax of its columns, or its 2-D blocks."""
+    """The sources of dgrad's quantized weights: each weight with the amax of its columns, or its 2-D blocks."""
     pairs = (gate_up_proj, saved.gate_up_columns), (down_proj, saved.down_columns)
     gate_up, down = (SavedWeight(x, None) if isinstance(x, MXParts | MXTensor) else SavedWeight(w, x) for w, x in pairs)
     return gate_up, down
@@ -342,8 +338,7 @@ def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -
 
 
 class GateUp(NamedTuple):
-    """The GEMM that makes gate_up (R_max, 2F): all operands but rows. w: gate_up_proj, expanded. dtype: of the
-    result."""
+    """Operands, except rows, of the GEMM that makes gate_up (R_max, 2F). w: gate_up_proj, expanded."""
 
     w: Any
     bias: Tensor | None
@@ -352,8 +347,8 @@ class GateUp(NamedTuple):
     dtype: torch.dtype
 
     def first_rows(self, rows: Tensor, offs: Tensor, count: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """gate_up of the first `count` rows, gate_up of the other rows (None if there are none), and LoRA's inner rows
-        (R_max, r) or None."""
+        """(gate_up of the first `count` rows, gate_up of the others, LoRA's inner rows (R_max, r)), None if there are
+        none."""
         if count == len(rows):
             gate_up, inner = self._of(rows, offs)
             return gate_up, None, inner
@@ -362,7 +357,7 @@ class GateUp(NamedTuple):
         return gate_up, rest, None if inner is None or others is None else torch.cat((inner, others))
 
     def last_rows(self, rows: Tensor, offs: Tensor, first: int) -> Tensor:
-        """gate_up of rows from `first` on, as `saved_gate_up` makes it."""
+        """gate_up of the rows from `first` on, as `saved_gate_up` returns it."""
         gate_up, _ = self._of(rows[first:], quant.split_ends(offs, first)[1])
         return saved_gate_up(gate_up, self.config.recipe)
 
@@ -378,7 +373,7 @@ class GateUp(NamedTuple):
 
 def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
     """gate_up (R, 2F) as saved for backward: unchanged, or quantized with one scale per row. Rows past the valid ones
-    are unspecified. Each row is quantized by itself."""
+    are unspecified."""
     if recipe.saved_gate_up == "unquantized":
         return gate_up
     return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)
@@ -394,8 +389,8 @@ def swiglu_forward(
     folded: bool = False,
     rest: Tensor | None = None,
 ) -> Tensor:
-    """h (R_max, F), times row_weight, as the recipe quantizes it. folded: MX rows with one scale each, for a backend
-    that `wants_rowwise`. rest: the last rows of gate_up, if they are a separate tensor."""
+    """h (R_max, F), times row_weight, quantized if the recipe quantizes. folded: MX rows with one scale each, for a
+    backend that `wants_rowwise`. rest: the last rows of gate_up, if they are a separate tensor."""
     if recipe.scaling == "none":
         return quant.swiglu(gate_up, row_weight, offs=offs, rest=rest, activation=activation)
     options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
@@ -416,11 +411,10 @@ def swiglu_backward(
     with_h: bool = False,
     rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(d_gate_up (R_max, 2F) as the recipe quantizes gradients, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
+    """(d_gate_up (R_max, 2F) quantized as the recipe's gradients, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
 
     gate_up: from `saved_gate_up`. rest: its last rows, if they are a separate tensor. overwrite: d_h may be
-    overwritten. with_h: recompute h, bit for bit; else h is None. Forward does not keep h, because this kernel reads
-    gate_up anyway.
+    overwritten. with_h: recompute h, bit for bit; else h is None.
     """
     if recipe.scaling == "none":
         how: dict[str, Any] = {"offs": offs, "with_h": with_h, "rest": rest, "activation": activation}

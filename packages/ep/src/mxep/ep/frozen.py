@@ -3,7 +3,7 @@
     freeze_experts(model, "mxfp8")      every `Experts` of a model, one after another: bf16 is freed as it is replaced
     FrozenExperts(gate_up, down)        from quantized bytes (`mxep.gemm.freeze`), no bf16 at any time
 
-The forward pass and the gradient of x are those of `Experts` with the quantized weights. There are no weight gradients.
+Forward and the gradient of x are those of `Experts` with the quantized weights.
 
 e local experts of E, D model dim, F hidden dim.
 """
@@ -25,17 +25,19 @@ PARTS = (*FrozenWeight.field_names, "block_scale")
 """Names of a weight's parameters, after its own name and "_".
 
 A weight has "block_scale" if its qdata are folded, else "scale". With one name for both, torch.distributed.checkpoint
-would read folded qdata into a model of unfolded ones."""
+would read folded qdata into a model with unfolded ones.
+"""
 
 
 class FrozenExperts(nn.Module):
     """All experts of a layer, or with a mesh this rank's share, in MXFP8, MXFP4 or block FP8.
 
     Parameters without gradients, uint8 as in `mxep.gemm.frozen.FrozenWeight`: ``gate_up_proj_qdata``, ``_scale`` and,
-    of MX formats, ``_column_scale``; the same of ``down_proj``. If qdata are folded, ``_block_scale`` takes the place
-    of ``_scale``, and there are ``_row_scale``, ``_lost_index`` and ``_lost_qdata``, too. With a mesh they are DTensors
-    sharded on the first dimension. ``gate_up_bias`` and ``down_bias`` are frozen, too, or None.
-    Casts leave them as they are: `.to(torch.bfloat16)` casts floating-point tensors only. Bytes can have no gradients:
+    for MX formats, ``_column_scale``; the same for ``down_proj``. Folded qdata have ``_block_scale`` instead of
+    ``_scale``, and also ``_row_scale``, ``_lost_index`` and ``_lost_qdata``. With a mesh they are DTensors sharded on
+    dimension 0. ``gate_up_bias`` and ``down_bias`` are frozen, too, or None.
+
+    `.to(torch.bfloat16)` casts floating-point tensors only, so the bytes stay. They can have no gradients:
     `model.requires_grad_(True)` raises; select floating-point parameters instead.
     """
 
@@ -48,7 +50,7 @@ class FrozenExperts(nn.Module):
         down_bias: Tensor | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """gate_up_proj: (e, 2F, D) of this rank. down_proj: (e, D, F). mesh: 1-D, of ranks that share the experts."""
+        """gate_up_proj: (e, 2F, D) of this rank. down_proj: (e, D, F). mesh: 1-D, the ranks that share the experts."""
         super().__init__()
         (experts, wide, dim), expected = gate_up_proj.shape, tuple(down_proj.shape)
         if expected != (experts, dim, wide // 2):
@@ -63,7 +65,7 @@ class FrozenExperts(nn.Module):
 
     @staticmethod
     def of(experts: Experts, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> "FrozenExperts":
-        """`experts`, quantized to `fmt` by `mxep.gemm.freeze`. Its bf16 weights are not touched."""
+        """`experts`, quantized to `fmt` by `mxep.gemm.freeze`. Their bf16 weights stay unchanged."""
         check_not_fsdp(experts, "freeze_experts")
         mesh = mesh_of(experts.down_proj)
         weights = (freeze(local_tensor(w.data), fmt, folded=folded) for w in (experts.gate_up_proj, experts.down_proj))
@@ -98,7 +100,7 @@ class FrozenExperts(nn.Module):
 
 
 def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: DeviceMesh | None = None) -> None:
-    """Make the parts of `weight` parameters ``{name}_{part}`` of a module. mesh: ranks that share the experts."""
+    """Register the parts of `weight` as parameters ``{name}_{part}``. mesh: ranks that share the experts."""
     parts = {part: getattr(weight, part) for part in FrozenWeight.field_names} | {"block_scale": None}
     if weight.row_scale is not None:
         parts |= {"scale": None, "block_scale": weight.scale}
@@ -107,9 +109,8 @@ def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: De
 
 
 def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Raise ValueError if frozen experts are about to load qdata of another format (folded, or block FP8) whose shape
-    fits. With strict=False torch would load the qdata and skip their scales. torch itself refuses qdata of other
-    shapes."""
+    """Raise ValueError if a state has qdata of the right shape in another format (folded, or block FP8). With
+    strict=False torch would load them and skip their scales. torch itself refuses other shapes."""
     names = dict(module.named_parameters(recurse=False))
     for name in ("gate_up_proj", "down_proj"):
         qdata = state.get(f"{prefix}{name}_qdata")
@@ -122,14 +123,14 @@ def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 def _kind(names: Container[str], name: str) -> str:
-    """How a weight was frozen, by the names of a state or of parameters."""
+    """How a weight was frozen, from the names in a state or of parameters."""
     if f"{name}_column_scale" not in names:
         return '"fp8_block"'
     return f"folded={f'{name}_row_scale' in names}"
 
 
 def frozen_weight(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor] = local_tensor) -> FrozenWeight:
-    """This rank's weight, from the parameters that `register_frozen` made of its parts. convert: for each part."""
+    """This rank's weight, from the parameters of `register_frozen`. convert: applied to each part."""
     parts = {part: getattr(module, f"{name}_{part}") for part in PARTS}
     block_scale = parts.pop("block_scale")
     parts["scale"] = parts["scale"] if block_scale is None else block_scale
@@ -146,9 +147,9 @@ def _frozen(x: Tensor | None, mesh: DeviceMesh | None) -> nn.Parameter | None:
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> int:
     """Replace every `Experts` in `model` by `FrozenExperts` in `fmt`. Returns the number of layers.
 
-    Layers are frozen one after another, each on its own device, and the bf16 weights of a layer are freed before the
-    next one. Make the optimizer, and call fully_shard, afterwards. Raises ValueError, without changing anything, if the
-    model has no `Experts`, or if FSDP2 has sharded any. `freeze` may raise for a layer after earlier layers are frozen.
+    Layers are frozen one by one, each on its own device, and a layer's bf16 weights are freed before the next one. Make
+    the optimizer, and call fully_shard, afterwards. Raises ValueError, without changing anything, if the model has no
+    `Experts`, or if FSDP2 has sharded any. `freeze` may raise when some layers are already frozen.
     """
     found = [(m, name) for m in model.modules() for name, child in m.named_children() if isinstance(child, Experts)]
     if not found:

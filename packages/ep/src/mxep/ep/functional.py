@@ -11,11 +11,12 @@
       combine      sum each token's rows               dispatch'    sum each token's rows
     out (T, D)                                       dx (T, D), d_weights (T, K)
 
-The routing weight multiplies inside SwiGLU (the down-projection is linear). So combine is a plain sum, and its backward
-sends one unscaled copy. With a quantizing recipe rows, h and both gradients are MXTensors: nothing is quantized twice.
-The bias of the down-projection is added after combine (`add_down_bias`), as its rows were already weighted.
+SwiGLU multiplies by the routing weight, because the down-projection is linear. So combine is a plain sum, and its
+backward sends one unscaled copy. With a quantizing recipe rows, h and both gradients are MXTensors: nothing is
+quantized twice.
 
-Under torch.compile these functions break the graph. `expert_mlp` and `swiglu` do not if the recipe quantizes nothing.
+Under torch.compile these functions break the graph, except `expert_mlp` and `swiglu` with a recipe that quantizes
+nothing.
 
 T tokens of this rank, K experts per token, E experts in all, D model dim, F hidden dim, R_max rows that fit, e local
 experts.
@@ -48,7 +49,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _between_graphs(function: _Function) -> _Function:
-    """Break torch.compile's graph if a function moves rows or gives an MXTensor a gradient: no graph can hold these."""
+    """Break torch.compile's graph around a function that exchanges rows or gives an MXTensor a gradient."""
 
     @functools.wraps(function)
     def call(*tensors: Any, **options: Any) -> Any:
@@ -69,14 +70,14 @@ def dispatch(
     """Dispatch tokens to their experts.
 
     Args:
-        x: (T, D) bf16 or fp32. It is quantized before the wire, if the recipe says so.
+        x: (T, D) bf16 or fp32. It is quantized before the wire, if the recipe quantizes.
         expert_ids: (T, K) int32 or int64, -1 for "not routed".
         weights: (T, K) fp32.
         recipe: a Recipe or its name, as in all functions here.
 
     Returns:
         rows (R_max, D) in expert-major order (MXTensor with an index, or plain), row_weight (R_max,) fp32, and the
-        routing. :func:`expert_mlp` reads its ``offs``, and :func:`combine` takes it.
+            routing. :func:`expert_mlp` takes its ``plan.offs``, and :func:`combine` the routing.
 
     Raises ValueError on wrong shapes or dtypes, and on CPU for expert ids outside -1 .. E-1.
     """
@@ -88,9 +89,9 @@ def dispatch(
 
 @_between_graphs
 def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe | str) -> Tensor:
-    """Combine the experts' rows: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums.
+    """Combine the experts' rows: ``y`` (R_max, D) -> (T, D) in y's dtype. Sums are fp32, in a fixed order.
 
-    Raises ValueError for another number of rows than the routing's.
+    Raises ValueError if y has another number of rows than the routing.
     """
     max_rows = routing.plan.max_rows
     if y.dim() != 2 or len(y) != max_rows:
@@ -102,7 +103,7 @@ def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe:
 def combine_and_kept(
     y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
-    """:func:`combine`, and the pairs that have a row: (T, K) fp32, 1 or 0."""
+    """:func:`combine`, and (T, K) fp32: 1 for a pair that has a row, else 0."""
     out, kept = _Combine.apply(y, routing, dispatcher, recipe, True)  # type: ignore[no-untyped-call]
     return out, kept
 
@@ -117,10 +118,11 @@ def swiglu(
     activation: SwiGLU = PLAIN,
     dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
-    """``gate_up`` (R_max, 2F) x ``row_weight`` (R_max,) -> h (R_max, F), quantized by the recipe in the same pass.
+    """``gate_up`` (R_max, 2F) -> h (R_max, F), times ``row_weight`` (R_max,), quantized by the recipe in the same
+    kernel.
 
-    offs None: all rows are valid. The gradient of ``gate_up`` is an MXTensor if the recipe quantizes.
-    dispatcher: the layer's. It tells peers of errors in backward.
+    offs None: all rows are valid. The gradient of ``gate_up`` is an MXTensor if the recipe quantizes. dispatcher: the
+    layer's, to tell peers of errors in backward.
     """
     how = Recipe.named(recipe), activation, dispatcher
     h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, *how)  # type: ignore[no-untyped-call]
@@ -150,10 +152,10 @@ def expert_mlp(
         gate_up_proj: (e, 2F, D), gate rows first unless the activation is interleaved. down_proj: (e, D, F).
         offs: (e,) int32, inclusive cumulative padded group sizes. Rows past the last are not read.
         row_weight: (R_max,) fp32 that scales h, or None.
-        main_grads: fp32, of the weights' shapes, or None each. Weight gradients are added there and not returned.
-        wgrad_scale: factor for weight gradients. 1 / W turns sums over the tokens of W ranks into those of a mean loss.
+        main_grads: fp32, of the weights' shapes, or None. A weight gradient is added there and not returned.
+        wgrad_scale: factor for weight gradients. 1 / W averages the losses of W ranks instead of summing them.
         activation: a `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F) or None.
-        dispatcher: the layer's. It tells peers of errors in backward.
+        dispatcher: the layer's, to tell peers of errors in backward.
 
     Returns y (R_max, D) in the rows' dtype.
     """
@@ -168,7 +170,7 @@ def expert_mlp(
 
 class Weighted(torch.autograd.Function):
     """x (T, D) times each of its weights (T, K) fp32 -> (T, K, D) in x's dtype, for rows that may be dropped. A product
-    without gradient (0) adds none to x, even if its weight is NaN."""
+    with gradient 0 adds nothing to x's gradient, even if its weight is NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ class _Dispatch(torch.autograd.Function):
         alignment = recipe.group_alignment
         slots, routing = dispatcher.dispatch(payload, expert_ids, weights, alignment=alignment).wait()
         ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
-        # Detached: the output gets a grad_fn, and this node keeps the plan, which must not point back at it.
+        # Detached, or the plan, which this node keeps, would refer to an output with this node as its grad_fn.
         plan, wire = routing.plan, Wire.of(x, recipe, recipe.fmt)
         rows = wire.rows(slots, plan.row_slot, plan.offs, copy=dispatcher.borrows)
         return rows, plan.row_weight.detach(), routing
@@ -265,19 +267,19 @@ def add_down_bias(
     scale: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """out (T, D) plus the weighted sum of the biases (e, D) of each token's experts. scale: factor for the bias's
-    gradient.
+    """Add the down-projection's bias after combine: to each token the weighted sum of its experts' biases.
 
     out (T, D) = sum over k of weights[t, k] * (down_proj[id] h + down_bias[id])
 
-    The routing weight multiplies before the down-projection, so the bias is added to a token's sum: S @ bias, with
-    S (T, E) the weights by expert. This GEMM is a hundredth of the layer's size, and its gradients use d_out
-    unquantized. The d_out of a token without experts may be NaN, so they exclude it. 0 times NaN is NaN, so values that
-    are not finite stay out of the products. Only the token's row, or the expert's, is NaN then.
+    SwiGLU has already multiplied h by the routing weight, so the bias is added to a token's sum: S @ bias, with S (T,
+    E) the weights by expert. This GEMM is a hundredth of the layer's size, and its gradients use d_out unquantized.
     Ranks that share experts gather the bias, (E, D), and reduce its gradient by torch's own collectives.
 
-    expert_ids: (T, K); ids outside 0 .. E-1 add nothing. weights: (T, K) fp32. group: the ranks that share the experts,
-    e of E each; None if this process has all.
+    0 times NaN is NaN, so the GEMMs exclude values that are not finite, and the d_out of a token without experts. Only
+    the token's row, or the expert's, is NaN then.
+
+    out: (T, D). expert_ids: (T, K); ids outside 0 .. E-1 add nothing. weights: (T, K) fp32. bias: (e, D). scale: factor
+    for its gradient. group: the ranks that share the experts; None if this process has all.
     """
     whole = scaled_gradient(bias, scale).float()
     if group is not None:
@@ -339,7 +341,7 @@ class _AddBias(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """(e, D) of each rank -> (E, D), by traceable ops. torch's wrappers of these have other names in other versions."""
+    """(e, D) of each rank -> (E, D), by traceable ops. torch's wrappers of these change names between versions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -5,7 +5,7 @@
       pack: quantize, as bytes      -> payload             pack                             -> payload
       dispatch                      -> slots (S, .)        redispatch, by forward's plan    -> slots (S, .)
       meanwhile: quantize weights rowwise                  meanwhile: quantize weights colwise
-    rows (R_max, D): slots under the plan's index        d_y (R_max, D)
+    rows (R_max, D): slots read by the plan's index      d_y (R_max, D)
       GEMM with gate_up_proj        -> gate_up             GEMM with down_proj              -> d_h
       SwiGLU * row_weight, quantize -> h                   SwiGLU backward, quantize        -> d_gate_up, and h again
       GEMM with down_proj           -> y                   GEMM d_y^T h                     -> d_down_proj
@@ -14,14 +14,14 @@
                                                            meanwhile: GEMM d_gate_up^T rows -> d_gate_up_proj
                                                          dx (T, D), d_weights (T, K)
 
-h is not kept for backward: the backward kernel of SwiGLU reads gate_up anyway, and computes h again. If the capacity
-says "recompute", rows of gate_up beyond its factor are not kept either: backward repeats the first GEMM for them.
+Forward does not save h: the backward kernel of SwiGLU reads gate_up anyway, and recomputes h. With a capacity of
+overflow="recompute", forward saves only the first rows of gate_up, and backward repeats the first GEMM for the others.
 Functions release tensors after use, so that later allocations reuse their memory.
 
-A pass is one record (`mxep.runtime.replay`) if its dispatcher needs nothing from the host. With other dispatchers each
-function between two exchanges is a record. Autograd is in `autograd.py`, quantization in `formats.py`.
+`mxep.runtime.replay` records a whole pass as one if the dispatcher needs nothing from the host. Otherwise it records
+each function between two exchanges. Autograd is in `autograd.py`, quantization in `formats.py`.
 
-T tokens of this rank, K experts a token, S slots, R_max rows that fit, D model dim, F hidden dim, e local experts.
+T tokens of this rank, K experts per token, S slots, R_max rows that fit, D model dim, F hidden dim, e local experts.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ from .formats import (
 from .lora import LoRAGradients, LoRAWeights, add_lora, gradient_of_A, lora_backward
 
 MainGrads = tuple[Tensor | None, Tensor | None]
-"""fp32 (e, 2F, D) and (e, D, F), or None: weight gradients are added there and not returned."""
+"""fp32 (e, 2F, D) and (e, D, F), or None. A weight gradient is added to its main_grad instead of being returned."""
 
 
 # ── forward ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,8 +77,8 @@ class ForwardInput(Operands):
 
     Attributes:
         x: (T, D). weights: (T, K) fp32. expert_ids: (T, K).
-        gate_up_proj: (e, 2F, D), or gate and up, (e, F, D) each. down_proj: (e, D, F). Or both frozen.
-        gate_up_bias: (e, 2F) or None. lora: both weights' LoRA, or None.
+        gate_up_proj: (e, 2F, D), or a pair of gate and up, (e, F, D) each. down_proj: (e, D, F). Both may be frozen.
+        gate_up_bias: (e, 2F) or None. lora: LoRA of both weights, or None.
     """
 
     x: Tensor
@@ -92,9 +92,8 @@ class ForwardInput(Operands):
 
 @dataclass(frozen=True)
 class ForwardOutput(Bundle):
-    """Results of forward: out (T, D). saved: tensors for backward, None if there is no backward. kept: (T, K) fp32, 1
-    where a (token, expert) pair has a row, else 0; None unless asked for. If room was given, out and kept have that
-    many rows, and only the tokens' rows are valid."""
+    """out (T, D). saved: tensors for backward, or None. kept: (T, K) fp32, 1 if a (token, expert) pair has a row, else
+    0; None without `drops`. With room, out and kept have that many rows, and the first T are valid."""
 
     out: Tensor
     routing: Routing
@@ -113,12 +112,12 @@ def forward_pass(
     drops: bool = False,
     room: int | None = None,
 ) -> ForwardOutput:
-    """Forward without autograd or checks; `pass_of` makes it one record.
+    """Forward without autograd or checks.
 
-    rowwise: the weights, if `quantize_weights_once` holds them. needs: the parameters whose gradients backward
-    computes; None if there is no backward. Every backward makes its exchanges and dx, as ranks do not know what the
-    others need. rows_again: see `makes_rows_again`. drops: return `kept`. room: from the dispatcher's `room_for`. If it
-    is given, the tokens are contiguous.
+    rowwise: quantized weights held by `quantize_weights_once`, or None. needs: parameters that get gradients; None: no
+    backward. Every backward computes dx and makes its exchanges, because ranks do not know each other's needs.
+    rows_again: see `makes_rows_again`. drops: return `kept`. room: from the dispatcher's `room_for`. With room, x and
+    weights are contiguous.
     """
     recipe, keep_rows = config.recipe, needs is not None and needs.keep_rows(rows_again, dispatcher.recomputes)
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
@@ -162,8 +161,8 @@ class MLPInput(Operands):
 
 
 class MLPOutput(NamedTuple):
-    """y (R_max, D), and tensors for backward, each None if not needed: rows, the kept rows of gate_up from
-    `saved_gate_up`, and LoRA's inner rows (R_max, r)."""
+    """y (R_max, D), and tensors for backward or None: rows, gate_up as `saved_gate_up` returns it, and LoRA's inner
+    rows (R_max, r)."""
 
     y: Tensor
     rows: Any
@@ -176,7 +175,7 @@ class MLPOutput(NamedTuple):
 def mlp_forward(
     given: MLPInput, *, config: LayerConfig, wire: Wire, copy: bool, keep_rows: bool, keep_gate_up: int | None
 ) -> MLPOutput:
-    """Both GEMMs and SwiGLU. copy: as in `Wire.rows`. keep_gate_up: rows of gate_up to keep for backward, or None."""
+    """Both GEMMs and SwiGLU. copy: see `Wire.rows`. keep_gate_up: number of rows of gate_up to save, or None."""
     recipe, backend, offs, lora = config.recipe, config.backend, given.offs, given.lora
     rows: Any = wire.rows(given.slots, given.row_slot, offs, copy=copy)
     w = expanded(given.gate_up_proj, backend.expand_rowwise)
@@ -202,9 +201,9 @@ def mlp_forward(
 
 @dataclass(frozen=True)
 class BackwardInput(Operands):
-    """Tensors of backward: d_out (T, D), forward's x if rows are made again, the weights and LoRA as in `ForwardInput`,
-    and main_grads of the weights' shapes. If a weight has a main_grad, its gradient is added there, in that dtype, and
-    not returned. gate_up_bias: read only if gate_up is recomputed."""
+    """Tensors of backward: d_out (T, D), and forward's x if backward makes rows again. Weights and LoRA are as in
+    `ForwardInput`. main_grads have the weights' shapes; gradients are added in their dtype. gate_up_bias: read only if
+    gate_up is recomputed."""
 
     d_out: Tensor
     x: Tensor | None
@@ -219,7 +218,7 @@ class BackwardInput(Operands):
 
 
 class DeferredWgrads(NamedTuple):
-    """Operands of weight gradients that a later backward computes: (dy, a) of each weight, or None."""
+    """Operands (dy, a) of the weight gradients that a later backward computes, or None."""
 
     gate_up: tuple[Tensor, Tensor] | None = None
     down: tuple[Tensor, Tensor] | None = None
@@ -227,8 +226,8 @@ class DeferredWgrads(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradients(Bundle):
-    """Gradients of x, the routing weights, and parameters. If gate and up are two weights, gate_up_proj is (2, e, F,
-    D). gate_up_bias is fp32. None: not wanted, or added to a main_grad."""
+    """Gradients of x, the routing weights and the parameters; None: not wanted, or added to a main_grad. gate_up_proj
+    is (2, e, F, D) if gate and up are two weights. gate_up_bias is fp32."""
 
     x: Tensor
     weights: Tensor
@@ -253,10 +252,10 @@ def backward_pass(
 ) -> Gradients:
     """Backward of `forward_pass`. It empties `given` and reuses its memory.
 
-    colwise: the weights, if `quantize_weights_once` holds them. wanted: gradients to compute now, a subset of forward's
-    `needs`. later: weights whose wgrad operands are returned, for a later backward. rows_again: whether x is given;
-    only `_Pass.moving` reads it. wgrad_scale: factor for gradients of parameters. room: the routing's. If it is given,
-    d_out and x are contiguous.
+    colwise: quantized weights held by `quantize_weights_once`, or None. wanted: gradients to compute, a subset of
+    forward's `needs`. later: gradients to leave to a later backward, with their operands in `Gradients.deferred`.
+    rows_again: whether x is given; only `_Pass.moving` reads it. wgrad_scale: factor for the parameters' gradients.
+    room: the routing's. With room, d_out and x are contiguous.
     """
     recipe, routing, saved, borrows = config.recipe, given.routing, given.saved, dispatcher.borrows
     plan = routing.plan
@@ -319,9 +318,9 @@ def backward_pass(
 
 @dataclass(frozen=True)
 class MLPGradientInput(Operands):
-    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, and the weights prepared for dgrad,
-    with LoRA. rows, gate_up_inner, down_inner: from forward, if gradients of LoRA are wanted. rows, gate_up_rowwise,
-    gate_up_bias: if forward kept only the first rows of gate_up, to recompute the others."""
+    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, the weights prepared for dgrad, and
+    LoRA. rows, gate_up_inner, down_inner: from forward, for the gradients of LoRA. rows, gate_up_rowwise, gate_up_bias:
+    to recompute the rows of gate_up that forward did not save."""
 
     slots: Payload
     row_slot: Tensor
@@ -341,7 +340,7 @@ class MLPGradientInput(Operands):
 
 class MLPGradients(NamedTuple):
     """d_rows (R_max, D), d_row_weight (R_max,), d_gate_up (R_max, 2F), and the gradients of down_proj and LoRA, or
-    None. operands: (d_y, h) if the gradient of down_proj is computed later."""
+    None. operands: (d_y, h) if a later backward computes the gradient of down_proj."""
 
     d_rows: Tensor
     d_row_weight: Tensor
@@ -363,9 +362,9 @@ def mlp_backward(
     scale: float,
     dtype: torch.dtype,
 ) -> MLPGradients:
-    """Backward of `mlp_forward` without the gradient of gate_up_proj. It consumes gate_up and the weights.
+    """Backward of `mlp_forward`, without the gradient of gate_up_proj. It frees gate_up and the weights.
 
-    down_grad: compute the gradient of down_proj, in `dtype`. later: return the operands of this gradient.
+    down_grad: compute the gradient of down_proj, in `dtype`. later: return its operands instead.
     """
     backend, offs, lora, gate_up = config.backend, given.offs, given.lora, given.gate_up
     lora_grads, d_inner, d_down_A, d_down_B, d_lora, rest = given.down_inner is not None, None, None, None, None, None
@@ -424,9 +423,9 @@ class WgradInput(Operands):
 def wgrad(
     given: WgradInput, *, config: LayerConfig, scale: float, dtype: torch.dtype, halves: bool = False
 ) -> Tensor | None:
-    """The gradient dy^T a of a weight (e, N, K); None where it was added to main_grad. It consumes dy and a.
+    """The gradient dy^T a (e, N, K) of a weight, or None if it was added to main_grad. It frees dy and a.
 
-    halves: return the gradients of gate and up as two weights, (2, e, F, D). There is no main_grad then.
+    halves: return the gradients of gate and up as one (2, e, F, D). This needs main_grad = None.
     """
     dy, a, offs = given.dy, given.a, given.offs
     given.release("dy", "a")
@@ -440,7 +439,7 @@ def wgrad(
 
 @replayed
 def bias_gradient(d_gate_up: Tensor, offs: Tensor, *, scale: float) -> Tensor:
-    """scale * the sum of each expert's rows of d_gate_up (R_max, 2F): (e, 2F) fp32."""
+    """scale times the sum of each expert's rows of d_gate_up (R_max, 2F): (e, 2F) fp32."""
     return group_sums(d_gate_up, offs).mul_(scale)
 
 
@@ -451,10 +450,8 @@ PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.na
 
 
 def pass_of(dispatcher: TokenDispatcher, function: Callable[..., Any], *, whole: bool = True) -> Callable[..., Any]:
-    """`forward_pass` or `backward_pass` through this dispatcher, as one record if it can be in one.
-
-    whole: whether the pass computes everything that such a pass can. If not, it is not one record.
-    """
+    """`forward_pass` or `backward_pass` with this dispatcher, as one record if the dispatcher and `whole` allow it.
+    whole: whether the pass computes every gradient that forward announced."""
     if not (dispatcher.in_graphs and whole):
         return functools.partial(function, dispatcher=dispatcher)
     if function not in dispatcher.passes:
@@ -463,14 +460,14 @@ def pass_of(dispatcher: TokenDispatcher, function: Callable[..., Any], *, whole:
 
 
 class _Pass(Replayed):
-    """A pass of two exchanges. The dispatcher owns it and its records. The pass holds only a weak reference to the
-    dispatcher, so both are freed with the dispatcher's last user, not by a later garbage collection."""
+    """A pass of two exchanges. The dispatcher owns it and its records. It refers to the dispatcher weakly, so the
+    dispatcher's last user frees both, without a garbage collection."""
 
     def __init__(self, function: Callable[..., Any], dispatcher: TokenDispatcher) -> None:
         super().__init__(function)
         self._dispatcher: TokenDispatcher = weakref.proxy(dispatcher)
         self._is_forward = function is forward_pass
-        # Its functions join parts.
+        # Parts stay parts here: each function of the pass joins its own.
         self.direct = functools.partial(function, dispatcher=self._dispatcher)  # type: ignore[method-assign]
 
     def state(self) -> Hashable | None:
@@ -489,7 +486,7 @@ class _Pass(Replayed):
 
 
 def _under(index: Tensor | None, rows: Any) -> Any:
-    """Quantized rows under this index; others as they are."""
+    """`rows` with this row index if they are quantized, else unchanged."""
     return rows._replace(row_index=index) if type(rows) is MXParts else rows
 
 

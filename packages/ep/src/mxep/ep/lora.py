@@ -3,10 +3,9 @@
     rows (R_max, D)    gate_up = rows W13^T + scale (rows A13^T) B13^T      h = SwiGLU(gate_up)
                        y       = h W2^T     + scale (h A2^T) B2^T
 
-W is quantized (`FrozenExperts`) or plain (`Experts`, with its weights frozen here). A and B are multiplied in x's
-dtype by kernels that read quantized rows as they are (`mxep.gemm.lora`). No B A of an expert is ever made.
-
-LoRA's GEMMs are part of the layer's passes (`layer.py`), so they are replayed with the layer.
+W is quantized (`FrozenExperts`) or plain (`Experts`). LoRA's GEMMs are in x's dtype and read quantized rows as they are
+(`mxep.gemm.lora`). No product B A is ever made. They are part of the layer's passes (`layer.py`), so they are replayed
+with the layer.
 
 R_max rows, D model dim, F hidden dim, e local experts.
 """
@@ -74,9 +73,10 @@ def lora_backward(
     scale: float,
     wgrad_scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Backward of `add_lora` from dy, the gradient of out: (gradient of inner, gradient of B). Adds its part to dx.
+    """Backward of `add_lora`: adds LoRA's part to dx. Returns the gradient of inner, for `gradient_of_A`, and that of
+    B.
 
-    `gradient_of_A` takes the gradient of inner. inner: None if A and B have no gradients. wgrad_scale: their factor.
+    dy: the gradient of out. inner: None if A and B need no gradients. wgrad_scale: factor for B's gradient.
     """
     d_inner: Tensor = lora_shrink(*parts_of(dy), B.mT, offs, scale, dx.dtype)
     lora_expand(dx, d_inner, A.mT, offs)
@@ -88,7 +88,7 @@ def lora_backward(
 
 
 def gradient_of_A(d_inner: Tensor, rows: Tensor, A: Tensor, offs: Tensor, *, wgrad_scale: float) -> Tensor:
-    """The gradient of A (e, r, K), from that of inner."""
+    """The gradient of A (e, r, K), from the gradient of inner."""
     d_A = torch.empty(A.shape, dtype=A.dtype, device=A.device)
     lora_wgrad(d_A, d_inner, *parts_of(rows), offs, wgrad_scale)
     return d_A
@@ -98,8 +98,8 @@ class LoRAExperts(nn.Module):
     """`FrozenExperts` or `Experts`, frozen, with LoRA: a drop-in for the ``experts`` of an `MoE`.
 
     Parameters: ``gate_up_proj_lora_A`` (E, r, D), ``gate_up_proj_lora_B`` (E, 2F, r), ``down_proj_lora_A`` (E, r, F),
-    ``down_proj_lora_B`` (E, D, r); DTensors if the experts' are. A is normal with std 1/sqrt(3 in), the variance of
-    PEFT's, and B zero, so a new one changes nothing.
+    ``down_proj_lora_B`` (E, D, r); DTensors if the experts' are. A is normal with std 1/sqrt(3 in), PEFT's variance. B
+    is zero, so that a new layer computes what its base does.
     """
 
     def __init__(
@@ -129,7 +129,6 @@ class LoRAExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw A, and set B to zero."""
         for name in ("gate_up_proj", "down_proj"):
             A = getattr(self, f"{name}_lora_A")
             init_normal_(A, (3 * A.shape[2]) ** -0.5, per_expert=True)
@@ -141,17 +140,14 @@ class LoRAExperts(nn.Module):
 
     @property
     def gate_up_proj(self) -> Any:
-        """The frozen weight."""
         return self.base.gate_up_proj
 
     @property
     def down_proj(self) -> Any:
-        """The frozen weight."""
         return self.base.down_proj
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
         return self.alpha / self.rank
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Any]:
@@ -165,9 +161,9 @@ class LoRAExperts(nn.Module):
         return f"rank={self.rank}, alpha={self.alpha:g}"
 
     def peft_state_dict(self) -> dict[str, Tensor]:
-        """A and B as PEFT's `target_parameters` saves them: ``lora_A.weight`` (r E, in) and ``lora_B.weight`` (out,
-        r E) of down_proj, and under ``base_layer.`` of gate_up_proj. Collective with spread experts: each rank gets all
-        experts' tensors.
+        """A and B as PEFT's `target_parameters` saves them: ``lora_A.weight`` (r E, in) and ``lora_B.weight`` (out, r
+        E) of down_proj, and under ``base_layer.`` those of gate_up_proj. With spread experts it is collective, and each
+        rank gets all experts' tensors.
 
         A is expert-major: row e r + i. In B the expert is innermost: column i E + e. Weights are (E, out, in), as in
         transformers' experts that are not transposed.
@@ -180,7 +176,7 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def load_peft_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy tensors of `peft_state_dict`, from which a rank of spread experts takes its own. Raises ValueError for
+        """Copy tensors of `peft_state_dict`. A rank of spread experts copies only its own. Raises ValueError for
         missing names and other shapes, before any copy."""
         shares, expected = self._by_pefts_names(), {}
         for key, share in shares.items():

@@ -2,9 +2,9 @@
 
 x (..., D) -> router -> dispatch -> experts -> combine (+ shared expert) -> (..., D)
 
-The recipe "auto" is MXFP8 if it pays, else bf16, by the rows of an expert (`mxep.gemm.auto_recipe`). It is picked once,
-alike on all ranks: from ``max_tokens`` if it is given, else from the most tokens that a rank brings to the first
-training call, for which ranks communicate once. Until then the layer computes in bf16.
+The recipe "auto" is MXFP8 if it pays for this many routed tokens per expert, else bf16 (`mxep.gemm.auto_recipe`). All
+ranks pick once, alike: by ``max_tokens``; or, without it, by the most tokens that a rank brings to the first training
+call, with one collective. Until then the layer computes in bf16.
 """
 
 import functools
@@ -35,15 +35,16 @@ BF16 = Recipe.bf16()
 
 
 def rows_per_expert(tokens: int, top_k: int, ranks: int, num_experts: int) -> float:
-    """Mean number of rows per expert if each rank that shares the experts has this many tokens.
+    """Mean number of routed tokens per expert, if each rank that shares the experts has this many tokens.
 
-    Example: 4096 tokens, top-8, 2 ranks, 128 experts: 512 rows.
+    Example: 4096 tokens, top-8, 2 ranks, 128 experts: 512.
     """
     return tokens * top_k * ranks / num_experts
 
 
 def recipe_of_call(pick: Callable[..., Recipe | None], *given: Any) -> tuple[Recipe | Literal["auto"], Recipe]:
-    """(recipe from this call on, recipe of this call) for "auto". pick: `pick_recipe`, called with ``given``."""
+    """For "auto": (the recipe from this call on, the recipe of this call). pick: `pick_recipe`, called with
+    ``given``."""
     picked: Recipe | None = between_graphs(pick, *given)
     return picked or AUTO, picked or BF16
 
@@ -58,11 +59,11 @@ def pick_recipe(
     max_tokens: int | None,
     training: bool = True,
 ) -> Recipe | None:
-    """The recipe of "auto" for a layer from now on; None: not known yet, use bf16.
+    """The recipe that "auto" picks for a layer; None: not known yet, use bf16.
 
-    x: (T, D), the tokens of a first call; None before it. training: True if the layer is in training mode.
-    Without max_tokens it is collective over the dispatcher's group. It then raises ValueError if there are more ranks:
-    ranks with other experts, or other copies of them, would pick by batches of their own.
+    x: (T, D), the tokens of a first call; None before it. training: whether the layer is in training mode. Without
+    max_tokens it is collective over the dispatcher's group. It then raises ValueError if there are ranks outside the
+    group: they might pick differently.
     """
     if max_tokens is None:
         if x is None or not (training or torch.is_grad_enabled()):  # a reentrant checkpoint's forward has no grad
@@ -93,13 +94,13 @@ class MoE(nn.Module):
 
     Args:
         dim: D, a multiple of 32 with an MX recipe. hidden_dim: F, likewise.
-        num_experts: E over all ranks, a multiple of the group's size. top_k: experts a token sees.
-        group: the expert-parallel group, or a 1-D mesh of it, such as ``mesh["ep"]`` of a mesh with another dimension
-            for FSDP2. Every rank of it must call forward and backward together, with any number of tokens each.
-            None: the default group if one is initialised, else this process alone.
-        recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ...
-            ``"auto"``: MXFP8 if it pays, else bf16 (:func:`mxep.gemm.auto_recipe`). max_tokens decides, or if that is
-            None the first training call. It is picked once; ``recipe`` is a Recipe from then on.
+        num_experts: E over all ranks, a multiple of the group's size. top_k: experts per token.
+        group: the expert-parallel group, or a 1-D mesh, such as ``mesh["ep"]`` of a mesh with another dimension for
+            FSDP2. All its ranks must call forward and backward together, with any number of tokens each. None: the
+            default group if one is initialised, else this process alone.
+        recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ... ``"auto"``: MXFP8 if it
+            pays, else bf16 (:func:`mxep.gemm.auto_recipe`), picked once, by max_tokens or else by the first training
+            call. ``recipe`` is a Recipe from then on.
         dispatch: how tokens travel, and within which limits: a :class:`Dispatch`. Or any of its fields by keyword:
             ``dispatcher="local", max_tokens=64``.
         num_shared_experts: width, in units of F, of the dense expert that every token takes, in the layer's recipe.
@@ -109,21 +110,20 @@ class MoE(nn.Module):
         backend: backend of the grouped GEMM.
         activation: :class:`mxep.quant.SwiGLU`, clamped or not. Shared experts use it, too.
         bias: give routed experts biases.
-        score_before_experts: apply the routing weight to a routed expert's input, not to its output (Llama 4). With
-            top_k > 1 each of a token's top_k inputs travels by itself, even to the same rank. ``max_tokens`` of a
-            dispatcher to share, and in errors, counts these.
-        gradient_reduction: ``"mean"`` averages expert gradients over the ranks' losses, as data parallelism does for
-            all other gradients. Do not divide again. ``"sum"`` sums them over the ranks' losses. Both cover the tokens
-            of all W ranks of the group.
+        score_before_experts: multiply a routed expert's input by the routing weight, not its output (Llama 4). With
+            top_k > 1 each of a token's top_k inputs travels by itself, even to the same rank. They count as tokens in
+            errors and in the ``max_tokens`` of a dispatcher to share.
+        gradient_reduction: ``"mean"`` averages expert gradients over the losses of the group's ranks, as data
+            parallelism does for all other gradients. Do not divide again. ``"sum"`` sums them.
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), with
     ``bias`` ``experts.gate_up_bias`` (E, 2F), ``experts.down_bias`` (E, D), and with shared experts
-    ``shared.gate_up_proj``, ``shared.down_proj``, ``shared.gate`` (1, D). Given a mesh or a group of several ranks,
+    ``shared.gate_up_proj``, ``shared.down_proj``, ``shared.gate`` (1, D). With a mesh or a group of several ranks,
     expert weights are DTensors, and each rank holds its E / W experts. If a weight has an attribute ``main_grad``
-    (fp32), its gradient is added there and not to `.grad`. Gradients of biases and of the gate are ordinary.
-    After forward, ``last_routing`` tells where rows went. It is None for a compiled layer, after a failed forward and
-    in a copy. A checkpoint's recomputation does not set it. Weights are quantized at each call; micro-batches share
-    that within ``mxep.gemm.quantize_weights_once()``.
+    (fp32), its gradient is added there and not to `.grad`; biases and the gate do not use it.
+
+    After forward, ``last_routing`` tells where tokens went. It is None for a compiled layer, after a failed forward and
+    in a copy. A checkpoint's recomputation does not set it.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -211,10 +211,10 @@ class MoE(nn.Module):
         """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype, or within torch.autocast its dtype.
 
         mask: (T,) or (B, S) bool, False for padding, like attention masks. Padding goes to no expert, not even a shared
-        one. Its output and its gradient are 0, whatever it holds. No load, loss or capacity counts it, but max_tokens
-        does.
-        expert_ids (T, K) int32 or int64, weights (T, K) fp32: a routing from outside, such as one to replay, instead of
-        the router's. T counts the tokens of all B sequences. Both or neither, else ValueError.
+        one. Its output and gradient are 0, whatever it holds. No load, loss or capacity counts it, but max_tokens does.
+
+        expert_ids (T, K) int32 or int64, weights (T, K) fp32: a routing to use instead of the router's, over the T
+        tokens of all B sequences. Both or neither, else ValueError.
         """
         keeps = torch.compiler.is_compiling() or not recomputing()
         router = self.router if isinstance(self.router, Router) else None
@@ -267,34 +267,32 @@ class MoE(nn.Module):
         return {**self.__dict__, "last_routing": None}
 
     def _pick(self, x: Tensor | None) -> Recipe | None:
-        """The recipe of "auto", if it is known."""
+        """The recipe that "auto" picks, or None if it is not known yet."""
         sizes = self.dim, self.hidden_dim, self.top_k
         return pick_recipe(x, *sizes, self.dispatcher, max_tokens=self.max_tokens, training=self.training)
 
     def check(self) -> None:
         """Raise errors found on the device since the last check. Call it once per step, before the optimizer.
 
-        Raises CapacityExceeded if rows did not fit the capacity, ValueError if expert ids were out of range. Every rank
-        raises the same, so that all can skip the step. It syncs with the device, and is collective with the
-        hierarchical dispatcher.
+        All ranks raise the same, so that all can skip the step: CapacityExceeded if rows did not fit a capacity with
+        overflow="raise", ValueError if expert ids were out of range. It syncs with the device. It is collective with
+        the hierarchical dispatcher.
         """
         self.dispatcher.check()
 
     def reserve(self, max_tokens: int, device: torch.device | str | None = None) -> None:
         """Make room for calls with up to this many tokens of this rank (``x.shape[:-1].numel()``), from the next on.
 
-        For layers made without ``max_tokens``, before a batch larger than all before it, such as an evaluation's. All
-        ranks of the group call it. Each may name its own number, and the most counts. It is collective, so call it once
-        for many calls. Raises ValueError on all ranks for more than the max_tokens that the layer was made with.
-        device: the tokens' device, if experts lie elsewhere between calls, as FSDP2 may offload them.
+        For layers made without ``max_tokens``, before a batch larger than all before it, such as an evaluation's. It is
+        collective over the group; the largest number of any rank counts. Raises ValueError on all ranks for more than
+        the layer's max_tokens. device: the tokens' device, if experts lie elsewhere between calls, as FSDP2 may offload
+        them.
         """
         self.dispatcher.reserve(max_tokens * self.rows_per_token, device or self.experts.down_proj.device)
 
     def close(self) -> None:
-        """Give up this layer. With the group's last layer, memory shared with peers is freed. All ranks must call it.
-
-        Without it a group's buffers stay for later layers. Call it once.
-        """
+        """Give up this layer. All ranks call it, once. The group's last layer frees memory shared with peers. Without
+        `close`, later layers use that memory."""
         self.dispatcher.close()
 
     def extra_repr(self) -> str:
@@ -306,10 +304,8 @@ class MoE(nn.Module):
 
 
 def _follow_dtype(moe: MoE, _: object = None) -> None:
-    """Make another dispatcher if experts have become wider than the rows that the old one has room for.
-
-    A dispatcher to share is left alone.
-    """
+    """Make another dispatcher if experts have become wider than the rows that the old one has room for. A dispatcher to
+    share is left alone."""
     old, dtype = moe.dispatcher, moe.experts.down_proj.dtype
     if moe.dispatch is None or old.row_dtype is None or dtype not in FLOATS or dtype.itemsize <= old.row_dtype.itemsize:
         return

@@ -5,8 +5,8 @@
     data_parallel       DistributedDataParallel over a model with experts
     clip_grad_norm_     one norm over plain parameters and DTensors, each number counted once
 
-Expert weights (E, ...) are DTensors sharded on their first dimension. So torch.distributed.checkpoint saves them at one
-degree and loads them at another. The router and the shared expert stay as they are.
+Expert weights (E, ...) are DTensors sharded on dimension 0. So torch.distributed.checkpoint saves them at one degree
+and loads them at another.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ from .moe import MoE
 
 
 class ExpertParallel(ParallelStyle):
-    """Spread the experts of an :class:`MoE` built with ``dispatcher="local"`` over a 1-D mesh.
+    """Spread the experts of an :class:`MoE` built with ``dispatcher="local"`` over a 1-D mesh. Rank 0's weights win.
 
         parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
 
@@ -38,7 +38,8 @@ class ExpertParallel(ParallelStyle):
     Args:
         dispatch: a :class:`Dispatch`, or any of its fields by keyword, as for :class:`MoE`.
 
-    Rank 0's weights win. Raises ValueError for another module, a mesh of more dimensions, experts that do not divide.
+    Raises ValueError for another module, a mesh of more dimensions, or a number of experts that its size does not
+    divide.
     """
 
     def __init__(
@@ -76,11 +77,8 @@ class ExpertParallel(ParallelStyle):
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters as an optimizer's groups: plain ones, and DTensors of each mesh.
-
-    On GPUs torch's optimizers run one kernel per group. A mix of plain tensors and DTensors, or of meshes,
-    raises RuntimeError there.
-    """
+    """An optimizer's groups of parameters: plain ones, and DTensors of each mesh. torch's optimizers run one kernel per
+    group on GPUs. Groups that mix plain tensors and DTensors, or meshes, raise RuntimeError there."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         groups.setdefault(mesh_of(parameter), []).append(parameter)
@@ -88,14 +86,15 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """DistributedDataParallel(model, **options) that leaves experts alone. It averages the rest over its group.
+    """DistributedDataParallel(model, **options) that leaves experts alone. It averages the other gradients over its
+    group.
 
-    Experts that are spread over all ranks of that group need nothing more: their gradients are means.
-    DistributedDataParallel itself refuses DTensors ("got mixed torch.Tensor and DTensor", or "c10d.broadcast_ does
-    not have a sharding strategy").
+    The gradients of experts that are spread over all ranks of that group are means already. DistributedDataParallel
+    itself refuses DTensors ("got mixed torch.Tensor and DTensor", or "c10d.broadcast_ does not have a sharding
+    strategy").
 
-    Raises ValueError if a mesh lacks ranks of the group. Several ranks then hold such an expert, and nobody would
-    average its gradients. Use FSDP2's `fully_shard` of the experts over the mesh's dp dimension instead.
+    Raises ValueError if a mesh lacks ranks of the group: several ranks hold such an expert, and nobody would average
+    its gradients. Use FSDP2's `fully_shard` for the experts, over the mesh's dp dimension.
     """
     group = options.get("process_group") or dist.group.WORLD
     ranks = set(dist.get_process_group_ranks(group))
@@ -122,15 +121,16 @@ def clip_grad_norm_(
     """Scale all gradients so that their norm over all parameters, of all ranks, is at most ``max_norm``.
 
     Call it on every rank with the same parameters in the same order, after gradients are averaged over data-parallel
-    ranks. Parameters may be plain (their gradients the same on every rank) or DTensors of any mix of meshes: experts
+    ranks. Parameters may be plain (with the same gradients on every rank) or DTensors of any mix of meshes: experts
     over ep, or over dp and ep, the rest over all ranks. If a parameter has ``main_grad``, that is its gradient.
 
     Returns the norm before clipping, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. It takes one all-reduce
     of a number per mesh dimension that shards parameters, and no host sync. ``error_if_nonfinite`` syncs and raises
     RuntimeError.
-    Raises ValueError for a negative or NaN max_norm, a NaN norm_type, a gradient that is a partial sum, and a parameter
-    with both kinds of gradients. As in torch, the factor is ``max_norm / (norm + 1e-6)``, and norm_type may be any
-    number or its text, such as "inf". The norm of order 0 is the number of parameters with a nonzero gradient.
+
+    As in torch, the factor is ``max_norm / (norm + 1e-6)``, and norm_type is any number or its text, such as "inf". The
+    norm of order 0 is the number of parameters with a nonzero gradient. Raises ValueError for a negative or NaN
+    max_norm, a NaN norm_type, a gradient that is a partial sum, and a parameter with both kinds of gradients.
     """
     norm_type = float(norm_type)
     if norm_type != norm_type or not max_norm >= 0:  # these would reverse gradients, or make them NaN
@@ -147,9 +147,9 @@ def clip_grad_norm_(
                 "whose gradients autograd accumulates"
             )
         grad = grad if main_grad is None else main_grad
-        # Also without a gradient here: other ranks wait in the same all-reduces.
+        # A parameter without a gradient counts, too: other ranks wait in the same all-reduces.
         share = shares.setdefault(_sharded_over(grad if isinstance(grad, DTensor) else parameter), [])
-        share.append(None if grad is None else local_tensor(grad))
+        share.append(local_tensor(grad))
     grads = [grad for share in shares.values() for grad in share if grad is not None]
     total = _total_norm(shares, norm_type, parameters[0].device)
     if error_if_nonfinite and not total.isfinite():
@@ -165,8 +165,8 @@ def clip_grad_norm_(
 def _total_norm(
     shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor | None]], norm_type: float, device: torch.device
 ) -> Tensor:
-    """Total norm, 0-d fp64. shares: this rank's part of each parameter's gradient, by the groups that share it out."""
-    # Norms of parts give the whole norm: by maximum, minimum, nonzero flags, or a sum of powers.
+    """Total norm, 0-d fp64. shares: this rank's part of each parameter's gradient, by the groups that shard it."""
+    # The whole norm is a maximum, a minimum or a sum of powers of the parts' norms; or it counts nonzero flags.
     of_none, power, reduction = 0.0, 1.0, dist.ReduceOp.MAX
     if norm_type == -float("inf"):
         of_none, reduction = float("inf"), dist.ReduceOp.MIN

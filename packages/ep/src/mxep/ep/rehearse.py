@@ -1,7 +1,7 @@
 """Compile the kernels of a layer's first step in parallel, before the step needs them.
 
-Both passes run on meta tensors (`mxep.runtime.launch.rehearsal`), through a dispatcher that sends nothing. Then their
-kernels are compiled side by side, while the step itself begins.
+Both passes run on meta tensors (`mxep.runtime.launch.rehearsal`), through a dispatcher that sends nothing. Other
+threads then compile their kernels while the step itself begins.
 """
 
 import copy
@@ -38,18 +38,16 @@ def rehearse_once(
     rows_again: bool,
     room: int | None = None,
 ) -> None:
-    """Compile the kernels of this forward, and of its backward if it needs any, in other threads. CUDA alone.
-
-    Kernels are compiled at a dispatcher's first call, once per layer signature.
-    """
+    """Compile the kernels of this forward, and of its backward if it needs any, in other threads. CUDA only. It does so
+    at a dispatcher's first call, once per layer signature in a process."""
     if dispatcher.rehearsed:
         return
     dispatcher.rehearsed = True
     tensors, form = take_apart((given, main_grads))
-    # Other backends may start kernels in their own way, which meta tensors would break.
+    # Other backends may launch kernels in their own way, and fail on meta tensors.
     if not is_recordable(type(config.backend)) or not _are_plain(*tensors):
         return
-    stand_in = stand_in_for(dispatcher, given.expert_ids)  # even of a known kind: it makes the buffers
+    stand_in = stand_in_for(dispatcher, given.expert_ids)  # for known signatures, too: it makes the buffers
     weights, _ = take_apart((given.gate_up_proj, given.down_proj, given.lora))
     sizes = *(x.shape for x in weights), *(x.dtype for x in tensors)
 
@@ -69,14 +67,14 @@ def rehearse_router(x: Tensor, w: Tensor, k: int, score: str, *, has_choice: boo
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Whether kernels for these tensors would be launched now: on CUDA, of no subclass, outside of captures."""
+    """Whether kernels for these tensors would be launched now: on CUDA, no subclass, not while capturing."""
     is_cuda = tensors[0].is_cuda and not {*map(type, tensors)} - {Tensor, Parameter}
     return is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 def _rehearse(kind: Hashable, passes: Callable[[], None]) -> None:
     """Run these passes, once per `kind` in this process."""
-    # A dispatch mode would see the passes, and might count them or expect them again.
+    # Dispatch modes, such as flop counters and checkpoints, would see the passes.
     if kind in _rehearsed or torch._C._len_torch_dispatch_stack():
         return
     _rehearsed.add(kind)
@@ -95,7 +93,7 @@ def _meta(x: Tensor) -> Tensor:
 
 
 def stand_in_for(dispatcher: TokenDispatcher, expert_ids: Tensor) -> TokenDispatcher:
-    """A dispatcher for a rehearsal. Collective, as a first dispatch of these ids is."""
+    """A dispatcher for a rehearsal. Collective if the first dispatch of these ids is."""
     if isinstance(dispatcher, SymmetricDispatcher):
         workspace = dispatcher.workspace(expert_ids)
         if workspace.transport.access == "kernels":
@@ -135,8 +133,8 @@ def _router_passes(x: Tensor, w: Tensor, k: int, softmax: bool, has_choice: bool
 
 
 class Unsent(LocalDispatcher):
-    """Stands in for a symmetric dispatcher: it launches the same kernels, and counts no exchange. All tensors but the
-    workspace's are meta."""
+    """Stands in for a symmetric dispatcher. It launches the same kernels and counts no exchange. Only the workspace's
+    tensors are not meta."""
 
     def __init__(self, of: SymmetricDispatcher, workspace: Workspace) -> None:
         super().__init__(of.num_local_experts, capacity=of.capacity)
@@ -181,7 +179,7 @@ class Unsent(LocalDispatcher):
         return Done((out, values))
 
     def _received(self, payload: Payload) -> Payload:
-        """Parts of slots, as they lie in a buffer."""
+        """Parts of slots, with a buffer's strides."""
         widths = [part.shape[1] for part in payload]
         slots = payload[0].new_empty(self._layout.num_slots, self._layout.row_bytes)
         return tuple(slots[:, : sum(widths)].split(widths, 1))

@@ -1,20 +1,19 @@
-"""Router: picks a token's experts and their weights. Losses: keep its choice balanced and its logits small.
+"""Router: picks experts and their weights for each token. Losses: keep the load balanced and the logits small.
 
     x (T, D) -> logits (T, E) fp32 -> scores (softmax or sigmoid)
              -> choice: scores + bias, best groups kept, top-k -> expert_ids (T, K)
              -> weights: the chosen scores, normalised, scaled  -> weights (T, K)
 
-The bias steers the choice and never the weights. So balancing the load needs no auxiliary loss and adds no gradient
-(Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024; group-limited routing as in DeepSeek-V3). The auxiliary losses
-of one layer are added to a model's loss:
+The bias changes the choice and never the weights. So balancing the load needs no auxiliary loss and adds no gradient
+(Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024; group-limited routing as in DeepSeek-V3). A model may add
+auxiliary losses of its layers to its loss:
 
     load_balancing_loss = E * sum over e of f_e P_e             keeps experts equally busy (Fedus et al., "Switch
                                                                 Transformers", 2021)
     router_z_loss = mean over tokens of logsumexp(logits)^2     keeps logits small (Zoph et al., "ST-MoE", 2022)
 
-f_e: expert e's share of the rows. P_e: its mean score; only P_e has a gradient. A model averages the losses of its
-layers. It must not sum f_e and P_e over layers first: if each layer uses a few experts of its own, the sums are
-balanced.
+f_e: expert e's share of the routed tokens. P_e: its mean score; only P_e has a gradient. Average the losses of the
+layers. Do not sum f_e and P_e over layers first: layers that each use a few different experts would look balanced.
 
 T tokens, D model dim, E experts in all, K experts per token.
 """
@@ -40,12 +39,13 @@ from .rehearse import rehearse_router
 
 
 def recomputing() -> bool:
-    """True if autograd is in a backward on this thread. Ask while a forward runs, not while it is traced."""
+    """True if autograd runs a backward on this thread, so that a forward is a checkpoint's recomputation. Meaningless
+    while tracing."""
     return torch._C._current_graph_task_id() != -1
 
 
 def check_sizes(least: int = 1, **sizes: Any) -> None:
-    """Raise ValueError for a size that is no whole number, or is smaller."""
+    """Raise ValueError unless each size is a whole number, at least `least`."""
     for name, size in sizes.items():
         if not hasattr(size, "__index__") or size < least:
             raise ValueError(f"{name}: got {size!r}, want a whole number, at least {least}")
@@ -64,20 +64,20 @@ class Router(nn.Module):
         num_groups, top_groups: experts form ``num_groups`` equal groups, and a token picks inside its best
             ``top_groups``. A group's score is the sum of its two best experts. 1 and None: no limit.
         balance: keep a bias per expert that steers the choice towards idle experts; see :meth:`update_bias`.
-        keep_logits: keep ``last_logits`` (T, E) fp32, differentiable, and ``last_expert_ids`` (T, K) int32 until the
-            next forward, for :func:`load_balancing_loss` and :func:`router_z_loss`. A checkpoint's recomputation does
-            not set them, except in a compiled router. A reentrant checkpoint leaves logits without a gradient, and
-            torch.compile cannot keep them if a checkpoint is within its graph. Copies, pickles and state dicts of the
-            router have none. A masked token has logits of -inf and ids of -1, so no loss counts it.
+        keep_logits: after each forward keep ``last_logits`` (T, E) fp32, differentiable, and ``last_expert_ids`` (T, K)
+            int32, for :func:`load_balancing_loss` and :func:`router_z_loss`. Padding has logits of -inf and ids of -1,
+            so no loss counts it. Only forward sets them, not a checkpoint's recomputation, unless the router is
+            compiled. Logits of a reentrant checkpoint have no gradient. torch.compile cannot keep them if its graph
+            contains a checkpoint. Copies, pickles and state dicts leave them out.
         dtype: dtype of ``weight``, fp32 or bf16. It cannot change later.
 
-    Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32. With ``balance`` there is
-    also the attribute ``load`` (E,) int64. It counts each expert's rows on this rank since the last update, over all
-    micro-batches. A checkpoint's recomputation counts once.
+    Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32. With ``balance``, the
+    attribute ``load`` (E,) int64 counts each expert's routed tokens on this rank since the last update, over all
+    micro-batches. A checkpoint's recomputation is not counted.
 
-    **These dtypes stay.** ``.to(dtype)``, ``.half()``, ``.double()`` and the like move the router and do not cast it.
-    Values loaded in another dtype are cast back. Only FSDP2's ``MixedPrecisionPolicy(param_dtype=)`` still casts: the
-    router warns if its weight was cast. Call ``fully_shard(router)`` by itself, without a policy.
+    **Dtypes stay.** ``.to(dtype)``, ``.half()`` and ``.double()`` move the router and do not cast it. Values loaded in
+    another dtype are cast back. Only FSDP2's ``MixedPrecisionPolicy(param_dtype=)`` casts, with a warning: call
+    ``fully_shard(router)`` by itself, without a policy.
     """
 
     expert_bias: Tensor | None
@@ -107,13 +107,13 @@ class Router(nn.Module):
         top_groups = num_groups if top_groups is None else top_groups
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
-        if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
+        if num_experts % num_groups or not 1 <= top_groups <= num_groups:
             raise ValueError(
                 f"num_groups must divide num_experts={num_experts} and top_groups lie in 1..num_groups, "
                 f"got num_groups={num_groups}, top_groups={top_groups}"
             )
         reachable = num_experts // num_groups * top_groups
-        if not 1 <= top_k <= reachable:
+        if top_k > reachable:
             raise ValueError(f"top_k must lie in 1..{reachable} (the experts a token can reach), got {top_k}")
         self.top_k = top_k
         self.score = score
@@ -145,7 +145,7 @@ class Router(nn.Module):
         self._keep_dtypes()  # assign=True takes tensors as they are
 
     def _keep_dtypes(self) -> None:
-        """Restore the dtypes of weight, bias and load after an assignment. Keep the load where the bias is."""
+        """Restore the dtypes of weight and bias after an assignment. Keep the load on the bias's device."""
         if self.weight.dtype != self._dtype:
             self.weight = nn.Parameter(self.weight.detach().to(self._dtype), requires_grad=self.weight.requires_grad)
         if self.expert_bias is not None:
@@ -176,17 +176,17 @@ class Router(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in facts.items())
 
     def reset_parameters(self) -> None:
-        """Draw a new weight; forget bias and load."""
+        """Draw a new weight; zero bias and load."""
         init_normal_(self.weight, self.weight.shape[1] ** -0.5)
         if self.expert_bias is not None and self.load is not None:
             self.expert_bias.zero_()
             self.load.zero_()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32. The weights are differentiable, on
-        CUDA once and not by torch.func.
+        """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32, differentiable: on CUDA once, and not
+        by torch.func.
 
-        mask: (T,) bool, False for padding. Padding has ids of -1, weights and gradients of 0, and counts nowhere.
+        mask: (T,) bool, False for padding. Padding has ids of -1, weights and gradients of 0, and is not counted.
         """
         keeps = self.keep_logits and (torch.compiler.is_compiling() or not recomputing())
         if keeps:
@@ -220,7 +220,7 @@ class Router(nn.Module):
         return expert_ids, weights if self.scale == 1 else weights * self.scale
 
     def _choice(self, logits: Tensor) -> Tensor:
-        """(T, E) values. The experts with the largest are chosen."""
+        """(T, E): a token chooses the experts with the largest values."""
         scores = scores_of(logits, self.score)
         choice = scores if self.expert_bias is None else scores + self.expert_bias
         if self.top_groups < self.num_groups:
@@ -236,23 +236,21 @@ class Router(nn.Module):
     def update_bias(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
         """Move each expert's bias by ``rate`` towards balance and reset the load. Call it once per optimizer step.
 
-        Sums the load over ``group`` (default group if None and initialised). This is routing's only collective, outside
-        of forward and backward. Raises RuntimeError on a router built without ``balance``.
+        Sums the load over ``group`` (None: the default group, if initialised), the router's only collective. Raises
+        RuntimeError on a router built without ``balance``.
         """
         if self.expert_bias is None or self.load is None:
             raise RuntimeError("this router keeps no bias; build it with balance=True")
         self._keep_dtypes()
         if dist.is_initialized():
             dist.all_reduce(self.load, group=checked_group(group))
-        towards_balance = torch.sign(
-            self.load.sum() - self.num_experts * self.load
-        )  # int64: times rate, torch's default
+        towards_balance = torch.sign(self.load.sum() - self.num_experts * self.load)  # int64
         self.expert_bias.add_(towards_balance.to(self.expert_bias.dtype), alpha=rate)
         self.load.zero_()
 
 
 def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """The mask of x (..., D) as (T,). Raises ValueError if it does not fit."""
+    """The mask of x (..., D) as (T,). Raises ValueError if dtype, shape or device does not fit."""
     fits = mask.shape == x.shape[:-1] or mask.shape == (x.shape[:-1].numel(),)  # `in` compares no symbols in a graph
     if mask.dtype != torch.bool or not fits or mask.device != x.device:
         got = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
@@ -270,7 +268,7 @@ def _warn_of_cast(got: torch.dtype, own: torch.dtype) -> None:
     )
 
 
-# An op, so that a compiled router decides when it runs: checkpointed as a whole, it runs again in backward.
+# An op decides when it runs, not when it is traced: a compiled, checkpointed router runs it again in backward.
 @torch.library.custom_op("mxep::count_load", mutates_args=("load",))
 def _count_load(load: Tensor, expert_ids: Tensor) -> None:
     if not recomputing():
@@ -283,11 +281,10 @@ def load_balancing_loss(
 ) -> Tensor:
     """0-d fp32: 1 at perfect balance, up to E / K if all tokens choose the same experts. No host sync.
 
-    logits: (T, E), differentiable, such as `Router.last_logits`. expert_ids: (T, K) int32 or int64. Ids outside
-    0 .. E-1 are not counted, nor are tokens without valid ids, such as padding. score: "softmax", or "sigmoid" divided
-    by its sum over the token's experts. group: f_e counts the rows of all its ranks, by one all-reduce of E counts. All
-    ranks must call it, also those without tokens. The mean of the ranks' losses is then the whole batch's, if all have
-    as many tokens.
+    logits: (T, E), differentiable, such as `Router.last_logits`. expert_ids: (T, K) int32 or int64. Ids outside 0 ..
+    E-1 and tokens without valid ids are not counted. score: "softmax", or "sigmoid" divided by its sum over the token's
+    experts. group: f_e counts the tokens of all its ranks, with one all-reduce of E counts, which all ranks must call.
+    The mean of the ranks' losses is the whole batch's loss if all have as many tokens.
 
     Raises ValueError for another score, or sizes that do not fit.
     """
@@ -312,10 +309,8 @@ def load_balancing_loss(
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """0-d fp32: the mean over tokens of the squared logsumexp. logits: (T, E), differentiable.
-
-    Tokens with only -inf logits, which `Router` gives to padding, are not counted.
-    """
+    """0-d fp32: the mean over tokens of the squared logsumexp. logits: (T, E), differentiable. Tokens with only -inf
+    logits (`Router` gives these to padding) are not counted."""
     padding = (logits == float("-inf")).all(-1, keepdim=True)
     z = logits.float().masked_fill(padding, 0.0).logsumexp(-1).masked_fill(padding[..., 0], 0.0)
     return z.square().sum() / (~padding).sum().clamp_min(1)

@@ -7,11 +7,9 @@
       SwiGLU, quantize                           SwiGLU backward, h again, quantize;  dw2 = d_out^T h
     out (T, D) = h w2^T                        dx (T, D) = d_gate_up w13;   dw13 = d_gate_up^T x
 
-x is quantized once for gate and up, which are one GEMM. It is one autograd function: no MXTensor crosses autograd, and
-torch.compile has it in one graph. (With wgrad "bf16" it is composed instead.) `mxep.runtime.replay` replays each half.
-T is any number: the GEMMs are those of `mxep.gemm.linear`.
-
-With a gate (Qwen2-MoE) a token's out is multiplied by the number sigmoid(x gate^T), in torch's own operations.
+gate and up are one GEMM, so x is quantized once. It is one autograd function, and `mxep.runtime.replay` replays each
+pass: no MXTensor crosses autograd, and torch.compile has it in one graph. With wgrad "bf16" it is composed instead. T
+is any number: the GEMMs are those of `mxep.gemm.linear`.
 """
 
 from dataclasses import dataclass
@@ -53,10 +51,11 @@ from .functional import swiglu
 class SharedExpert(nn.Module):
     """A dense gated MLP that every token takes: ``gate_up_proj`` (2F, D), ``down_proj`` (D, F).
 
-    gate: multiply the output by the sigmoid of ``x`` times the parameter ``gate`` (1, D), which is None otherwise. This
-    GEMM is in x's dtype, whatever the recipe.
+    gate: multiply the output by sigmoid(x gate^T), with the parameter ``gate`` (1, D) in x's dtype, whatever the recipe
+    (Qwen2-MoE).
 
-    If a weight has an attribute ``main_grad``, its gradient is added there and not to `.grad`. The gate's is ordinary.
+    If a weight has an attribute ``main_grad``, its gradient is added there and not to `.grad`; the gate does not use
+    it.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ def _compose(
     backend: Backend,
     activation: SwiGLU,
 ) -> Tensor:
-    """Shared expert with unquantized weight gradients."""
+    """The shared expert without its gate, with unquantized weight gradients."""
     gate_up = linear(x, gate_up_proj, recipe=recipe, backend=backend, main_grad=main_grad13)
     h = swiglu(gate_up, None, None, recipe=recipe, activation=activation)
     return linear(h, down_proj, recipe=recipe, backend=backend, main_grad=main_grad2)
@@ -160,7 +159,7 @@ class _ForwardOutput(Bundle):
 
 @dataclass(frozen=True)
 class _BackwardInput(Operands):
-    """d_out (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), what forward saved, main_grads of the weights."""
+    """d_out (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), and main_grads of the weights' shapes or None."""
 
     d_out: Tensor
     gate_up_proj: Tensor
@@ -180,7 +179,7 @@ def _forward(
     config: LayerConfig,
     needs: tuple[bool, bool, bool],
 ) -> _ForwardOutput:
-    """x (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F). needs: whether each of these three has a gradient."""
+    """x (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F). needs: whether each of these three needs a gradient."""
     recipe, backend = config.recipe, config.backend
     if rowwise is None:
         rowwise = quantize_rowwise.function(gate_up_proj, down_proj, config=config, dgrad=any(needs))
@@ -198,7 +197,7 @@ def _forward(
 def _backward(
     given: _BackwardInput, colwise: ColwiseWeights | None, *, config: LayerConfig, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x and of both weights: None of those that are not wanted or are in a main_grad."""
+    """Gradients of x and of both weights; None: not wanted, or added to a main_grad."""
     recipe, backend, d_out, saved = config.recipe, config.backend, given.d_out, given.saved
     gate_up_proj, down_proj = saved_weights(given.gate_up_proj, given.down_proj, saved)
     given.release("saved")

@@ -1,12 +1,12 @@
-"""Grouped GEMM over bf16, row-scaled FP8 and MXFP8, differentiable, one file per backend.
+"""Grouped GEMM over bf16, row-scaled FP8 and MXFP8, differentiable.
 
     from mxep.gemm import grouped_mm
     out = grouped_mm(rows, weights, offs, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
     out = linear(x, weight, bias, recipe="mxfp8")             # (..., K), (N, K), (N,) -> (..., N)
 
-`functional` has the grouped GEMM and its gradients, `linear` the GEMM with one weight, `recipe` the rules of
-quantization, `quantize_once` the lifetime of quantized weights, `backends` the implementations. `convert` applies them
-to a model of nn.Linear modules and experts that call torch's grouped mm. `diagnostics` reports the cost of folding.
+`functional` has both, with their gradients, `recipe` the rules of quantization, `quantize_once` the lifetime of
+quantized weights, `backends` the implementations. `convert` applies them to a model. `diagnostics` reports the cost of
+folding.
 """
 
 import importlib.metadata

@@ -4,9 +4,9 @@
                                 torch._grouped_mm(x, self.w1.bfloat16().mT, offs=offs) runs `mxep.gemm.grouped_mm`
     revert(model)               both are torch's own again
 
-Parameters stay the same objects in the same places. Each module that owns them gets a subclass of its class, of the
-same name. The forward of an nn.Linear becomes `linear`. Other forwards run under a mode that watches torch's functions.
-The mode recognizes a converted weight, and tensors made from it, by memory, and multiplies by it with `grouped_mm`.
+Parameters stay the same objects in the same places. Each module that owns them gets a subclass of its class, with the
+same name. The forward of an nn.Linear becomes `linear`. Other forwards run under a mode (`convert_mode.py`) that finds
+torch's grouped mm with a converted weight, and runs `grouped_mm` instead.
 """
 
 import functools
@@ -42,18 +42,20 @@ def convert(
 ) -> Module:
     """Make the model's nn.Linear modules, and torch's grouped mm on its expert weights, run mxep's GEMMs, in place.
 
-    recipe: a Recipe, its name, or "auto", which applies `auto_recipe` to the shape of each GEMM. backend: as for
-    `grouped_mm`. filter(fqn, parameter): True to convert; asked about all parameters except biases of nn.Linear. By
-    default it selects floating 3-D parameters outside torch's own modules, and weights of nn.Linear except routers,
-    heads, adapters and sizes that do not fit the recipe (`reason_to_leave`).
-    Returns the model. The log ("mxep.gemm", level INFO) lists converted and skipped parameters, with reasons.
+    Args:
+        recipe: a Recipe, its name, or "auto", which applies `auto_recipe` to the shape of each GEMM.
+        filter: filter(fqn, parameter) is True to convert; asked about all parameters except biases of nn.Linear. By
+            default it selects floating 3-D parameters outside torch's own modules, and weights of nn.Linear except
+            routers, heads, adapters and sizes that do not fit the recipe (`reason_to_leave`).
+        backend: as for `grouped_mm`. strict: raise RuntimeError instead of warning.
 
-    A warning names, once, each converted parameter that no GEMM of mxep used in a forward. So does one for a gradient
-    that arrives before any GEMM of mxep, as when other code has replaced the forward, and one for an unusable
-    `main_grad`. strict: RuntimeError instead.
+    Returns the model. The log ("mxep.gemm", level INFO) lists converted and skipped parameters, with reasons. It warns
+    once for a converted parameter that no GEMM of mxep used in a forward, that got a gradient before any such GEMM
+    (other code has replaced the forward), or that has an unusable `main_grad`.
+
     A model may be converted in several calls, with other recipes for other parameters. Convert before `torch.compile`,
-    before or after `fully_shard` and `parallelize_module`. Optimizers may be made before or after.
-    Only GEMMs within the forward of the module that owns the weight count: put a `checkpoint` around that module.
+    before or after `fully_shard`, `parallelize_module` and making optimizers. Only GEMMs within the forward of the
+    module that owns the weight count: put a `checkpoint` around that module.
 
     Raises ValueError for an unknown recipe or backend, if no parameter passes the filter, and for a selected parameter
     that
@@ -95,7 +97,7 @@ def convert(
 
 
 def revert(model: Module) -> Module:
-    """Undo every `convert` of this model or of its parts, in place. Returns the model. Parameters are untouched."""
+    """Undo every `convert` of this model or of its parts, in place. Returns the model."""
     for module in model.modules():
         for how in _weights(module).values():
             how._used = True  # ends the watch for its first gradient
@@ -123,7 +125,10 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
         linear = is_linear(module)
         if linear and name == "bias":
             continue
-        if filter is None and (linear or _is_computed(module, name)):
+        if filter is not None:
+            if not filter(fqn, parameter):
+                continue
+        elif linear or _is_computed(module, name):
             if is_parametrized(module):
                 reason: str | None = "parametrized"
             elif _is_computed(module, name):
@@ -136,12 +141,9 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
             if reason is not None:
                 left.setdefault(reason, []).append(fqn)
                 continue
-        elif filter is None and isinstance(module, nn.Linear) and not _is_weight(parameter) and name != "bias":
+        elif isinstance(module, nn.Linear) and not _is_weight(parameter) and name != "bias":
             left.setdefault(f"a {type(module).__name__}, which has a forward of its own", []).append(fqn)
             continue
-        elif filter is not None:
-            if not filter(fqn, parameter):
-                continue
         elif not _is_weight(parameter) or type(module).__module__.startswith("torch.nn.modules."):
             continue  # torch's own modules, such as convolutions, call no grouped mm
         _check(module, name, fqn, parameter, recipe)
@@ -152,8 +154,7 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
     """(module that uses it in forward, name there, name in the model, parameter). Tied ones appear for every module.
 
-    The module is the parameter's owner. If the owner has no forward, such as a ModuleList, it is the closest ancestor
-    with one.
+    The module is the parameter's owner, or the owner's closest ancestor with a forward, as of a ModuleList.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for prefix, module in modules.items():
@@ -226,7 +227,7 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, reci
 
 
 def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
-    """Report a parameter that gets a gradient without a GEMM of mxep. A replaced forward cannot report it itself."""
+    """Report a parameter that gets a gradient without a GEMM of mxep, because its forward was replaced."""
 
     def look(_: Tensor) -> None:
         handle.remove()
@@ -237,7 +238,7 @@ def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
 
 
 def _state(module: nn.Module) -> State:
-    """The module's conversion state. A module without one gets it, and a class that uses it."""
+    """The module's conversion state. If it has none, it gets one, and the class that uses it."""
     if _KEY not in module.__dict__:
         module.__dict__[_KEY] = State()
         if not any("_mxep_base" in cls.__dict__ for cls in type(module).__mro__):
@@ -249,7 +250,7 @@ def _state(module: nn.Module) -> State:
 
 @functools.cache
 def _prepare_dynamo() -> None:
-    """Let torch.compile ask modes about _grouped_mm. It asks only about functions that it lists as overridable."""
+    """Let torch.compile ask modes about _grouped_mm, by listing it as overridable."""
     from torch._dynamo.variables.torch import get_overridable_functions
 
     get_overridable_functions().add(torch._grouped_mm)
@@ -258,7 +259,7 @@ def _prepare_dynamo() -> None:
 
 @functools.cache
 def _converted_class(base: Any) -> Any:
-    """`base` with another forward. Cached: all layers share the class, so there is one compilation."""
+    """`base` with another forward. Cached, so that layers share the class and one compilation."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -335,7 +336,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def reason_to_leave(name: str, module: nn.Linear, vocabulary: int, recipe: Recipe) -> str | None:
-    """Reason why the linear called `name` is not converted by default; None if it is.
+    """Why the linear called `name` is not converted by default; None: it is.
 
     vocabulary: rows of the model's largest embedding, 0 if it has none.
     """
@@ -369,16 +370,15 @@ SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"), ("gate_pr
 def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *, copies: bool = False) -> Module:
     """Compute converted linears that read one input together, in place. Returns the model and logs the names.
 
-    siblings: names of children of one module. They are joined if `convert` converted all of them alike as linears, with
-    one dtype and equal in_features. The first call computes all results. Name only siblings that are called with the
-    same tensor: other results are wasted, and the first such call warns.
-    Weights that are DTensors in forward (tensor parallelism, FSDP2 around each of them) stay separate.
-    copies: return each result as a separate tensor. By default results are views of one tensor. torch then refuses
-    in-place writes, and a `.view` that joins their last two axes, such as q.view(-1, head_dim). Models that do either
-    need copies, which cost a read and a write of the results.
-    Call it before PEFT, because PEFT's layers take over the names. `revert` undoes it.
+    siblings: names of children of one module. They are joined if all are linears, converted alike, with one dtype and
+    equal in_features. DTensors (tensor parallelism, FSDP2 around each of them) stay separate. The first call computes
+    all results. Name only siblings that are called with the same tensor: other results are wasted, with a warning.
+    copies: return each result as a separate tensor, for a read and a write of the results. By default results are views
+    of one tensor. torch then refuses in-place writes, and a `.view` that joins their last two axes, such as q.view(-1,
+    head_dim).
 
-    Raises ValueError if no siblings are found.
+    Call it before PEFT, because PEFT's layers take over the names. `revert` undoes it. Raises ValueError if no siblings
+    are found.
     """
     found = []
     for prefix, parent in model.named_modules():
@@ -410,7 +410,7 @@ class Joined:
         return self.__dict__ | {"held": None}
 
     def forward(self, module: nn.Module, how: Converted, x: Tensor) -> Tensor | None:
-        """Result of `module` for x; None if the module has to compute it itself."""
+        """Result of `module` for x; None: the module computes it itself."""
         place = next((i for i, each in enumerate(self.modules) if each is module), None)
         weights = [each.weight for each in self.modules]
         if place is None or any(hasattr(w, "device_mesh") for w in weights):  # no place: a replica

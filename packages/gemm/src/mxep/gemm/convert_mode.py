@@ -1,6 +1,6 @@
-"""GEMMs of a converted module: a mode around its forward that recognizes its weights and multiplies by them.
+"""The mode around a converted module's forward: it recognizes the module's weights, and multiplies by them with mxep.
 
-Groups may have any size: they are padded with zero rows to the recipe's multiple, multiplied and unpadded, without a
+Groups may have any size: they are padded with zero rows to the recipe's alignment, multiplied and unpadded, without a
 host sync. All other functions stay torch's. A converted weight without a GEMM of mxep is reported.
 """
 
@@ -42,9 +42,10 @@ class Converted:
 class State:
     """Conversion state of a module.
 
-    weights: name in the module -> weight that its forward multiplies by. alike: True if they are all its 3-D ones and
-    share recipe and backend. linear: True for an nn.Linear. watched: all weights of the model, if this is the module
-    passed to `convert`. joined: a linear's siblings (`convert.Joined`)."""
+    weights: name in the module -> weight that its forward multiplies by. alike: True if these are all its 3-D
+    parameters and share recipe and backend. linear: True for an nn.Linear. watched: all weights of the model, if this
+    is the module passed to `convert`. joined: `convert.Joined` of a linear's siblings, or None.
+    """
 
     weights: dict[str, Converted] = field(default_factory=dict)
     alike: bool = False
@@ -56,9 +57,9 @@ class State:
 class Products(TorchFunctionMode):
     """Runs mxep's GEMMs within one forward of a module.
 
-    A tensor made from a weight by any torch function counts as the weight: a cast, or a sum with an adapter's delta.
-    Tensors are recognized by storage. torch.compile has no storages, so it uses identity. If that fails, as behind .mT
-    in torch 2.13, any 3-D operand counts as a weight, provided the module's weights are alike.
+    A tensor that a torch function makes from a weight counts as the weight: a cast, or a sum with an adapter's delta.
+    Tensors are recognized by storage, or under torch.compile, which has no storages, by identity. If identity fails, as
+    behind .mT in torch 2.13, any 3-D operand counts as a weight, provided the module's weights are alike.
     """
 
     def __init__(self, module: nn.Module, state: State) -> None:
@@ -124,7 +125,7 @@ class Products(TorchFunctionMode):
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """torch's grouped mm by mxep: input (M, K), mat2 (G, K, N), offs (G,) -> (M, N). Other cases stay torch's."""
+        """torch's grouped mm. It runs mxep's for input (M, K), mat2 (G, K, N) of a weight, and offs (G,)."""
         names = self.names_of(mat2)
         two_by_three = input.dim() == 2 and mat2.dim() == 3 and bias is None and not hasattr(mat2, "device_mesh")
         if self.compiling and not names and two_by_three:
@@ -152,7 +153,7 @@ class Products(TorchFunctionMode):
         return self.missing[0] if self.missing else self.names[0]
 
     def main_grad(self, name: str, w: Tensor) -> Tensor | None:
-        """Part of the weight's main_grad that belongs to w, a view of the weight."""
+        """The part of the weight's main_grad that belongs to w, a view of the weight."""
         weight, how = parameter_of(self.module, name), self.state.weights[name]
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None or weight is None:
@@ -190,7 +191,7 @@ def tell(message: str, strict: bool) -> None:
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """The parameter, wherever FSDP2, a functional call or a parametrization keeps it now."""
+    """The parameter, also if FSDP2, a functional call or a parametrization has moved it."""
     path, _, leaf = name.rpartition(".")
     for part in path.split(".") if path else ():
         module = module._modules[part]  # type: ignore[assignment]
@@ -202,7 +203,7 @@ def parameter_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def local_part(x: Any) -> Tensor:
-    """Return a DTensor's local part, or a plain x as it is."""
+    """A DTensor's local part, or a plain x."""
     local: Tensor = getattr(x, "_local_tensor", x)
     return local
 
@@ -210,7 +211,8 @@ def local_part(x: Any) -> Tensor:
 def _grouped_mm_any_size(
     x: Tensor, w: Tensor, offs: Tensor, how: Converted, main_grad: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """grouped_mm for groups of any size: x (M, K), w (G, N, K), offs (G,) int32 -> (M, N). Rows in no group: zero."""
+    """grouped_mm for groups of any size: x (M, K), w (G, N, K), offs (G,) int32 -> (M, N). Rows in no group are
+    zero."""
     recipe = how.recipe
     if not isinstance(recipe, Recipe):
         recipe = auto_recipe(x.shape[0] / w.shape[0], w.shape[2], w.shape[1], of="grouped_mm")

@@ -196,7 +196,7 @@ def _bf16_wgrad_flops(out: Any, y: Tensor, x: Tensor, offs: Tensor, *_: Any, out
 
 @count_flops(ops.grouped_wgrad_reference, ops.fold_for_wgrad)
 def _wgrad_flops(y: Tensor, y_s: Any, y_i: Any, x: Tensor, x_s: Any, x_i: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    """FLOPs of the GEMM. A fold counts for the fp8_grouped_wgrad after it, whose operands have padding zeros."""
+    """FLOPs of the GEMM. A fold counts, not the fp8_grouped_wgrad after it, which multiplies padding, too."""
     return 2 * rows_of(offs, len(y if y_i is None else y_i)) * y.shape[1] * x.shape[1]
 
 

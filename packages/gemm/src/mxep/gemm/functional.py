@@ -1,28 +1,27 @@
 """grouped_mm, linear and linear_together: differentiable GEMMs with operands quantized by a recipe.
 
     forward                                   backward
-    a (M, K)  bf16, or MXTensor as it comes   dy (M, N)  bf16, or MXTensor as it comes
-      quantize along K unless it is             quantize along N unless it is
+    a (M, K)  bf16, or MXTensor               dy (M, N)  bf16, or MXTensor
+      quantize along K if bf16                  quantize along N if bf16
     out = a w^T, w quantized along K          da = dy w, w quantized along N
-      saved for backward: the qdata of a      dw = dy^T a, both from their qdata (wgrad "mx")
+                                              dw = dy^T a, from the qdata of both (wgrad "mx")
 
-Forward saves the weight itself, not its qdata along N. Backward makes these, unless `quantize_weights_once` holds them.
-Backward keeps qdata and scales of `a`, half the bytes of bf16. Only wgrad "bf16" keeps a plain `a`.
-An MXTensor is kept by reference: the lender of a receive slot must copy borrowed bytes.
+Forward saves qdata and scales of `a`, half the bytes of bf16; only wgrad "bf16" saves a plain `a`. An MXTensor is saved
+by reference, so the owner of a receive slot must copy borrowed bytes. The weight itself is saved. Backward quantizes it
+along N, unless `quantize_weights_once` holds these qdata.
 
-linear is one group of all rows, (..., K) as (M, K). Kernels take M as the only group's end, and M may be any number. A
-contraction over tokens in blocks of 32 sees the last block filled up with zero rows by a row index.
+linear is one group of all rows, (..., K) as (M, K). M may be any number: a contraction over tokens fills its last block
+of 32 with zero rows.
 
 linear_together computes several linears of one input as one GEMM: q, k and v, or gate and up.
 
     forward   x --quantize once--> x [wq; wk; wv]^T --> views of one result: q, k, v
     dgrad     [dq, dk, dv] --quantize once--> one GEMM that sums over the out features of all
-    wgrad     the same qdata of both --> one GEMM, whose rows are dwq, dwk, dwv
+    wgrad     the same qdata of both --> one GEMM with rows dwq, dwk, dwv
 
 Weights stay separate parameters. With scales of 32 elements, results and weight gradients have the bits of separate
 GEMMs. With one scale per row ("fp8", and every recipe on "hopper") a row of [dq, dk, dv] has the scale of its largest
-part, so smaller parts lose the bits that folding loses. The gradient of x is rounded once. Separate GEMMs would round
-each part and then sum.
+part, so smaller parts lose the bits that folding loses. The gradient of x is rounded once, not once per part.
 
 M rows (capacity), N out features, K in features, G groups.
 """
@@ -70,29 +69,30 @@ def grouped_mm(
 ) -> Tensor:
     """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
 
-    a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K. Its rows may be strided or have a
-        row_index. Recipe "bf16" also takes fp64, on backend "reference".
-    w: (G, N, K) bf16 or fp32. Its gradient has its dtype and is zero for empty groups. It is quantized at each call,
-        along K in forward and along N in backward, or once within `quantize_weights_once`. Or a FrozenWeight, which has
-        no gradient and is expanded at each call.
-    offs: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_alignment. Rows from offs[-1] on
-        are not read. In the result, and in the gradient of a, they are unspecified.
-    recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
-    bias: (G, N) or None. Its gradient sums the incoming gradient before any quantization.
-    out_dtype: bf16 or fp32, default a.dtype (an MXTensor's outer dtype). The gradient of a has a.dtype.
-    main_grad: (G, N, K) fp32. Backward adds the gradient of w to it and leaves w.grad alone. A backward without that
-        gradient, such as torch.autograd.grad(out, a), adds nothing. Compiled autograd computes all gradients, so it
-        always adds. Gradients of unquantized operands are rounded to bf16 first, except on backend "reference". All
-        others are added in fp32.
-    wgrad_scale: factor for the gradient of w (not of a and bias), applied before it is rounded or added.
-    watched: makes a context that backward runs in, for callers that have to know its exceptions.
+    Args:
+        a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K. Its rows may be strided or have a
+            row_index. Recipe "bf16" also takes fp64, on backend "reference".
+        w: (G, N, K) bf16 or fp32, quantized at each call, or once within `quantize_weights_once`. Its gradient has its
+            dtype and is zero for empty groups. Or a FrozenWeight, without a gradient, expanded at each call.
+        offs: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_alignment. Rows from
+            offs[-1] on are not read. They are unspecified in the result and in the gradient of a.
+        recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
+        bias: (G, N) or None. Its gradient sums the incoming gradient before any quantization.
+        out_dtype: bf16 or fp32, default a.dtype (an MXTensor's outer dtype). The gradient of a has a.dtype.
+        main_grad: (G, N, K) fp32. Backward adds the gradient of w to it and leaves w.grad alone. A backward that does
+            not need this gradient, such as torch.autograd.grad(out, a), adds nothing, except under compiled autograd.
+            Gradients of unquantized operands are rounded to bf16 first, except on backend "reference". All others are
+            added in fp32.
+        wgrad_scale: factor for the gradient of w (not of a and bias), applied before it is rounded or added.
+        watched: makes a context for backward, so that callers see its exceptions.
 
     The incoming gradient may be an MXTensor of outer dtype out_dtype. With the recipe's blocks it is used unchanged, in
-    its own element format. Other blocks are dequantized and quantized again.
+    its own element format. Other blocks are dequantized and quantized again. Under torch.compile it is part of the
+    graph. Only an MXTensor that needs a gradient breaks the graph. If such an MXTensor is made inside the graph, it
+    raises: pass the plain tensor instead, which is quantized to the same qdata.
+
     Raises ValueError for wrong shapes, dtypes, devices or alignment; on CPU also for unordered, too long or unaligned
     offs. Raises RuntimeError if the backend cannot run here.
-    Under torch.compile it is part of the graph. Only an MXTensor with a gradient breaks the graph, and it must not be
-    made inside the graph, which raises. Pass the plain tensor instead: its qdata are the same.
     """
     recipe = Recipe.named(recipe)
     frozen = isinstance(w, FrozenWeight)
@@ -122,7 +122,7 @@ def multiply(
     *more: Tensor | None,
     watched: Watched | None = None,
 ) -> Any:
-    """`grouped_mm` without its checks. With offs None there is one group of any number of rows, and weights and
+    """`grouped_mm` without its checks. If offs is None, there is one group of any number of rows, and weights and
     main_grads are (N, K).
 
     more: further weights, then their main_grads. All weights act as one, w's rows first, and bias covers all of them.
@@ -232,7 +232,7 @@ _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def taken_apart(x: Any) -> tuple[_Parts, _Rest]:
-    """Tensors of x to save, and the rest that `joined` needs. Hooks on saved tensors, as `save_on_cpu` sets them, would
+    """Tensors of x to save, and the rest that `joined` needs. Hooks on saved tensors, such as `save_on_cpu`'s, would
     turn an MXTensor into plain values."""
     if not isinstance(x, MXTensor | MXParts):
         return (x, None, None), None
@@ -265,16 +265,17 @@ def linear(
 ) -> Tensor:
     """(..., N): x @ w.T + bias. Differentiable in x, w and bias, once.
 
-    x: (..., K) bf16 or fp32, or an MXTensor with the recipe's blocks along K or from `quantize_input`, which several
-        GEMMs may share. Any number of leading axes, and of rows. Recipe "bf16" also takes fp64, on "reference".
-    w: (N, K) bf16 or fp32, quantized as for `grouped_mm`. bias: (N,) or None. Gradients have their dtypes.
-    out_dtype: bf16 or fp32, default x.dtype, or within torch.autocast its dtype. The gradient of x has x.dtype.
-    recipe: a Recipe, its name, or "auto": `auto_recipe` of this GEMM's rows, K and N, with a plain x.
-    backend, main_grad (N, K) fp32, wgrad_scale, gradients as MXTensors, and torch.compile: as for `grouped_mm`.
+    Args:
+        x: (..., K) bf16 or fp32, or an MXTensor with the recipe's blocks along K or from `quantize_input`. Any number
+            of leading axes, and of rows. Recipe "bf16" also takes fp64, on "reference".
+        w: (N, K) bf16 or fp32, quantized as for `grouped_mm`. bias: (N,) or None. Gradients have their dtypes.
+        out_dtype: bf16 or fp32, default x.dtype, or within torch.autocast its dtype. The gradient of x has x.dtype.
+        recipe: a Recipe, its name, or "auto": `auto_recipe` of this GEMM's rows, K and N, with a plain x.
+        backend, main_grad (N, K) fp32, wgrad_scale, gradients as MXTensors, and torch.compile: as for `grouped_mm`.
 
-    If w is a DTensor (tensor parallelism), x must be one, see `mxep.gemm.tensor_parallel`.
-    Raises ValueError for wrong shapes, dtypes or devices, and for K or N that is no multiple of recipe.group_alignment.
-    Raises RuntimeError if the backend cannot run here.
+    If w is a DTensor (tensor parallelism), x must be one, see `mxep.gemm.tensor_parallel`. Raises ValueError for wrong
+    shapes, dtypes or devices, and if K or N is no multiple of recipe.group_alignment. Raises RuntimeError if the
+    backend cannot run here.
     """
     check_tensors(x=x, w=w)
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype}
@@ -306,7 +307,7 @@ def linear(
 
 
 def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto") -> Tensor:
-    """Quantize x (..., K) bf16 or fp32 as `linear` would with this recipe and backend, to share it between several.
+    """Quantize x (..., K) bf16 or fp32 once for several `linear` with this recipe and backend.
 
     Returns x itself with recipe "bf16". The gradient passes unchanged. On "hopper" each row has one scale.
     """
@@ -315,11 +316,11 @@ def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = 
 
 
 class MarkOfTransformers:
-    """`_is_hooked`, which transformers' tensor parallelism sets on each module that it shards, past
-    `register_parameter`. Setting it raises ValueError for a linear with shards that do not fit. It is a descriptor,
-    because FSDP2 shards differently if there is a `__setattr__`.
+    """The attribute `_is_hooked` of a linear. transformers' tensor parallelism bypasses `register_parameter`, but sets
+    this on each module that it shards. Setting it raises ValueError if the shards do not fit the recipe. It is a
+    descriptor, because FSDP2 shards differently if there is a `__setattr__`.
 
-    how: gives a module's weight name and recipe; None if it is not a converted linear.
+    how: returns a module's weight name and recipe; None if it is not a converted linear.
     """
 
     def __init__(self, how: Callable[[Any], tuple[str, Recipe | str] | None]) -> None:
@@ -342,8 +343,7 @@ class MarkOfTransformers:
 class Linear(nn.Linear):
     """nn.Linear by a recipe: the same parameters, names and initialization, computed by `linear`.
 
-    recipe: a Recipe, its name, or "auto", which decides at each call by its shape.
-    The weight is quantized at each call, or once within `quantize_weights_once`. If the weight has an attribute
+    recipe: a Recipe, its name, or "auto", which decides at each call by its shape. If the weight has an attribute
     `main_grad`, its gradient is added there and not to `.grad`.
     """
 
@@ -364,14 +364,14 @@ class Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, module: nn.Linear, recipe: Recipe | str = "mxfp8", *, backend: str | Backend = "auto") -> Self:
-        """Make one that holds the parameters of `module`: the same objects, not copies. Hooks are not moved."""
+        """Make one with the parameters of `module`: the same objects, not copies. Hooks are not moved."""
         sizes = module.in_features, module.out_features, module.bias is not None
         made = cls(*sizes, device="meta", recipe=recipe, backend=backend)
         made.weight, made.bias = module.weight, module.bias
         return made.train(module.training)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as any module. Raises ValueError for a newly sharded weight, if its shards do not fit the recipe."""
+        """Raise ValueError if a newly sharded weight's shards do not fit the recipe."""
         if name == "weight" and "recipe" in self.__dict__:
             check_parallelized(name, self, name, param, self.recipe)
         super().register_parameter(name, param)
@@ -388,9 +388,8 @@ class Linear(nn.Linear):
 
 
 def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, recipe: Recipe | str) -> None:
-    """Raise ValueError if shards do not fit the recipe and replace a plain parameter, as `parallelize_module` does.
-
-    A parameter that was a DTensor before may be FSDP2's, which is whole in a GEMM."""
+    """Raise ValueError if a sharded parameter replaces a plain one, as in `parallelize_module`, and does not fit the
+    recipe. One that replaces a DTensor may be FSDP2's, which is gathered before a GEMM."""
     if hasattr(parameter, "device_mesh") and not hasattr(module._parameters.get(name), "device_mesh"):
         from mxep.gemm.tensor_parallel import check_shards
 
@@ -398,7 +397,6 @@ def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, r
 
 
 def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe | str, backend: str | Backend) -> Tensor:
-    """Compute an nn.Linear by a recipe."""
     main_grad = getattr(module.weight, "main_grad", None)
     return linear(x, module.weight, module.bias, recipe=recipe, backend=backend, main_grad=main_grad)
 
@@ -415,9 +413,9 @@ def linear_together(
 ) -> tuple[Tensor, ...]:
     """(..., N) for each of weights: x @ w.T + bias. Differentiable in x, weights and biases, once.
 
-    x: (..., K), as for `linear`. weights: (N, K) each, of one dtype, N any multiple of recipe.group_alignment.
-    biases: (N,) or None for each. main_grads: (N, K) fp32 or None for each, as for `linear`, added after the product.
-    recipe: also "auto", by the sum of all N. out_dtype, backend, autocast, torch.compile: as for `linear`.
+    x: (..., K), as for `linear`. weights: (N, K) each, of one dtype, N any multiple of recipe.group_alignment. biases:
+    (N,) or None for each. main_grads: (N, K) fp32 or None for each. recipe: also "auto", by the sum of all N.
+    out_dtype, backend, autocast, torch.compile: as for `linear`.
 
     Returns views of one result, which must not be written to in place. With recipe "bf16" there are separate GEMMs.
     Raises ValueError as `linear` does, and for weights of several dtypes, DTensors, or another number of biases or

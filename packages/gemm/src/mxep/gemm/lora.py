@@ -5,11 +5,11 @@
                                                                    d_B     = dy^T inner   lora_wgrad
                                                                    d_A     = d_inner^T rows
 
-Rows and dy are read as they are, quantized or plain: an MXTensor's bytes once, under its index. Sums are fp32. Operands
-are rounded to the dtype of inner, bf16 or fp32; values of E4M3 and E5M2 with a power-of-two scale fit bf16.
+Rows and dy are (M, K) as the parts of an MXTensor, in blocks of 32 or of a whole row: qdata, scale and row index; or a
+plain tensor, None and None. A kernel reads them once, through the index. Sums are fp32. Operands are rounded to the
+dtype of inner, bf16 or fp32; values of E4M3 and E5M2 with a power-of-two scale fit bf16.
 
-Each op takes rows (M, K) as the parts of an MXTensor, blocks of 32 or of a whole row: qdata, scale and row index; or a
-plain tensor, None and None. offs: (G,) int32. Rows past offs[-1] are neither read nor written.
+offs: (G,) int32. Rows past offs[-1] are neither read nor written.
 
 M rows, K in features, N out features, r rank, G groups.
 """

@@ -337,7 +337,7 @@ def _grouped(ws: list[Tensor]) -> list[Tensor]:
 def is_wanted(ctx: Any, i: int) -> bool:
     """True if the running backward uses the gradient of a function's i-th tensor argument.
 
-    ctx: the function's, in its backward. Always True under torch.compile, whose graphs compute all required gradients.
+    ctx: the function's, in its backward. Always True under torch.compile: its graphs compute all required gradients.
     """
     if torch.compiler.is_compiling():
         return True

@@ -1,19 +1,19 @@
 """The two products of a router, in fp32 accuracy: `fp32_linear` and `top_k`.
 
-fp32_linear: x w^T with fp32 accuracy on bf16 tensor cores, as logits decide a token's experts.
+fp32_linear: x w^T on bf16 tensor cores, with fp32 accuracy, because logits decide a token's experts.
 
     forward  out (T, E) fp32 = x w^T      one kernel each, on sums of bf16 terms (`kernels.router_ops`); a kernel with
     backward dx (T, D) bf16  = dy w       few tiles splits them into parts and adds these up
              dw (E, D)       = dy^T x
 
-Backward keeps only x and w. torch's fp32 GEMM runs outside the tensor cores, on an fp32 copy of x.
+Backward needs only x and w. torch's fp32 GEMM runs outside the tensor cores, on an fp32 copy of x.
 
 top_k: chooses a token's experts and their weights from its logits.
 
     logits (T, E) -> scores (softmax or sigmoid) -> the K best -> their scores, divided by their sum
                      or choice -----------------^
 
-CUDA takes one kernel forward and one backward. Backward keeps ids, weights and chosen logits (T, K), not all logits.
+On CUDA it is one kernel forward and one backward. Backward needs ids, weights and chosen logits (T, K), not all logits.
 
 T tokens, D in features, E out features or experts, K experts per token.
 """
@@ -36,12 +36,12 @@ _DEVICE = "cuda"
 def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
     """(T, E) fp32: x.float() @ w.float().T, with or without autocast. Gradients have the dtypes of x and w.
 
-    x: (T, D) floating point. w: (E, D) floating point.
-    Tensor cores are used on CUDA for plain tensors, x bf16 and w fp32 or bf16. It is then differentiable once and has
-    no torch.func support. The errors of out and of an fp32 dw are below the bound of an fp32 GEMM. A bf16 dx or dw is
-    the rounded sum of two terms per operand. Before that rounding dx is off by at most 3 * 2^-16 of the sum of
-    |dy| |w|, dw by at most 2^-16 of the sum of |dy| |x|. Inf, and values that round to Inf in bf16, give NaN.
-    All other inputs use torch's own GEMM. Raises ValueError for shapes that do not fit.
+    x: (T, D) floating point. w: (E, D) floating point. Raises ValueError for shapes that do not fit.
+
+    Plain CUDA tensors with x bf16 and w fp32 or bf16 use tensor cores: differentiable once, no torch.func. The errors
+    of out and of an fp32 dw are below the bound of an fp32 GEMM. A bf16 dx or dw is the rounded sum of two terms per
+    operand. Before that rounding dx is off by at most 3 * 2^-16 of the sum of |dy| |w|, dw by at most 2^-16 of the sum
+    of |dy| |x|. Inf, and values that round to Inf in bf16, give NaN. Other inputs use torch's own GEMM.
     """
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (T, D) and w (E, D)")
@@ -104,14 +104,16 @@ def wgrad_op(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def top_k(logits: Tensor, k: int, score: str = "softmax", *, choice: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(expert_ids (T, K) int32, best first, weights (T, K) fp32 that sum to 1, differentiable, on CUDA once).
+    """(expert_ids (T, K) int32, best first, weights (T, K) fp32 that sum to 1). Weights are differentiable, on CUDA
+    once.
 
-    logits: (T, E) fp32. score: "softmax" over all experts, or "sigmoid" of each.
-    choice: (T, E) fp32. Its largest are chosen instead of the best scores. An example is scores plus a bias.
-    Logits are compared, not scores. Their order is the same, but scores may round to the same number, or to 0.
-    Among equal choices the larger logit is taken, among equal logits the lower id. A NaN logit comes first, whatever
-    its choice, and makes the token's weights NaN. A NaN choice comes next. All devices agree.
-    Raises ValueError for another dtype, shape or score, or k not in 1..E.
+    logits: (T, E) fp32. score: "softmax" over all experts, or "sigmoid" of each. choice: (T, E) fp32, such as scores
+    plus a bias. Its largest values are chosen instead of the best scores. Raises ValueError for another dtype, shape or
+    score, or k not in 1..E.
+
+    Logits are compared, not scores: scores have the same order, but may round to the same number, or to 0. Among equal
+    choices the larger logit is taken, among equal logits the lower id. A NaN logit comes first, whatever its choice,
+    and makes the token's weights NaN. A NaN choice comes next. All devices agree.
     """
     for name, x in (("logits", logits), ("choice", choice)):
         if x is not None and (x.dim() != 2 or x.dtype != torch.float32 or x.shape != logits.shape):
@@ -133,7 +135,8 @@ def scores_of(logits: Tensor, score: str) -> Tensor:
 
 
 def _plain(logits: Tensor, choice: Tensor | None, k: int, score: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, weights, chosen logits). Weights come from logits, so scores that underflow have a sum and gradients."""
+    """(ids, weights, chosen logits). Weights come from logits, so that scores that underflow have a sum and
+    gradients."""
     ids = best_first(logits.detach(), choice)[:, :k]
     chosen = logits.gather(1, ids)
     return ids.int(), (chosen if score == "softmax" else F.logsigmoid(chosen)).softmax(-1), chosen

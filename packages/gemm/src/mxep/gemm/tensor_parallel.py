@@ -5,13 +5,12 @@
     Shard(1)        Shard(-1)                       Partial       dx of the shard, dw of the shard; bias added after
     Replicate       Replicate, or Shard of tokens   as x          dw, dbias reduced over ranks where tokens are sharded
 
-So `parallelize_module` with ColwiseParallel and RowwiseParallel works on converted models. If x comes sharded over
-tokens (sequence parallel) and the weight is Shard(0), qdata and scales are gathered, half of bf16's bytes. Use
-`QuantizedColwiseParallel` for this: it leaves x sharded. Blocks of 32 do not cross ranks, so with MX scales each rank
-holds a multiple of 32 features.
+So `parallelize_module` with ColwiseParallel and RowwiseParallel works on converted models. With sequence parallelism,
+use `QuantizedColwiseParallel`: it leaves x sharded over tokens, so that qdata and scales are gathered, half of bf16's
+bytes. Blocks of 32 do not cross ranks, so with MX scales each rank holds a multiple of 32 features.
 
-Tokens need not be a multiple of the ranks, nor need features with recipe "bf16". The last ranks have fewer or none, as
-with torch.chunk. Uneven tokens are gathered unquantized.
+Tokens need not be a multiple of the ranks, nor, with recipe "bf16", need features. The last ranks have fewer or none,
+as with torch.chunk. Uneven tokens are gathered unquantized.
 """
 
 from collections.abc import Callable
@@ -32,10 +31,8 @@ from mxep.quant import MXTensor
 class QuantizedColwiseParallel(ColwiseParallel):
     """ColwiseParallel of a converted linear or a `Linear`. Its input is sharded over tokens and gathered as MXFP8.
 
-    Args:
-        input_layouts: sharding of the module's plain input, Shard(1) of (B, S, K). Others: as for ColwiseParallel.
-            A plain input must have as many tokens on each rank, as torch's styles assume. Give an uneven one as a
-            DTensor.
+    input_layouts: sharding of the module's plain input, Shard(1) of (B, S, K), with as many tokens on each rank. Give
+    an uneven one as a DTensor. Others: as for ColwiseParallel.
     """
 
     def __init__(self, *, input_layouts: Placement, output_layouts: Placement | None = None, **options: Any) -> None:
@@ -46,7 +43,7 @@ class QuantizedColwiseParallel(ColwiseParallel):
 def check_shards(name: str, w: Any, recipe: Recipe | str) -> None:
     """Raise ValueError, on every rank, if a rank's shard of w (N, K), a DTensor, does not fit. "auto" fits any.
 
-    The last mesh dimension is that of tensor parallelism. FSDP's come before it and are gathered before a GEMM.
+    Tensor parallelism is the last mesh dimension. Those of FSDP before it are gathered before a GEMM.
     """
     if recipe == AUTO:
         return
@@ -62,7 +59,7 @@ def check_shards(name: str, w: Any, recipe: Recipe | str) -> None:
 
 
 def _misfit(features: int, ranks: int, recipe: Recipe) -> int:
-    """Features of the first shard that is no multiple of the recipe's; 0 if all fit."""
+    """Features of the first shard that is no multiple of the recipe's alignment; 0 if all fit."""
     first = -(-features // ranks)  # as torch.chunk shares them out
     shards = first, features % first if first else 0
     return next((shard for shard in shards if shard % recipe.group_alignment), 0)
@@ -78,8 +75,8 @@ def sharded_linear(
     recipe: Recipe | str,
     **options: Any,
 ) -> Tensor:
-    """`linear` of DTensors on a 1-D mesh; see the module. Raises ValueError, on all ranks alike, for other meshes,
-    placements and shapes, and for shards that do not fit the recipe."""
+    """`linear` of DTensors on a 1-D mesh. Raises ValueError, on all ranks alike, for other meshes, placements and
+    shapes, and for shards that do not fit the recipe."""
     mesh = w.device_mesh
     if mesh.ndim != 1:
         raise ValueError(f"w: got a DTensor on a mesh of {mesh.ndim} dimensions, want one, such as mesh['tp']")
@@ -105,7 +102,7 @@ def sharded_linear(
         given = Shard(given.dim % x.dim())
     elif type(given) not in (Replicate, Partial):
         x, given = x.redistribute(mesh, [Replicate()]), Replicate()
-    options["main_grad"] = None if main_grad is None else getattr(main_grad, "_local_tensor", main_grad)
+    options["main_grad"] = getattr(main_grad, "_local_tensor", main_grad)
     shape = torch.Size([*x.shape[:-1], w.shape[0]])
     if weight == Shard(0):
         bias = None if bias is None else bias.redistribute(mesh, [Shard(0)]).to_local()
@@ -129,7 +126,7 @@ def sharded_linear(
 
 
 def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """A rank's GEMM. A rank without features of w has none, but has gradients, which are zero or empty."""
+    """A rank's GEMM. Without features of w on this rank it is torch's, for gradients that are zero or empty."""
     if w.numel():
         return linear(x, w, bias, **options)
     dtype = options["out_dtype"] or x.dtype
@@ -139,7 +136,7 @@ def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | N
 
 
 def _whole(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> DTensor:
-    """DTensor of the ranks' parts. Uneven parts need the shape: from_local would take this rank's times the ranks."""
+    """DTensor of the ranks' parts. Uneven parts need the shape: from_local would multiply this rank's size."""
     sizes: dict[str, Any] = {}
     if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
         stride = torch.empty(shape, device="meta", dtype=local.dtype).stride()
@@ -162,7 +159,7 @@ def _gathered(x: DTensor, given: Placement, recipe: Recipe) -> Tensor:
 
 
 class _GatherQuantized(torch.autograd.Function):
-    """Quantize, then gather along an axis of tokens; backward sums over ranks and scatters, unquantized."""
+    """Quantize, then gather along an axis of tokens. Backward sums over ranks and scatters, unquantized."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, mesh: DeviceMesh, recipe: Recipe) -> Tensor:

@@ -1,9 +1,7 @@
-"""Token dispatchers: they bring tokens to experts, and results back. `make_dispatcher` makes one of a `Dispatch`.
+"""Token dispatchers: they bring tokens to experts, and results back. `make_dispatcher` makes one from a `Dispatch`.
 
 MoE(64, 32, 8, 2, dispatch=Dispatch("hierarchical", capacity=1.25, max_tokens=4096))
 MoE(64, 32, 8, 2, dispatcher="hierarchical", capacity=1.25, max_tokens=4096)            the same
-
-A Dispatch is checked where it is declared, before anything is made.
 """
 
 import dataclasses
@@ -38,12 +36,17 @@ __all__ = [
     "make_dispatcher",
 ]
 
-DISPATCHERS = "local", "all_to_all", "symmetric", "hierarchical", "nvshmem"
-"""Names of the dispatchers."""
+_CLASSES: dict[str, Any] = {
+    "local": LocalDispatcher,
+    "all_to_all": AllToAllDispatcher,
+    "symmetric": SymmetricDispatcher,
+    "hierarchical": HierarchicalDispatcher,
+    "nvshmem": NvshmemDispatcher,
+}
+DISPATCHERS = tuple(_CLASSES)
 NODES = "ranks_per_node", "nodes_per_token"
 _LACKS = {"local": NODES, "all_to_all": ("timeout", *NODES), "symmetric": NODES, "hierarchical": (), "nvshmem": NODES}
-"""Options that a dispatcher does not have. local never waits, so any timeout holds there."""
-_LEAST = {"max_tokens": 1, "ranks_per_node": 1, "nodes_per_token": 1}
+"""Options that a dispatcher does not have. local never waits, so it takes any timeout."""
 
 
 class DispatchFields(TypedDict, total=False):
@@ -59,18 +62,17 @@ class DispatchFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How tokens reach experts and return: a dispatcher and its limits.
+    """How tokens reach experts and return: a dispatcher and its limits, checked at once.
 
     Attributes:
-        dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers. A shared one has limits of its
-            own, so none may be given here. A group of one rank has the local one by any name.
+        dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers. A shared one has its own
+            limits, so none may be given here. A group of one rank uses the local one for any name.
         capacity: bound on the rows of a rank's experts; a number c is ``Capacity.factor(c)``. None:
-            ``Capacity.worst_case()``. all_to_all's buffers have each step's size: it needs none and drops no row.
+            ``Capacity.worst_case()``. all_to_all ignores it: its buffers have each step's size, and it drops no row.
         max_tokens: maximum tokens a rank brings to one call, equal on all ranks. None: the most that any rank brings to
-            the first batch. A larger batch raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see
-            SymmetricDispatcher.
-        timeout: maximum seconds to wait for a peer, for all layers of the group; None: the process group's. all_to_all
-            always has its process group's.
+            the first batch. A larger batch raises ValueError: all ranks must call :meth:`MoE.reserve` before it.
+        timeout: maximum seconds to wait for a peer, for all layers of the group. None: the process group's, as for
+            all_to_all.
         ranks_per_node, nodes_per_token: for hierarchical only: see :class:`HierarchicalDispatcher`.
 
     Raises ValueError for a value out of range or NaN, for a limit that the dispatcher does not have, and for a limit
@@ -90,10 +92,10 @@ class Dispatch:
             raise ValueError(f"dispatcher: expected one of {names}, or a TokenDispatcher, got {self.dispatcher!r}")
         if self.capacity is not None:
             object.__setattr__(self, "capacity", Capacity.of(self.capacity))
-        for name, least in _LEAST.items():
+        for name in ("max_tokens", *NODES):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value, numbers.Integral) and value >= least):
-                raise ValueError(f"{name}: expected a whole number, at least {least}, got {value!r}")
+            if value is not None and not (_is_number(value, numbers.Integral) and value >= 1):
+                raise ValueError(f"{name}: expected a whole number, at least 1, got {value!r}")
         if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
             raise ValueError(f"timeout: expected seconds, more than 0, got {self.timeout!r}")
         given = {name: value for name, value in self.limits.items() if value is not None}
@@ -113,14 +115,14 @@ class Dispatch:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The fields that limit a dispatcher, by name."""
+        """All fields but ``dispatcher``, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "dispatcher"}
 
     @staticmethod
     def of(dispatch: "Dispatch | None", fields: DispatchFields) -> "Dispatch":
-        """The Dispatch given to a function with ``dispatch=None, **fields: Unpack[DispatchFields]``: one or the other.
+        """The Dispatch of a function with ``dispatch=None, **fields: Unpack[DispatchFields]``.
 
-        Raises ValueError for both, and TypeError for a keyword that is no field.
+        Raises ValueError if both are given, and TypeError for a keyword that is no field.
         """
         names = {field.name for field in dataclasses.fields(Dispatch)}
         unknown = [name for name in fields if name not in names]
@@ -135,7 +137,7 @@ class Dispatch:
         return dispatch
 
     def times(self, rows_per_token: int) -> "Dispatch":
-        """For layers that send each token several times: max_tokens of the dispatcher counts rows."""
+        """The Dispatch of a layer that sends each token several times: max_tokens counts rows."""
         if self.max_tokens is None:
             return self
         return dataclasses.replace(self, max_tokens=self.max_tokens * rows_per_token)
@@ -149,15 +151,6 @@ def _is_number(value: object, kind: type = numbers.Real) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and not math.isnan(cast(float, value))
 
 
-KINDS: dict[str, Any] = dict(
-    zip(
-        DISPATCHERS,
-        (LocalDispatcher, AllToAllDispatcher, SymmetricDispatcher, HierarchicalDispatcher, NvshmemDispatcher),
-        strict=True,
-    )
-)
-
-
 def make_dispatcher(
     name: str | TokenDispatcher | Dispatch,
     num_experts: int,
@@ -169,15 +162,14 @@ def make_dispatcher(
 ) -> TokenDispatcher:
     """The dispatcher of a name and limits, or of a :class:`Dispatch`. Layers that ask for the same share one object.
 
-    A group of one rank exchanges nothing, so it gets a :class:`LocalDispatcher` for every name.
-    Layers made after a dispatcher's first dispatch get another one, on all ranks: the old one might live on some ranks
-    only. All symmetric dispatchers of a group share their memory in any case.
+    A group of one rank exchanges nothing, so it gets a :class:`LocalDispatcher` for every name. Layers made after a
+    dispatcher's first dispatch get a new one: the old one might be gone on some ranks. Symmetric dispatchers of a group
+    share their memory in any case.
 
     dtype: widest dtype of rows on the wire. Raises ValueError as Dispatch does, and if a dispatcher to share serves
     another number of experts, or narrower rows.
     """
-    given = name if isinstance(name, Dispatch) else None
-    how = Dispatch.of(given, fields if isinstance(name, Dispatch) else {**fields, "dispatcher": name})
+    how = Dispatch.of(name, fields) if isinstance(name, Dispatch) else Dispatch.of(None, {**fields, "dispatcher": name})
     if isinstance(how.dispatcher, TokenDispatcher):
         if how.dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {how.dispatcher.num_experts} experts, the layer has {num_experts}")
@@ -200,7 +192,7 @@ def make_dispatcher(
         sizes |= {"dim": dim, "dtype": dtype, "max_tokens": limits["max_tokens"], "timeout": limits["timeout"]}
     if kind == "hierarchical":
         sizes |= {key: limits[key] for key in NODES}
-    made: TokenDispatcher = KINDS[kind](num_experts, **sizes)
+    made: TokenDispatcher = _CLASSES[kind](num_experts, **sizes)
     twin = unused_twin(made)
     if twin is None:
         made.shared = True
@@ -210,5 +202,5 @@ def make_dispatcher(
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks of a group. None: the default group, or this process alone if there is none."""
+    """Number of ranks of a group. None: the default group, or this process alone."""
     return dist.get_world_size(group) if dist.is_initialized() else 1

@@ -4,20 +4,19 @@
     redispatch  the same rows' other bytes, same order                                        all-to-all
     combine     the same rows, the other way, then the sum                                    all-to-all
 
-A dispatch takes one exchange of sizes and its device-to-host copy; the ways back take none. Received rows lie in
-(source rank, token, list) order and are the slots of a plan with one source. So experts see the same rows in the same
-order as with the other dispatchers. Receive buffers are rounded up (`_room`), so that shapes repeat and steps between
-exchanges are replayed.
+Only a dispatch exchanges sizes, with a device-to-host copy. Received rows are in (source rank, token, list) order, and
+are the slots of a plan with one source. So experts get the same rows in the same order as with the other dispatchers.
+Receive buffers are rounded up (`_room`), so that shapes repeat and steps between exchanges are replayed.
 
-Each rank's rows begin with a header row, to the plan a pair without an expert. Ranks compare headers with their own:
+Each rank's rows begin with a header row, which the plan takes for a pair without an expert. Each receiver compares
+headers with its own:
 
     header   number of the dispatch * 4 + step (1 dispatch, 2 redispatch, 3 combine), int32; other bytes are 0. A new
              dispatch has no number yet: it sends its layer's (`TokenDispatcher.begin`)
 
-Without headers nobody would notice a rank that leaves out an exchange, or makes it in another order: in the
-hierarchical dispatcher blocks have one size whatever they hold. The number comes from the plan on the device, so graphs
-may hold all this. CPUs raise at once. A GPU's host reads the findings without a sync, at the next exchange or
-`check()`.
+Headers reveal a rank that leaves out an exchange, or makes it in another order. Sizes would not: in the hierarchical
+dispatcher all blocks have one size. The number comes from the plan on the device, so graphs can contain all this. A
+mismatch raises at once on CPUs. On GPUs the host reads it without a sync, at the next exchange or `check()`.
 """
 
 import dataclasses
@@ -59,14 +58,15 @@ class Headers:
         self._new: dict[tuple[torch.device, int], Tensor] = {}
 
     def new(self, number: int, device: torch.device) -> Tensor:
-        """(1,) int32 that a dispatch sends for a number."""
+        """(1,) int32 with this number, to send in a header."""
         if (device, number) not in self._new:
             made = made_to_stay(device, lambda: torch.full((1,), number, dtype=torch.int32, device=device))
             self._new[device, number] = made
         return self._new[device, number]
 
     def mark(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
-        """Write headers into rows (R, n) uint8. sizes: (W, any) int64, rows of blocks first. number: (1,) int32."""
+        """Write headers into rows (R, n) uint8. sizes: (W, any) int64, each block's number of rows first. number: (1,)
+        int32."""
         _mark(rows, sizes, number, step=STEPS.index(step))
 
     def compare(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
@@ -82,7 +82,7 @@ class Headers:
             self.check()
 
     def check(self) -> None:
-        """Raise known mismatches. Waits for nothing."""
+        """Raise PeersDisagree for mismatches that the host knows. Does not wait for the device."""
         for _, seen in self._found.values():
             differ, *words = seen.tolist() if int(seen.numpy()[0]) else [0]
             if differ:
@@ -107,19 +107,19 @@ def _mark(rows: Tensor, sizes: Tensor, number: Tensor, *, step: int) -> Tensor:
 
 @replayed
 def _compare(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, *, step: int) -> Tensor:
-    """found: (1 + W,), which is updated once."""
+    """found: (1 + W,), written at the first mismatch only."""
     compare_headers(rows, sizes, number, found, step)
     return found
 
 
 @dataclass(frozen=True)
 class AllToAllRouting(Routing):
-    """Routing plus each row's path, and the collectives' sizes on the host.
+    """Routing plus each row's path, and the collectives' sizes.
 
     Attributes:
         token, position, rows, sums: indices of sent and returned rows, see `plan_all_to_all`.
         sent, received: number of rows to and from each rank, headers included.
-        sizes, sizes_received: (W, 3) int64 on the device. The first column holds sent, or received.
+        sizes, sizes_received: (W, 3) int64 on the device. The first column is sent, or received.
     """
 
     token: Tensor
@@ -139,7 +139,7 @@ class AllToAllDispatcher(TokenDispatcher):
     """See :class:`TokenDispatcher`. Buffers have each step's size, so ``capacity`` is ignored."""
 
     borrows = True
-    """Slots are columns of the received rows. Copies of them are dense."""
+    """Slots are columns of the received rows, and copies of them are dense."""
     recomputes = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -167,10 +167,10 @@ class AllToAllDispatcher(TokenDispatcher):
             whose = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(invalid) if n)
             found = wrong.unique().tolist() or ""
             raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found}")
-        exchanges = self._exchanges
-        if exchanges is not None:
-            exchanges.dispatches += 1
-        count = 0 if exchanges is None else exchanges.dispatches % 2**29
+        count = 0
+        if self._exchanges is not None:
+            self._exchanges.dispatches += 1
+            count = self._exchanges.dispatches % 2**29
         number = torch.full((1,), count, dtype=torch.int32, device=expert_ids.device)
         room = self.world_size + _room(sum(received) - self.world_size)
         header = self._headers.new(self.new_dispatch, expert_ids.device)
@@ -222,10 +222,10 @@ class AllToAllDispatcher(TokenDispatcher):
         return 0 if self._exchanges is None else self._exchanges.collectives
 
     def _exchange_sizes(self, outgoing: Tensor) -> tuple[list[int], list[int], list[int], list[int], Tensor]:
-        """Exchange (W, 3) sizes of outgoing rows. Returns, on the host: rows to each rank, rows from each, invalid ids
-        and widths of each; and on the device: the received sizes.
+        """Exchange (W, 3) sizes of outgoing rows: NCCL's all-to-all takes sizes from the host.
 
-        NCCL's all-to-all takes sizes from the host.
+        Returns, on the host, rows to each rank, rows from each, invalid ids and widths of each; and the received sizes
+        on the device.
         """
         incoming = outgoing
         if self.world_size > 1:
@@ -282,7 +282,7 @@ def _widths(payload: Sequence[Tensor]) -> list[int]:
 
 
 def _room(rows: int) -> int:
-    """Rows to make room for: at most a 16th more."""
+    """Rows to allocate for `rows`: at most 1/16 more."""
     step = 1 << max(0, rows.bit_length() - 5)
     return -(-rows // step) * step
 
@@ -291,10 +291,9 @@ def _room(rows: int) -> int:
 def _plan_rows(
     ids: Tensor, weights: Tensor, *, experts_per_rank: int, num_ranks: int, width: int
 ) -> tuple[Tensor, ...]:
-    """Plan a dispatch of expert ids and weights (T, K): rows to send, places of returned rows (`plan_all_to_all`)."""
     return (*plan_all_to_all(ids, weights, experts_per_rank, num_ranks, width),)
 
 
 def _parts(rows: Tensor, widths: Sequence[int]) -> Payload:
-    """Views (N, n_i) of the first columns of (N, n)."""
+    """Columns of (N, n) as views (N, n_i)."""
     return tuple(rows[:, : sum(widths)].split(list(widths), 1))

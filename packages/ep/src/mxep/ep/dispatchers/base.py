@@ -50,7 +50,6 @@ from .groups import exchanges_of, made_to_stay
 
 
 def installed_version() -> str:
-    """Version of mxep-ep."""
     try:
         return importlib.metadata.version("mxep-ep")
     except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
@@ -78,7 +77,7 @@ class Done(NamedTuple, Generic[_T]):
 
 
 class Later(Generic[_T]):
-    """A handle that runs the last steps of its exchange in ``wait``, then frees their tensors. Call it once."""
+    """A handle that runs the last steps of its exchange in ``wait``, then frees their tensors."""
 
     def __init__(self, finish: Callable[[], _T]) -> None:
         self._steps = [finish]
@@ -97,8 +96,8 @@ _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.Weak
 
 
 def find_dispatcher(key: str) -> "TokenDispatcher":
-    """The live dispatcher with this ``key``. Ops of a compiled graph take the key, because they take no objects.
-    Raises KeyError if the dispatcher is gone."""
+    """The live dispatcher with this ``key``, which ops of compiled graphs take instead of an object. Raises KeyError if
+    it is gone."""
     return _dispatchers[key]
 
 
@@ -138,9 +137,9 @@ class Routing(Bundle):
         """Counts as 0-d int64 tensors on the device, no host sync.
 
         ``routed``: (token, expert) pairs of this rank's tokens. ``sent``: rows that this rank's tokens put on the wire,
-        including those to itself. ``computed``: rows of this rank's GEMMs, with padding. ``padding``: the padding among
-        them. ``dropped``: rows that did not fit the capacity, for all ranks' experts. ``invalid``: ids out of range, of
-        all ranks' tokens. The last two are the same on all ranks.
+        including those to itself. ``computed``: rows of this rank's GEMMs, ``padding`` included. ``dropped``: rows of
+        all ranks that did not fit the capacity. ``invalid``: ids out of range, of all ranks' tokens. The last two are
+        the same on all ranks.
         """
         computed = self.plan.offs[-1].long()
         return {
@@ -170,8 +169,8 @@ class TokenDispatcher(ABC):
         capacity: bound on expert-major rows, default :meth:`Capacity.worst_case`.
         sizes: a subclass's other arguments that fix shapes, by name.
 
-    Several layers may share a dispatcher if every rank calls it in the same order. In a group of several ranks, one
-    thread calls all its dispatchers. A second thread raises RuntimeError.
+    Layers may share a dispatcher if every rank calls them in the same order. In a group of several ranks, one thread
+    calls all dispatchers. A second thread raises RuntimeError.
 
     Attributes:
         shapes: all that fixes shapes, as text, the same in every run.
@@ -256,7 +255,7 @@ class TokenDispatcher(ABC):
 
     def number_layer(self) -> int:
         """Number of a new layer, for `begin`: from 1 on, or 0 without peers. All ranks must make a group's layers in
-        one order. Making a layer resets the count of failures."""
+        one order. It resets the count of failures."""
         if self._exchanges is None:
             return 0
         self._exchanges.failures = 0
@@ -264,8 +263,8 @@ class TokenDispatcher(ABC):
         return self._exchanges.layers
 
     def begin(self, layer: int) -> None:
-        """Declare that the next dispatch belongs to this layer; 0: to a layer without a number. If two ranks give
-        different numbers, neither of them 0, the dispatch raises PeersDisagree. Raises RuntimeError as `claim` does."""
+        """Declare that the next dispatch belongs to this layer, or to one without a number (0). The dispatch raises
+        PeersDisagree if two ranks give different numbers other than 0. Raises RuntimeError as `claim` does."""
         if self._exchanges is not None:
             self.claim()
             self.new_dispatch = new_dispatch(layer, self._exchanges.failures)
@@ -274,8 +273,8 @@ class TokenDispatcher(ABC):
     def watched(self) -> Iterator[None]:
         """Run a pass, or a part of one. If it raises, tell peers, which may wait for this rank until their timeout.
 
-        Peers may complete a pass that failed here after it had sent something. The number of failures is part of the
-        next dispatch's number (not for layer 0), so peers notice if only this rank repeats the pass.
+        Peers may complete a pass that failed here after it had sent something. The next dispatch's number includes the
+        number of failures (not for layer 0), so peers notice if only this rank repeats the pass.
         """
         if self._exchanges is None:
             yield
@@ -306,20 +305,26 @@ class TokenDispatcher(ABC):
     def close(self) -> None:
         """Remove one user. With the last user, memory shared with peers is freed. All ranks must call it equally often.
 
-        A dispatcher has one user, and one more for each layer that :func:`make_dispatcher` gives it to and for each
-        copy of a layer. Without users it is unusable.
+        Users are its maker, each layer that :func:`make_dispatcher` gives it to, and each copy of a layer. Without
+        users it is unusable.
         """
         self.uses -= 1
         if self.uses < 1:
             self.passes.clear()
 
-    def reserve(self, max_tokens: int, device: torch.device | str) -> None:
-        """Make room for calls with up to ``max_tokens`` tokens of each rank on ``device``, from the next one on.
+    def check_usable(self, made_alone: bool) -> None:
+        """Raise if it is closed, or was made before there was a process group."""
+        if self.uses < 1:
+            raise RuntimeError("dispatcher: closed")
+        if made_alone:
+            raise ValueError(
+                "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
+                "making the layer"
+            )
 
-        All ranks call it. They may give different numbers; the largest counts. Room never shrinks. Dispatchers whose
-        buffers have each step's size do nothing. Raises ValueError on all ranks for more than the max_tokens
-        that the dispatcher was made with.
-        """
+    def reserve(self, max_tokens: int, device: torch.device | str) -> None:
+        """Make room for calls with up to ``max_tokens`` of the dispatcher's tokens per rank, as :meth:`MoE.reserve`
+        does. Room never shrinks. Dispatchers with buffers of each step's size do nothing."""
         self.claim()
         if max_tokens < 0:
             raise ValueError(f"reserve: got {max_tokens} tokens, wanted at least 0")
@@ -327,10 +332,10 @@ class TokenDispatcher(ABC):
             self._exchanges.failures = 0  # on all ranks, which repeat the step
 
     def room_for(self, x: Tensor, per_token: int = 1) -> int | None:
-        """Rows reserved for an eager call with x (T, D), if batches of varying length share shapes.
+        """Rows reserved for an eager call with x (T, D), if batches of varying length share shapes; None: use the
+        batch's own sizes. The result follows from T, the device and the most tokens that the dispatcher has room for.
 
-        per_token: rows of x per token of the caller. Returns None to use the batch's own sizes. The result follows
-        from T, the device and the most tokens that the dispatcher has room for.
+        per_token: rows of x per token of the caller.
         """
         tokens = len(x)
         if not type(self).__dict__.get("has_rooms") or not tokens or x.get_device() < LEAST_DEVICE_WITH_ROOMS:
@@ -356,14 +361,13 @@ class TokenDispatcher(ABC):
     ) -> Handle[tuple[Payload, Routing]]:
         """Send tokens to their experts' ranks.
 
-        If `has_rooms`, it also takes ``room``, the result of `room_for`. The payload may then have that many rows, and
-        `combine` of the routing returns that many. Rows past T are unspecified.
-
         Args:
             payload: uint8 (T, n_i) each.
             expert_ids: (T, K) int32. weights: (T, K) fp32.
             alignment: groups are padded to multiples of it.
             overlap: let other work run before ``wait()``.
+            room: only if `has_rooms`: the result of `room_for`. The payload may then have that many rows, and `combine`
+                returns that many. Rows past T are unspecified.
 
         Returns the payload as slots (S, n_i), valid until the next exchange if the dispatcher ``borrows``, and the
         routing.
@@ -381,33 +385,27 @@ class TokenDispatcher(ABC):
 
         For each rank, a token's rows are summed in its list's order and rounded to the rows' dtype. The ranks' sums are
         then summed in rank order. Dispatchers over the same ranks agree bit for bit, except the hierarchical one: it
-        rounds a node's sum, too.
-        ``row_values`` (R_max,) fp32 return as (T, K), 0 where nothing was routed.
+        rounds a node's sum, too. ``row_values`` (R_max,) fp32 return as (T, K), 0 where nothing was routed.
         """
 
     def graph_state(self) -> Hashable | None:
-        """State on which a record of exchanges depends, in addition to tensors. None: no record can be replayed now."""
+        """State on which a record of exchanges depends, besides tensors. None: no record can be replayed now."""
         return None
 
     @property
     def recomputes(self) -> bool:
-        """True if a layer may keep fewer rows than it has (`Capacity`, "recompute")."""
+        """True if a layer may save fewer rows than it has (a capacity of overflow="recompute")."""
         return self.capacity.overflow == "recompute"
 
     def kept_rows(self, routing: Routing) -> int:
-        """Number of rows that a layer keeps in full for backward."""
+        """Number of rows of gate_up that a layer saves for backward."""
         return routing.plan.kept_rows(self.capacity) if self.recomputes else routing.plan.max_rows
 
     def launched(self, exchanges: int) -> None:  # noqa: B027  a dispatcher without peers counts nothing
         """Count the exchanges of a record that was replayed."""
 
     def check(self) -> None:
-        """Raise failures counted since the last check. It reads from the device: call it once per step.
-
-        All ranks raise the same in the same step, so that all can skip it. CapacityExceeded: rows did not fit
-        ``capacity`` on a rank, and the capacity does not say "drop". ValueError: expert ids of a rank were out of
-        range.
-        """
+        """Raise failures counted since the last check: see :meth:`MoE.check`."""
         found = [counts.tolist() for counts in self._all_counts()]
         for transport in self._transports():
             transport.check()
@@ -425,20 +423,18 @@ class TokenDispatcher(ABC):
     def counts(self) -> dict[str, Tensor]:
         """Counts since the last check, as 0-d int64 tensors on the device, no host sync.
 
-        ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range. They cover all ranks and
-        are the same on each. A forward that a checkpoint repeats counts again. Collective with the hierarchical
-        dispatcher: there all ranks call it.
+        ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range. Both cover all ranks and
+        are the same on each. A checkpoint's recomputation counts again. Collective with the hierarchical dispatcher.
         """
         first, *others = self._all_counts() or [torch.zeros(3, dtype=torch.int64, device="cpu")]
         total = sum((each.to(first.device) for each in others), first)
         return {"dropped": total[len(total) // 2 : -1].sum(), "invalid": total[-1].clone()}
 
     def _all_counts(self) -> list[Tensor]:
-        """Counts in the form of `RoutingPlan.counts`, by device, the same on all ranks."""
+        """`RoutingPlan.counts` by device, the same on all ranks."""
         return list(self._counts.values())
 
     def _transports(self) -> tuple[Transport, ...]:
-        """Transports in use."""
         return ()
 
     def _what_did_not_fit(self, needed: list[int], overflow: list[int]) -> str:
@@ -473,7 +469,7 @@ class TokenDispatcher(ABC):
         invalid: int = 0,
         max_tokens: int | None = None,
     ) -> RoutingPlan:
-        """invalid: number of ids that are no longer in the tables. max_tokens: as in `make_plan`."""
+        """invalid: number of ids that are no longer in the tables. max_tokens: see `make_plan`."""
         total = self._running_counts(ids.device, self.world_size)
         sizes: dict[str, Any] = {"first_expert": self.rank * self.num_local_experts, "num_experts": self.num_experts}
         sizes |= {"num_local_experts": self.num_local_experts, "alignment": alignment, "capacity": capacity}

@@ -1,10 +1,10 @@
 """State shared by the dispatchers of a process group: counters, transports with their memory, and nodes.
 
-Transports stay open from one layer to the next and close with their last user. The ranks of a group form nodes: rank r
-is rank r % L of node r // L. The process groups within and across nodes are made once:
+Transports stay open from one layer to the next, until their last user closes them. The ranks of a group form nodes:
+rank r is rank r % L of node r // L. The process groups within and across nodes are made once:
 
-    W = 6 ranks, L = 2 of each node    within   (0 1) (2 3) (4 5)     the ranks of a node
-                                       across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
+    W = 6 ranks, L = 2 per node    within   (0 1) (2 3) (4 5)     the ranks of a node
+                                   across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
 """
 
 import contextlib
@@ -37,14 +37,32 @@ _open: dict[Key, Transport] = {}
 _alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionary()
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Place of this rank among nodes.
+
+    Attributes:
+        ranks: L, ranks per node. count: N. node: this rank's node.
+        within: group of this node's ranks; None for a process alone.
+        across: group of the ranks of this index; None with one node.
+    """
+
+    ranks: int = 1
+    count: int = 1
+    node: int = 0
+    within: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
+
+
 @dataclass(eq=False)
 class Exchanges:
     """State that all dispatchers of a group share.
 
     Attributes:
-        thread: guard that admits one thread to exchanges. dispatches: dispatches by collectives. collectives: all
-            collectives. layers: layers with a number. failures: passes on this rank that raised after they had sent
-            something. All ranks reset it when a layer is made or room is reserved.
+        thread: guard that admits one thread to exchanges. dispatches, collectives: number of collective dispatches, and
+            of all collectives. layers: number of layers. failures: passes that raised on this rank after they had sent
+            something. All ranks reset it when they make a layer or reserve room. nodes: by the given number of ranks
+            per node.
     """
 
     thread: OneThread = field(default_factory=OneThread)
@@ -52,14 +70,13 @@ class Exchanges:
     collectives: int = 0
     layers: int = 0
     failures: int = 0
+    nodes: dict[int | None, Nodes] = field(default_factory=dict)
 
 
 _of_groups: dict[str, tuple[dist.ProcessGroup, Exchanges]] = {}
-"""Shared state by the group's name."""
 
 
 def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
-    """State that the dispatchers of a group share, including those without a transport."""
     for stale in [name for name, (each, _) in _of_groups.items() if not lives(each)]:
         del _of_groups[stale]
     name = str(group.group_name)
@@ -73,9 +90,8 @@ def open_transport(
 ) -> Transport:
     """The group's transport on this device, with one more user. Collective.
 
-    A new transport replaces one that has failed on any rank. All ranks compare notes, because a failure may be known
-    to some ranks only.
-    kind: NvshmemTransport, or None for NVLink (CUDA) or shared memory (CPU).
+    If the transport has failed on any rank, all ranks replace it. kind: NvshmemTransport, or None for NVLink (CUDA) or
+    shared memory (CPU).
 
     Raises ValueError if the transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
     """
@@ -136,8 +152,8 @@ _T = TypeVar("_T")
 def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
     """Return the tensors of make(), which outlive the current call. Records do not include make()'s steps.
 
-    While torch.compile's mode="reduce-overhead" warms up or records, a thread's allocations belong to CUDA
-    graphs, which raise if anything but outputs stays there. So another thread then calls make().
+    While torch.compile's mode="reduce-overhead" warms up or records, CUDA graphs own this thread's allocations and
+    raise if anything but outputs stays. Then another thread calls make().
     """
 
     def aside() -> _T:
@@ -154,47 +170,23 @@ def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
 
 
 GRACE = 1.0
-"""Seconds in which ranks must report to the store after one of their exchanges has failed."""
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Place of this rank among nodes.
-
-    Attributes:
-        ranks: L, ranks per node. count: N. node: this rank's node.
-        within: group of this node's ranks; None for a process alone.
-        across: group of the ranks of this index; None with one node.
-    """
-
-    ranks: int = 1
-    count: int = 1
-    node: int = 0
-    within: dist.ProcessGroup | None = None
-    across: dist.ProcessGroup | None = None
-
-
-_known: dict[tuple[str, int | None], tuple[dist.ProcessGroup, Nodes]] = {}
-"""Nodes by the group's name and the given ranks per node."""
+"""Seconds in which live ranks must report to the store after an exchange has failed."""
 
 
 def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
     """The group's nodes, of `ranks` ranks each; one node per host if `ranks` is None. Collective at the first call with
     these arguments.
 
-    timeout: maximum seconds of a collective between nodes; None: the group's. Only the first call's timeout
-    is used.
+    timeout: maximum seconds of a collective between nodes; None: the group's. Later calls ignore it.
 
     Raises ValueError on all ranks if `ranks` does not divide the group or differs between ranks.
     """
     if group is None:
         return Nodes()
-    for stale in [key for key, (each, _) in _known.items() if not lives(each)]:
-        del _known[stale]
-    key = str(group.group_name), ranks
-    if key not in _known or _known[key][0] is not group:
-        _known[key] = group, _make(group, ranks, timeout)
-    return _known[key][1]
+    known = exchanges_of(group).nodes
+    if ranks not in known:
+        known[ranks] = _make(group, ranks, timeout)
+    return known[ranks]
 
 
 def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) -> Nodes:
@@ -221,7 +213,7 @@ def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) ->
 
 
 def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
-    """Make a group of these ranks. Other ranks need not call it. torch would sort the ranks."""
+    """Make a group of these ranks, which alone call it. They must be in ascending order, because torch sorts them."""
     if ranks != sorted(ranks):
         raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)

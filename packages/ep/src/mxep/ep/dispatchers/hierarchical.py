@@ -3,22 +3,23 @@
     across   rank l of node n <-> rank l of each node m    all-to-all of equal splits: the host reads no sizes
     within   rank l of node m <-> the node's ranks         symmetric memory: a `SymmetricDispatcher` of the node
 
-    dispatch     across: rows of the tokens that need node m, with ids and weights; then within, which makes the plan
+    dispatch     across: tokens that need node m, with ids and weights; then within, which makes the plan
     redispatch   the same two steps with other bytes of the same tokens, without ids
     combine      within: one sum for each token that came across; then across: these sums return, and are summed
 
 N nodes of L ranks, W = N L. Rank r is rank l = r % L of node n = r // L, and node m owns experts from m E / N on. T
-tokens of this rank, T_max of any, K experts per token, E in all. The capacity gives C slots for the tokens of each
-node. An equal split sends all of them, used or not, after a header row that names the exchange (`all_to_all.py`):
-B = C + 1. Slot m B + 1 + i holds the i-th token that needs node m:
+tokens of this rank, T_max of any, K experts per token, E in all.
+
+The capacity gives C slots for a rank's tokens to each node. An equal split sends all slots, used or not, after a header
+row that names the exchange (`all_to_all.py`): B = C + 1 rows. Slot m B + 1 + i holds the i-th token that needs node m:
 
     N = 2, C = 2, E = 4    token 0 [0, 3]    token 1 [2, -1]    token 2 [3, 2]
     slots                        [1, 4]            [-1, -1]           [-1, 5]    node 1 has no third slot: lost
     tokens                 [-1, 0, -1, -1, 0, 2]
 
-If n > C tokens of a rank need a node, C of them go, spread evenly over the batch: the i-th of them goes if i C / n and
-(i + 1) C / n round to different numbers. The load of their experts is not known here. The plan within a node gets
-blocks of B slots, so that all W ranks share the rows that fit an expert, as with the other dispatchers.
+If n > C tokens of a rank need a node, C of them go, spread evenly over the batch: the i-th goes if i C / n and (i + 1)
+C / n round to different numbers. The plan within a node gets blocks of B slots, so that all W ranks share the rows that
+fit an expert, as with the other dispatchers.
 
 **Order of sums.** A token's rows on one rank are summed in its list's order, then the sums of a node's ranks in rank
 order, then those of nodes in node order. Each sum is in fp32 and rounded once to the rows' dtype. With one node, or
@@ -71,11 +72,9 @@ class HierarchicalRouting(Routing):
     tokens: Tensor
 
     def stats(self) -> dict[str, Tensor]:
-        """Counts as for any routing, except that ``dropped`` and ``invalid`` cover this node's experts only.
-
-        ``counts()`` covers all. ``sent`` counts rows between nodes, one per (token, node), including the own node.
-        ``sent_within`` counts rows from this rank within its node. An all-to-all sends all N B slots.
-        """
+        """Counts as of any routing, but ``dropped`` and ``invalid`` cover only this node's experts (`counts()` covers
+        all). ``sent``: rows between nodes, one per (token, node), including the own node. ``sent_within``: rows from
+        this rank within its node. An all-to-all sends all N B slots."""
         return super().stats() | {"sent_within": self.within.wire_rows()}
 
     def wire_rows(self) -> Tensor:
@@ -91,10 +90,10 @@ class HierarchicalDispatcher(TokenDispatcher):
         capacity: with ``factor(c)``, C is c times the slots that a uniform choice of experts needs, at most T_max.
             Otherwise C = T_max, and every token fits.
         ranks_per_node: L. None: the number of ranks on each host.
-        nodes_per_token: maximum nodes that a token's experts lie on, if a router limits them. It matters for factor(c).
+        nodes_per_token: maximum nodes of a token's experts, if the router limits them. It matters for factor(c).
 
-    Expert ids out of range are counted on all devices and raised by :meth:`check`. A rank that raised earlier would
-    keep the others waiting. Raises ValueError on all ranks if ranks do not fit nodes.
+    Expert ids out of range are counted on all devices, and :meth:`check` raises for them: raising earlier would keep
+    other ranks waiting. Raises ValueError on all ranks if ranks do not fit nodes.
     """
 
     borrows = True
@@ -246,8 +245,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         self._agreed.add(sizes)
 
     def _within_of(self, max_tokens: int, num_slots: int) -> SymmetricDispatcher:
-        if self.uses < 1:
-            raise RuntimeError("dispatcher: closed")
+        self.check_usable(False)
         if num_slots not in self._within:
             here, capacity = self.nodes.count * (num_slots + 1), self.capacity
             if capacity.kind == "factor":  # relative to T_max K rows, not to slots x K
@@ -274,10 +272,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         return join_rows(payload, tokens, None, None if self.nodes.across is None else number, STEPS.index(step))
 
     def _cross(self, outgoing: Sequence[Tensor], number: Tensor, step: str) -> Handle[Payload]:
-        """Send B rows of (N B, n_i) each to each node, and receive as many. The first tensor has the headers.
-
-        number: (1,) int32, the dispatch's number.
-        """
+        """Send B rows of (N B, n_i) each to each node, and receive as many. The first tensor has the headers, with
+        `number` (1,) int32."""
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
         self._headers.check()
@@ -324,7 +320,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         return tuple({id(t): t for each in self._within.values() for t in each._transports()}.values())
 
     def _all_counts(self) -> list[Tensor]:
-        """Counts of a plan with 2 W owners: rows of the W ranks' experts, then slots of the W senders. Collective."""
+        """Counts with 2 W owners: rows of the W ranks' experts, then slots of the W senders. Collective."""
         totals, ranks = [], self.world_size
         for device, (most, lost, invalid) in self._counts.items():
             total = torch.zeros(4 * ranks + 1, dtype=torch.int64, device=device)
@@ -334,7 +330,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             if self.rank % self.nodes.ranks == 0 and device in self._node_counts:
                 rows, owners = self._node_counts[device], slice(self.rank, self.rank + self.nodes.ranks)
                 needed[owners], overflow[owners] = rows[: self.nodes.ranks], rows[self.nodes.ranks : -1]
-            if ranks > 1:  # only check() and counts() get here: each rank knows its node's counts, and all must agree
+            if ranks > 1:
                 dist.all_reduce(total, group=self.group)
             totals.append(total)
         return totals
@@ -355,7 +351,8 @@ class HierarchicalDispatcher(TokenDispatcher):
 
 
 def share_of_node(nodes: int, nodes_per_token: int, experts_per_node: int, top_k: int) -> float:
-    """Share of tokens that need a node, if all choices of nodes_per_token nodes and of their experts are as likely."""
+    """Share of tokens that need a node, if each choice of nodes_per_token nodes and of experts on them is equally
+    likely."""
     reached = nodes_per_token * experts_per_node
     others = math.comb(reached - experts_per_node, top_k) / max(1, math.comb(reached, top_k))
     return nodes_per_token / nodes * (1 - others)
@@ -390,7 +387,7 @@ def _plan_slots(
     experts_per_node: int,
     num_experts: int,
 ) -> tuple[Tensor, ...]:
-    """`plan_slots`, which updates counts."""
+    """`plan_slots`. It adds to counts."""
     return (*plan_slots(ids, weights, counts, num_nodes, num_slots, experts_per_node, num_experts),)
 
 
@@ -404,5 +401,6 @@ def _read_tables(tables: Tensor, *, first_expert: int, experts_per_node: int) ->
 def _sum_rows(
     rows: Tensor, values: Tensor | None, slots: Tensor, ids: Tensor, *, experts_per_node: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum nodes' rows (N B, D) to (T, D), and pick each pair's value, (T, K), from nodes' values (N B, K)."""
+    """Each token's sum (T, D) of the nodes' rows (N B, D), and each pair's value (T, K) from the nodes' (N B, K), or
+    None."""
     return sum_slots(rows, slots), None if values is None else pick_values(values, slots, ids, experts_per_node)

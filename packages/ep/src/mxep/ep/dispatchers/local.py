@@ -20,7 +20,7 @@ from mxep.runtime.replay import replayed
 from .base import Done, Handle, Payload, Routing, TokenDispatcher, check_reserved
 
 _counting = threading.Lock()
-"""Lock for plans on a CPU, which add to the counts of all layers that share a dispatcher."""
+"""Lock for CPU plans, which add to the counts of a dispatcher."""
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -28,8 +28,8 @@ class LocalDispatcher(TokenDispatcher):
 
     Args:
         max_tokens: maximum tokens of a call; more raise ValueError. None: any number.
-        stands_in_for: the dispatcher named by the caller, in a group of one rank. Such a layer raises ValueError if a
-            process group of several ranks is initialised after it was made.
+        stands_in_for: name of the dispatcher that a group of one rank asked for. It raises ValueError if a process
+            group of several ranks is initialised later.
     """
 
     spans_ranks = False
@@ -76,13 +76,7 @@ class LocalDispatcher(TokenDispatcher):
         overlap: bool = False,
         room: int | None = None,
     ) -> Handle[tuple[Payload, Routing]]:
-        if self.uses < 1:
-            raise RuntimeError("dispatcher: closed")
-        if self._made_alone and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
-                "making the layer"
-            )
+        self.check_usable(self._made_alone and dist.is_initialized() and dist.get_world_size() > 1)
         if self._most is not None and len(expert_ids) > self._most:
             raise ValueError(batch_too_large(len(expert_ids), self._most))
         if type(expert_ids) is Tensor and expert_ids.is_cpu:
@@ -111,7 +105,7 @@ class LocalDispatcher(TokenDispatcher):
 
 @replayed
 def _sum_rows(rows: Tensor, slot_rows: Tensor, row_values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The sums of rows (T, D), and their values (T, K)."""
+    """Each token's sum of rows, (T, D), and its pairs' values (T, K) or None."""
     out = sum_slots(rows, slot_rows)
     if row_values is None:
         return out, None

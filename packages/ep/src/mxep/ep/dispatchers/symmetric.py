@@ -1,7 +1,7 @@
 """SymmetricDispatcher: symmetric-memory stores, one barrier per exchange, no host sync, no collective.
 
 A token travels once per destination rank, and each receiver makes its own plan. A dispatch of new sizes makes a
-workspace, and only making one uses collectives. All workspaces of a group lie in one pair of buffers (`groups.py`).
+workspace, with collectives. All workspaces of a group share one pair of buffers (`groups.py`).
 """
 
 import dataclasses
@@ -34,12 +34,11 @@ class SymmetricDispatcher(TokenDispatcher):
 
     Args:
         dim: D. dtype: widest dtype of rows on the wire, in dispatch (unquantized) or combine.
-        max_tokens: T_max, most tokens a rank will ever dispatch at once; slots are sized for it. None: the most that
-            any rank brings to the first batch, or a larger number given to :meth:`reserve` since. A rank with more than
-            T_max raises ValueError, its peers PeersDisagree. Both say what to set. Then make the layers again, or, if
-            max_tokens is None, call ``reserve`` on each.
-        timeout: maximum seconds to wait for a peer, the same for all of a group. None: the timeout of the group's open
-            transport, else that of the group's collectives. It also limits how late a rank may come between two steps.
+        max_tokens: T_max, see :class:`Dispatch`. It decides the number of slots. A rank with more tokens raises
+            ValueError, its peers PeersDisagree. Then make the layers again, or, if max_tokens is None, call ``reserve``
+            on each.
+        timeout: see :class:`Dispatch`. It also limits how late a rank may come between two steps. None: that of the
+            group's open transport, else that of the group's collectives.
     """
 
     borrows = True
@@ -101,7 +100,7 @@ class SymmetricDispatcher(TokenDispatcher):
         sms = OVERLAP_SMS if overlap else None
         handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms, room=room)
         assert handle.tables is not None
-        # Planned while rows are in flight.
+        # The plan is made while rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
         plan = dataclasses.replace(plan, dispatch=handle.number)
         routing = Routing(plan, expert_ids, self.num_local_experts, room=room)
@@ -122,9 +121,8 @@ class SymmetricDispatcher(TokenDispatcher):
         return combine(workspace, rows, plan, ids, row_values, async_op=aside, room=routing.room)
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
-        """See :class:`TokenDispatcher`. After a batch that was too large, reserve drops the failed buffers on all
-        ranks, so that the step can be repeated. Call it on other layers that share the buffers, too.
-        """
+        """See :class:`TokenDispatcher`. After a batch that was too large, it drops the failed buffers on all ranks, so
+        that the step can be repeated. Call it for every layer that shares the buffers."""
         super().reserve(max_tokens, device)
         device = torch.empty(0, device=device, dtype=torch.float32).device
         if device.type == "cuda":
@@ -177,7 +175,6 @@ class SymmetricDispatcher(TokenDispatcher):
         return tuple(self._opened.values())
 
     def workspace(self, expert_ids: Tensor) -> Workspace:
-        """Workspace for a dispatch of these ids."""
         device, (tokens, top_k) = expert_ids.device, expert_ids.shape
         max_tokens = self._most_rows(device)
         if not max_tokens:
@@ -186,7 +183,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
 
     def _workspace_of(self, routing: Routing) -> Workspace:
-        """Workspace whose dispatch made this routing."""
+        """The workspace of the dispatch that made this routing."""
         slots, top_k = routing.plan.slot_rows.shape
         key = routing.plan.slot_rows.device, slots // self.world_size, top_k
         if key not in self._workspaces:
@@ -194,13 +191,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return self._workspaces[key]
 
     def _make_workspace(self, device: torch.device, max_tokens: int, top_k: int) -> Workspace:
-        if self.uses < 1:
-            raise RuntimeError("dispatcher: closed")
-        if self.group is None and dist.is_initialized():
-            raise ValueError(
-                "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
-                "making the layer"
-            )
+        self.check_usable(self.group is None and dist.is_initialized())
         self.used = True  # even if this dispatch fails, so that layers made again get another
 
         def make() -> Workspace:
@@ -221,7 +212,7 @@ class SymmetricDispatcher(TokenDispatcher):
 
 
 def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Maximum tokens of any rank. Collective, so it is not called if max_tokens is given."""
+    """Maximum tokens of any rank. Collective."""
     most = torch.tensor(tokens, device=device, dtype=torch.int64)
     if group is not None and group.size() > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
@@ -234,10 +225,8 @@ def _device(index: int) -> torch.device:
 
 
 class NvshmemDispatcher(SymmetricDispatcher):
-    """A :class:`SymmetricDispatcher` over NVSHMEM, for CUDA tensors. Meant for several hosts, where it never ran.
-
-    Needs all ranks of the job in its group, and the extra of mxep-comms. Raises RuntimeError at the first dispatch if a
-    rank has no CUDA, no NVSHMEM, or symmetric memory of another backend in its process.
-    """
+    """A :class:`SymmetricDispatcher` over NVSHMEM, for CUDA tensors. It is meant for several hosts, and never ran on
+    any. Its group must have all ranks of the job. Needs mxep-comms' extra. Raises RuntimeError at the first dispatch if
+    a rank has no CUDA, no NVSHMEM, or symmetric memory of another backend in its process."""
 
     kind = NvshmemTransport

@@ -1,4 +1,4 @@
-"""Backends: the implementations of the GEMMs, one file each. `select` picks by name or, for "auto", by device.
+"""Backends: the implementations of the GEMMs. `select` picks one by name or, for "auto", by device.
 
 reference   fp32 accumulation group by group, in a loop on the host: the definition, for any device, fast on CPUs
 dequant     dequantize to bf16, then torch's grouped mm: any device, no host sync
@@ -28,14 +28,14 @@ BACKENDS: Final[Mapping[str, Backend]] = {
 """All backends by name."""
 
 AUTO: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("reference",), "cuda": ("hopper", "dequant", "reference")}
-"""Backends that "auto" tries on a device type, best first. It takes the first that can run. The last runs anywhere."""
+"""Backends that "auto" tries on a device type, best first. It takes the first that can run. The last always can."""
 
 
 def select(backend: str | Backend, device: torch.device) -> Backend:
     """The backend of this name, or the best for `device` if "auto". A Backend is returned as it is.
 
-    The choice of "auto" is logged once per process, with the reasons against better backends. Raises ValueError for an
-    unknown name, and RuntimeError with the reason if the backend cannot run on `device`.
+    "auto" logs its choice once per process, with the reasons against better backends. Raises ValueError for an unknown
+    name, and RuntimeError with the reason if the backend cannot run on `device`.
     """
     if backend == "auto":
         return _best.__wrapped__(device) if torch.compiler.is_compiling() else _best(device)

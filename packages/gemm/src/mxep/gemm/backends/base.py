@@ -31,19 +31,19 @@ class Backend(Protocol):
     """Three GEMMs over ragged groups of rows: rows offs[g-1] .. offs[g] - 1 belong to group g.
 
     Operands are quantized by the recipe: MXTensor, or plain bf16 / fp32. Activations and gradients are blocked along
-    their rows. A row index may point to bytes still in receive slots. Weights are as the backend quantized them, or a
-    frozen one's BlockFP8 in blocks of 128 x 128.
-    Rows past offs[-1] (int32, on the device) are not read, and unspecified in results. offs None means one group of
-    all rows, as in a linear, and then any number of rows.
-    Only reference waits for the device. Derive from this class to inherit its methods.
+    their rows, and a row index may point into receive slots. Weights are as this backend quantized them, or BlockFP8
+    (of a frozen weight) in blocks of 128 x 128. Rows past offs[-1] (int32, on the device) are not read, and unspecified
+    in results. offs None means one group of any number of rows, as in a linear. Only reference syncs with the device.
+    Derive from this class to inherit its methods.
 
-    name: name that users pick it by.
-    wants_rowwise: True if its GEMMs fold MX rows to one scale per row. Producers of rows may then fold them at once,
-        and plain operands get one scale per row, dgrad's weights one per column.
-    bf16_is_torchs: True if a linear's plain bf16 GEMM is torch's, without asking the backend.
-    recordable: True if it starts only torch ops and kernels of `mxep.runtime.launch`, so that a record shows them
-        (`mxep.runtime.record`). Otherwise its calls are never replayed. Each class states it itself, because a derived
-        class may start kernels of its own.
+    Attributes:
+        name: name that users pick it by.
+        wants_rowwise: True if its GEMMs fold MX rows to one scale per row. Producers of rows may then fold them, and
+            plain operands get one scale per row, dgrad's weights one per column.
+        bf16_is_torchs: True if a linear's plain bf16 GEMM is torch's, without asking the backend.
+        recordable: True if it starts only torch ops and kernels of `mxep.runtime.launch`, so that a record shows them
+            (`mxep.runtime.record`). Otherwise its calls are never replayed. Each class states it itself, because a
+            derived class may start other kernels.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Backend(Protocol):
     recordable: bool = False
 
     def unsupported_reason(self, device: torch.device) -> str | None:
-        """None if it runs on `device`, else the reason why not, as the end of a sentence."""
+        """Why it does not run on `device`, as the end of a sentence; None: it does."""
         ...
 
     def block_size(self, recipe: Recipe) -> int | None:
@@ -60,13 +60,13 @@ class Backend(Protocol):
         return None if self.wants_rowwise else recipe.block_size
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
-        """Quantize a plain activation or gradient (M, D) for this backend, to elements of `fmt`."""
+        """Quantize a plain activation or gradient (M, D) to elements of `fmt`."""
         if recipe.scaling == "none":
             return x
         return quantize(x, fmt=fmt, mode=recipe.mode, block_size=self.block_size(recipe))
 
     def quantize_parts(self, parts: Sequence[Tensor], fmt: MXFormat, recipe: Recipe) -> Tensor:
-        """Quantize plain gradients (M, D of each) as `quantize_rows` does their concatenation along D."""
+        """Quantize the concatenation along D of plain gradients (M, D of each), as `quantize_rows` does."""
         if self.wants_rowwise and recipe.scaling != "none":
             return quantize_joined(parts, fmt=fmt, mode=recipe.mode)
         return self.quantize_rows(torch.cat([*parts], 1), fmt, recipe)
@@ -74,10 +74,11 @@ class Backend(Protocol):
     def quantize_weight_rowwise(
         self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Quantize w (G, N, K) for forward, along K or in 2-D blocks. Also return the amax of its columns. No gradient.
+        """(w (G, N, K) quantized for forward, along K or in 2-D blocks; the amax of its columns or None), without
+        gradients.
 
-        amax: (G, K) fp32, which saves `quantize_weight_colwise` a read. None without `with_amax`. None, too, for
-            weights with several scales per column.
+        amax: (G, K) fp32, which saves `quantize_weight_colwise` a read. None without `with_amax`, and for weights with
+        several scales per column.
         """
         if recipe.scaling == "none":
             return w, None
@@ -89,7 +90,7 @@ class Backend(Protocol):
         return quantize(w, fmt=fmt, mode=mode, block_size=None), None
 
     def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
-        """Quantize w (G, N, K) for dgrad, blocked along N. No gradient. amax: from `quantize_weight_rowwise`."""
+        """Quantize w (G, N, K) for dgrad, blocked along N, without a gradient. amax: from `quantize_weight_rowwise`."""
         if recipe.scaling == "none":
             return w
         w, fmt, mode = recipe.rounded_weight(w.detach()), recipe.fmt, recipe.mode
@@ -118,17 +119,14 @@ class Backend(Protocol):
         ...
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
-        """dy (M, N), w (G, N, K) quantized colwise -> (M, K): dy[rows of g] @ w[g].
-
-        The result is in new memory. The caller may overwrite it, and the next call does not.
-        """
+        """dy (M, N), w (G, N, K) quantized colwise -> (M, K) that the caller may overwrite: dy[rows of g] @ w[g]."""
         return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
         """Prepare dy (M, N) and a (M, K), both blocked along their rows, for the contraction of `wgrad` over rows.
 
-        The result consists of tensors, all that `wgrad` needs: dy and a may be freed before the gradient is allocated.
-        Backends choose their own form of operands; this one is the definition.
+        The result holds all tensors that `wgrad` needs, so dy and a may be freed before the gradient is allocated. Its
+        form is the backend's own choice; this one is the definition.
         """
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
@@ -144,9 +142,10 @@ class Backend(Protocol):
     ) -> Tensor | None:
         """scale * dy[rows of g].T @ a[rows of g], zero for empty groups: (G, N, K) in out_dtype.
 
-        accumulate_into: (G, N, K). The result in its dtype is added to it, and None is returned.
-        halves: (2, G, N / 2, K) in out_dtype, contiguous. The result is written to it, and None is returned. Each half
-            is the dense gradient of one of two weights with consecutive rows.
+        Args:
+            accumulate_into: (G, N, K). The result is added to it, in its dtype, and None is returned.
+            halves: (2, G, N / 2, K) in out_dtype, contiguous, the dense gradients of two weights with consecutive rows.
+                The result is written to it, and None is returned.
         """
         if halves is not None:
             if not self.wgrad_into(halves, operands, offs, scale, add=False):
@@ -160,13 +159,12 @@ class Backend(Protocol):
         return None
 
     def wgrad_into(self, out: Tensor, operands: Any, offs: Tensor | None, scale: float, *, add: bool) -> bool:
-        """Write the result to out, or add it if `add`, by the GEMM's kernel. False if there is no such kernel.
-
-        out: contiguous, (G, N, K) or halves (2, G, N / 2, K)."""
+        """Write the result to out, or add it if `add`, in the GEMM's kernel. False if there is no such kernel. out:
+        contiguous, (G, N, K) or halves (2, G, N / 2, K)."""
         return False
 
     def wgrad_product(self, operands: Any, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
-        """Compute the result of `wgrad`."""
+        """The result of `wgrad`, (G, N, K) in out_dtype."""
         raise NotImplementedError
 
 
@@ -176,5 +174,5 @@ def _axis(recipe: Recipe, axis: int) -> Axis:
 
 
 def ends(offs: Tensor | None, rows: Tensor) -> Tensor:
-    """offs, or the number of rows as the only end if offs is None, for kernels that need it."""
+    """offs, or the number of rows as the only end if offs is None."""
     return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device) if offs is None else offs

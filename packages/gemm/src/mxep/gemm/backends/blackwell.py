@@ -1,13 +1,13 @@
 """The two backends for Blackwell: triton, by `tl.dot_scaled`, and blackwell, by torch's scaled grouped mm (CUTLASS).
 
-NEITHER RAN ON BLACKWELL. Both take operands as the recipe defines them, without folding, and wait for nothing.
-GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in dequant. Not for "fp8".
+NEITHER RAN ON BLACKWELL. Both take operands as the recipe defines them, without folding, and never sync. GEMMs of
+unquantized operands (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in dequant. Not for "fp8".
 
 triton is one persistent kernel per GEMM, sums in fp32:
 
-    forward  a (qdata as they come, gathered by their index inside the kernel) x w along K       -> out
-    dgrad    dy (likewise)                                                     x w along N       -> da
-    wgrad    dy, a requantized along tokens, one pass each                     x, group by group -> dw, or added to fp32
+    forward  a (gathered by its index inside the kernel)   x w along K       -> out
+    dgrad    dy (likewise)                                 x w along N       -> da
+    wgrad    dy, a requantized along tokens, one pass each x, group by group -> dw, or added to fp32
 
 On Blackwell (sm_100) the tensor cores apply the scales. Other GPUs upcast to bf16, which is slow. On a CPU it runs
 under Triton's interpreter, for tests.
@@ -23,9 +23,9 @@ A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`). Groups need only MX's 
 scales are padded and the rows are not. Layouts are tested bit for bit against the published formula, operands against
 torch's own checks of shapes and strides. No GEMM has been computed.
 
-torch sets blackwell's limits: compute capability 10.x, E4M3 for both operands, bf16 results. So results are rounded to
-bf16 once more if out_dtype is fp32, and before a bias or main_grad is added. E5M2 gradients are refused.
-Weights' scales (1/32 of their qdata) are swizzled at each call. Tiles (32x32) are kept as two copies of the qdata.
+torch sets blackwell's limits: compute capability 10.x, E4M3 for both operands, bf16 results. So fp32 results are
+rounded to bf16 once more, and a bias or main_grad is added after this rounding. E5M2 gradients are refused. Weights'
+scales (1/32 of their qdata) are swizzled at each call. Tiles (32x32) are kept as two copies of the qdata.
 """
 
 import os
@@ -100,12 +100,12 @@ def _in_bytes(x: MXTensor) -> tuple[Tensor, Tensor]:
 
 
 def _mx(w: Tensor | BlockFP8) -> Tensor:
-    """A weight as MX units multiply it. They have no scales for block FP8, which is quantized to MXFP8 at each call."""
+    """A weight in MXFP8. Block FP8 is quantized at each call, because MX units do not have its scales."""
     return quantize(w.dequantize()) if isinstance(w, BlockFP8) else w
 
 
 def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -> MXTensor:
-    """`x` as an MXTensor in blocks of 32 along one of `axes`. Raises ValueError for anything else."""
+    """`x`, if it is an MXTensor in blocks of 32 along one of `axes`. Else raises ValueError."""
     if isinstance(x, MXTensor) and x.axis in axes and x.block_size == BLOCK:
         return x
     got = repr(x) if isinstance(x, MXTensor) else f"a plain tensor of {x.dtype}"
@@ -151,10 +151,8 @@ def grouped_mm_dot_scaled(
 def grouped_wgrad_dot_scaled(
     out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """Contract y (M, N) and x (M, K), both blocked along M, over the rows of each group.
-
-    scale * the result is written to out, or added to it in fp32 if `add`. out: contiguous, (G, N, K) or the halves of N
-    (2, G, N / 2, K)."""
+    """Contract y (M, N) and x (M, K), both blocked along M, over the rows of each group. scale * the result is written
+    to out, or added to it in fp32 if `add`. out: contiguous, (G, N, K) or the halves of N (2, G, N / 2, K)."""
     from mxep.gemm.kernels import dot_scaled
 
     dot_scaled.grouped_wgrad(out, y, y_scale, x, x_scale, offs, scale, add)  # type: ignore[no-untyped-call]
@@ -259,9 +257,10 @@ def tokens_operand(x: MXTensor, offs: Tensor) -> Operand:
 def swizzle_along_tokens(scale: Tensor, offs: Tensor) -> Tensor:
     """Swizzle the scales of operands that contract over each group's tokens, group by group.
 
-    scale: (M/32, N) e8m0, blocks of 32 tokens; those from offs[-1] / 32 on are not read.
-    Returns (round_up(N, 128), round_up(M/32 + 3 G, 4)): the bytes of `swizzle_scales(scale[blocks of g].mT)` for all g,
-    one after another. A group's blocks are padded to 4 with zeros. Bytes after the last group are unspecified.
+    scale: (M/32, N) e8m0, blocks of 32 tokens; those from offs[-1] / 32 on are not read. Returns (round_up(N, 128),
+    round_up(M/32 + 3 G, 4)): the bytes of `swizzle_scales(scale[blocks of g].mT)` for all g, one after another. A
+    group's blocks are padded to 4 with zeros. Bytes after the last group are unspecified.
+
     Example: N 128, groups of 32 and 160 tokens: a tile of block 0, then two tiles of blocks 1 to 4 and 5.
     """
     blocks = offs // BLOCK

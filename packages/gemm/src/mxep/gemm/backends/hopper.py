@@ -3,16 +3,16 @@
     forward  a MX (slots, index) --fold, gather--> qdata, a scale a row --\\
              w bf16 ----quantize, one scale a row------------------------- > wgmma, x scales, + bias -> out
     dgrad    dy in the same way                x w, one scale a column                               -> da
-    wgrad    dy, a (as they came) --fold for wgrad: transposed, tokens contiguous--> wgmma, x 2^e -> dw, or += dw
+    wgrad    dy, a --fold for wgrad: transposed, tokens contiguous---------> wgmma, x 2^e -> dw, or += dw
 
-A frozen weight of block FP8 is multiplied as it lies, x its scales every 128 elements; for dgrad it is transposed.
+A frozen weight of block FP8 is multiplied without folding, x its scales every 128 elements; for dgrad it is transposed.
 
 Folding moves exponents into qdata (`mxep.quant.fold`). It is exact except for elements 2^-14 or more below the largest
-of their row. Unquantized operands, and weights in blocks or tiles, are quantized to one scale per row directly. Only
-those small elements differ: they are rounded once instead of twice. `mxep.gemm.fold_report` tells if that matters.
+of their row; `mxep.gemm.fold_report` tells if that matters. Unquantized operands, and weights in blocks or tiles, are
+quantized to one scale per row directly. Only those small elements differ: they are rounded once instead of twice.
 
-GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") are the same kernel's in bf16; without groups, torch's.
-FP8's tensor cores add with 13 fraction bits, so sums leave them every 256 products. No host sync. GEMMs and folds cost
+GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") run the same kernel in bf16; without groups, torch's. FP8
+tensor cores add with 13 fraction bits, so sums leave them every 256 products. No host sync. GEMMs and folds cost
 nothing for rows past the last group; quantizing plain operands takes all rows.
 """
 
@@ -138,8 +138,8 @@ def fp8_grouped_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), w_scale (G, N, 1) e8m0 or of blocks of 128 x 128
-    (G, ceil(N/128), ceil(K/128)) fp32, offs (G,) or None, bias (G, N) or None -> (M, N) out_dtype."""
+    """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), offs (G,) or None, bias (G, N) or None -> (M, N) out_dtype.
+    w_scale: (G, N, 1) e8m0, or (G, ceil(N/128), ceil(K/128)) fp32 for blocks of 128 x 128."""
     out: Tensor = grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
     return out
 
@@ -155,9 +155,9 @@ def fp8_grouped_wgrad(
 ) -> None:
     """Contract y_t (N, C) and x_t (K, C) fp8 over C, group by group. exponent, offs: (G,) int32, as in WgradOperands.
 
-    scale * the result is rounded to out's dtype and written to it, or added to it if `add`, as autograd would add it.
-    out: contiguous, (G, N, K) or the halves of N (2, G, N / 2, K). 2^e is applied in two steps, because it may lie
-    outside fp32."""
+    scale * the result is rounded to out's dtype, then written to out, or added to it if `add`. out: contiguous, (G, N,
+    K) or the halves of N (2, G, N / 2, K). 2^e is applied in two steps, because it may lie outside fp32.
+    """
     dw = torch.zeros_like(out, dtype=torch.float32)
     starts = [0, *offs.tolist()]
     for g, (start, end, e) in enumerate(zip(starts, starts[1:], exponent.tolist())):
@@ -187,7 +187,7 @@ def bf16_grouped_mm(a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, out
     mutates_args=("out",),
 )
 def bf16_grouped_wgrad(out: Tensor, y: Tensor, x: Tensor, offs: Tensor, scale: float, add: bool) -> None:
-    """Contract y (M, N) and x (M, K) bf16 over M, group by group: offs (G,) int32. out, scale and add: as in
+    """Contract y (M, N) and x (M, K) bf16 over M, group by group: offs (G,) int32. out, scale, add: see
     `fp8_grouped_wgrad`."""
     dw = Dequant().wgrad_product(AlongTokens(y, x), offs, out.dtype, scale)
     dw = dw if out.dim() == 3 else dw.unflatten(1, (2, -1)).transpose(0, 1)

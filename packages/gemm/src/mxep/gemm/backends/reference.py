@@ -4,21 +4,20 @@ reference goes group by group, in fp32, from dequantized operands:
 
     rows of g -> fp32 (K)   w[g] -> fp32 (N, K)   ->   rows @ w[g].T in fp32, + bias[g]   ->   rounded once to out_dtype
 
-fp32 holds every qdata number times its scale exactly. The only errors are those of the fp32 sum and of the last
-rounding. With fp64 operands (recipe "bf16" only) everything is fp64. dgrad is the forward with w transposed.
-It reads offs on the host. This is free on a CPU and a sync on a GPU, so use it there only to check other backends.
-Its ops take the parts of an MXTensor: qdata, scale and row index, or a plain tensor and None, None. A weight of block
-FP8 is qdata and scales in fp32.
+fp32 holds every qdata number times its scale exactly, so the only errors are those of the fp32 sum and of the last
+rounding. With fp64 operands (recipe "bf16" only) everything is fp64. It reads offs on the host: a sync on a GPU, where
+it is only for checking other backends. Its ops take the parts of an MXTensor: qdata, scale and row index, or a plain
+tensor and None, None. A weight of block FP8 is qdata and scales in fp32.
 
 dequant makes every operand bf16, and torch's grouped mm does the rest, on any device:
 
     qdata * scale -> bf16 (exact: a number of qdata has at most 4 significant bits) -> grouped mm, fp32 inside, bf16 out
 
-It does not sync on GPUs of compute capability 9 and 10; on others torch's grouped mm is a loop that reads offs.
-Compared with reference, a result is rounded to bf16 once more if out_dtype is fp32, and fp32 operands of recipe "bf16"
-are rounded to bf16. Bias is added after the GEMM's rounding. It saves bytes in communication and in saved tensors, but
-multiplies at bf16 speed. It dequantizes the whole capacity, not only valid rows, so row indices past the last group
-must be -1 or valid. One group of all rows, a linear, is torch's plain GEMM, which never syncs.
+It saves bytes in communication and in saved tensors, but multiplies at bf16 speed. It does not sync on GPUs of compute
+capability 9 and 10; on others torch's grouped mm is a loop that reads offs. A linear is torch's plain GEMM, which never
+syncs. Compared with reference, an fp32 result is rounded to bf16 once more, fp32 operands of recipe "bf16" are rounded
+to bf16, and bias is added after the GEMM's rounding. It dequantizes the whole capacity, not only valid rows, so row
+indices past the last group must be -1 or valid.
 """
 
 from collections.abc import Iterator
@@ -56,7 +55,7 @@ class Reference(Backend):
 
 
 def parts_of(x: Tensor | BlockFP8) -> Parts:
-    """(qdata, scale, row_index) of an MXTensor, (qdata, scale, None) of BlockFP8, (x, None, None) of a plain tensor."""
+    """(qdata, scale, row_index) of an MXTensor, (qdata, scale, None) of BlockFP8, or (x, None, None)."""
     if isinstance(x, BlockFP8):
         return x.qdata, x.scale, None
     return (x.qdata, x.scale, x.row_index) if isinstance(x, MXTensor) else (x, None, None)
@@ -117,7 +116,7 @@ def grouped_wgrad_reference(
 
 
 def values_of_rows(parts: Parts, rows: int) -> Tensor:
-    """The first `rows` rows of a 2-D operand, dequantized to fp32; fp64 stays fp64."""
+    """The first `rows` rows of a 2-D operand, in fp32; fp64 stays fp64."""
     x, scale, index = parts
     if scale is None:
         return x[:rows] if x.dtype == torch.float64 else x[:rows].float()
@@ -139,7 +138,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def num_rows(x: Tensor, index: Tensor | None) -> int:
-    """Number of an operand's rows, after its index."""
+    """An operand's number of rows: those of its index, if it has one."""
     return x.shape[0] if index is None else index.shape[0]
 
 
@@ -237,5 +236,5 @@ def check_alignment(n: int, k: int) -> None:
 
 
 def group_of_row(offs: Tensor, num_rows: int) -> Tensor:
-    """Group of every row, (M,). Rows past the last group count as the last group's."""
+    """Group of every row, (M,). Rows past the last group belong to it, too."""
     return group_of_rows(offs, num_rows).clamp_(max=len(offs) - 1)

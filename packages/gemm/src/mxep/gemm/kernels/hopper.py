@@ -1,4 +1,4 @@
-"""Launchers of the grouped GEMM on Hopper, of FP8 and bf16. `hopper_device` has the kernel and defines the result."""
+"""Launchers of the grouped GEMM on Hopper, for FP8 and bf16. `hopper_device` has the kernel and defines the result."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,11 +23,11 @@ HALF_ROWS = BLOCK_M // 2
 """Rows of a tile that one warpgroup multiplies."""
 STAGES = 4
 INTERVAL = 2
-"""Stages between promotions: 256 products. Fewer stages cost additions, more hold all 4 and leave loads no slack."""
+"""Stages between promotions: 256 products. Fewer stages cost additions; more hold all 4 and stall loads."""
 GROUP_M = 16
-"""Row tiles that consecutive tiles go down before the next column of tiles, so that programs share L2 contents."""
+"""Row tiles per column of tiles, before the next column begins, so that programs share L2 contents."""
 LONG_K = 4096
-"""From a longer contraction on, bf16 takes half of GROUP_M: of DeepSeek-V3's 7168, 16 tiles' rows are 29 MB."""
+"""If K is larger, bf16 takes half of GROUP_M: with DeepSeek-V3's K = 7168, 16 tiles' rows are 29 MB."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 PART_TOKENS, MOST_PARTS = 1024, 8
 """For a weight gradient with few tiles: minimum tokens per part, maximum parts."""
@@ -49,8 +49,8 @@ def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
 
 
 def grouped_wgrad(out, y_t, x_t, exponent, offs, factor=1.0, add=False):
-    """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. Halves are separate GEMMs if a warpgroup's rows
-    would belong to both."""
+    """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. If a warpgroup's rows would belong to both halves,
+    these are separate GEMMs."""
     (N, C), (K, _) = y_t.shape, x_t.shape
     if len(offs) == 1:
         out = out.view(1, N, K)  # with one group the halves follow each other anyway
@@ -95,7 +95,7 @@ def cuts_of_parts(offs: Tensor, columns: int, parts: int) -> Tensor:
 
 
 class Descriptor(NamedTuple):
-    """A tensor descriptor that launches without Triton's checks. The first launch per signature makes them."""
+    """A tensor descriptor that launches without Triton's checks, except at the first launch per signature."""
 
     base: Tensor
     shape: Sequence[int]
@@ -153,7 +153,7 @@ def _start(
 
 
 def bf16_grouped_mm(a, w, offs, bias, out_dtype):
-    """mxep::bf16_grouped_mm. N and K: multiples of 8. w may lie (G, K, N), as dgrad's does."""
+    """mxep::bf16_grouped_mm. N and K: multiples of 8. w may be a view of (G, K, N), as dgrad's is."""
     (M, K), N = a.shape, w.shape[1]
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if M:
@@ -185,18 +185,18 @@ def bf16_grouped_wgrad(out, y, x, offs, factor=1.0, add=False):
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """bf16 x as TMA takes it, copied if need be: dense in the last dimension, all else 16 bytes apart."""
+    """bf16 x as TMA takes it, copied if need be: dense in the last dimension, other strides multiples of 16 bytes."""
     dense = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return x if dense else x.clone(memory_format=torch.contiguous_format)
 
 
 def ragged(x: Tensor, width: int) -> Descriptor:
-    """A descriptor of x (C, D) whose rows end where each load says, in blocks of BLOCK_K_BF16 rows x `width`.
+    """A descriptor of x (C, D) for loads that each set the end of rows, in blocks of BLOCK_K_BF16 rows x `width`.
 
     Coordinates (ROWS_END, end, ROWS_END - n + i, j) load x[end - n + i, j]. Row `end` is coordinate ROWS_END, where the
-    descriptor ends: TMA gives zeros from there on. The address is ROWS_END (2^34 - row) + end row +
-    (ROWS_END - n + i) row + j elements. Terms with ROWS_END row cancel out. ROWS_END 2^34 is a multiple of 2^64, which
-    addresses leave out.
+    descriptor ends: TMA gives zeros from there on. The address is ROWS_END (2^34 - row) + end row + (ROWS_END - n + i)
+    row + j elements. Terms with ROWS_END row cancel out. ROWS_END 2^34 is a multiple of 2^64, which addresses leave
+    out.
     """
     row = x.stride(0)
     strides = 2**34 - row, row, row, 1

@@ -3,32 +3,32 @@
     a (M, K) ---TMA---> shared, 4 stages of 128 bytes along K ---wgmma---> 128 x 256 tile ---x scales, + bias---> out
     b (G * N, K) --^
 
-A program is two warpgroups that multiply, 64 rows of the tile each, and a warp that loads. The loading warp draws tiles
+A program has two warpgroups that multiply 64 rows of the tile each, and a warp that loads. The loading warp draws tiles
 one by one from a counter and passes their numbers on. Fixed shares would be uneven: contracted groups differ in length,
 and other kernels may hold some SMs for a while. The next tile loads while one is stored. Half of a tile is stored while
 the other half is still multiplied. offs are read on the device. A group without rows costs nothing, except for its
 zeros along a ragged contraction.
 
-Why FP8 is multiplied in halves: Hopper adds its products with 13 fraction bits, so a sum must leave the tensor core now
-and then. A second accumulator of a tile does not fit the registers (2 x 128 of 240 per thread). So each warpgroup
+Why FP8 is multiplied in halves: Hopper adds products with 13 fraction bits, so a sum must leave the tensor core now and
+then. A second accumulator of a tile does not fit the registers (2 x 128 of 240 per thread). So each warpgroup
 multiplies half of its columns into 64 registers over INTERVAL stages and adds them to that half's sum in fp32. Then it
 does the other half over the same stages. One warpgroup adds while the other multiplies. Stages short of an interval
 come first, one by one. Sums of bf16 products are fp32 and stay in the tensor core.
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
-    BLOCKS                  the same with a number s[g, n / 128, k / 128] in fp32 for each block of b, in place of sb
+    BLOCKS                  the same with fp32 s[g, n / 128, k / 128], one per block of b, instead of 2^sb
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
-    HALVES                  the halves of m are matrices of their own: all groups' first, then all groups' second
+    HALVES                  the halves of m are separate matrices: all groups' first, then all groups' second
 
-bf16 has no scales. Its operands may lie across: b (G, K, N) with TRANSPOSED; a (K, M) and b (K, N) along a ragged
+bf16 has no scales. Its operands may be transposed: b (G, K, N) with TRANSPOSED; a (K, M) and b (K, N) along a ragged
 contraction.
 
-With BLOCKS a stage is a block along K and half of a tile's columns are a block along N (INTERVAL 1): each sum that
+With BLOCKS a stage is a block along K, and half of a tile's columns are a block along N (INTERVAL 1): each sum that
 leaves the tensor core is multiplied by one number.
 
 Along a ragged contraction FP8 groups begin at multiples of BLOCK_K, with zeros after their last column (the alignment
-of fold_for_wgrad). bf16 groups begin anywhere, as loads end at a group's end (`hopper.ragged`). Stages past the end of
-K or of a group read past the tensor's end, which gives zeros without traffic.
+of fold_for_wgrad). bf16 groups begin anywhere, because loads end at a group's end (`hopper.ragged`). Stages past the
+end of K or of a group read past the tensor's end, which gives zeros without traffic.
 """
 
 from triton.experimental import gluon
@@ -47,7 +47,7 @@ MIN_BEFORE, MAX_BEFORE = gl.constexpr(-64), gl.constexpr(80)
 BLOCK_M, BLOCK_N, BLOCK_BITS = gl.constexpr(128), gl.constexpr(256), gl.constexpr(1024)
 """A tile of out, and the part of each operand's row that is loaded at once."""
 ROWS_END = gl.constexpr(2**30)
-"""Where the rows of a ragged descriptor end."""
+"""End of the rows of a ragged descriptor."""
 NEXT_TILES = gl.constexpr(4)
 """Tile numbers that the loading warp may draw ahead of the multiplying warps."""
 
@@ -82,7 +82,7 @@ def _load_stage(
     a_tile, b_tile, full, a_desc, b_desc, g, start, end, row, column, k, N, K,
     RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Load what group g multiplies from k on: row and column are the tile's within the group."""
+    """Load the stage of group g that begins at k. row and column: the tile's within the group."""
     mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
     if a_desc.dtype == gl.bfloat16 and RAGGED == "contraction":
         k += ROWS_END - (end - start)  # counted from the end, as `hopper.ragged` says
@@ -236,8 +236,9 @@ def _power(scale):
 
 @gluon.jit
 def _before_and_after(scale):
-    """Two factors of a row's `_power`: one (2^-64 to 2^80) applied before the column's, the rest after it, mostly 1. A
-    sum of products of qdata is 0 or within 2^-32 to 2^47. In this order it leaves fp32 only if the result does."""
+    """`_power` of a row's scale as two factors: one (2^-64 to 2^80) applied before the column's, and the rest after it,
+    mostly 1. A sum of products of qdata is 0 or within 2^-32 to 2^47. In this order it leaves fp32 only if the result
+    does."""
     scale = scale.to(gl.int32)
     before = gl.maximum(gl.minimum(scale, 127 + MAX_BEFORE), 127 + MIN_BEFORE)
     return _power(before), _power(gl.where(scale == 255, 255, 127 + scale - before))
@@ -339,7 +340,7 @@ def _tile(
             last0 = gl.load(block0)
             last1 = gl.load(block1)
         part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
-    # Computed here, because the loop has no registers for it.
+    # Computed after the loop, which has no registers for it.
     i, j = _position(tile, m_tiles, n_tiles, GROUP_M)
     row = i * BLOCK_M + WHO * 64
     column = j * BLOCK_N
@@ -396,7 +397,7 @@ def _multiply(
     RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr,
     HALVES: gl.constexpr, BLOCKS: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warpgroup: computes 64 rows of every tile that has any of them in the group."""
+    """A multiplying warpgroup: computes its 64 rows of every tile, unless they are past the group's end."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     BLOCK_K: gl.constexpr = BLOCK_BITS // a_tiles.dtype.primitive_bitwidth
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

@@ -4,9 +4,9 @@
     expand   a program: BLOCK_M rows x BLOCK_N columns of out, read, added to and written
     wgrad    a program: all rows of a group x BLOCK_N columns                                  -> (r, BLOCK_N)
 
-They are bound by memory: a rank of 16 makes 16 multiply-adds of each byte of qdata. So rows are dequantized in
-registers. A scale of a whole row multiplies sums of K (shrink), or inner (wgrad), instead of each element.
-wgrad reads most slowly: probably conversions to bf16 and shared memory limit it.
+They are memory-bound (a rank of 16 makes 16 multiply-adds per byte of qdata), so rows are dequantized in registers. A
+scale of a whole row multiplies sums of K (shrink), or inner (wgrad), instead of each element. wgrad is slowest,
+probably limited by conversions to bf16 and shared memory.
 """
 
 import torch
@@ -29,7 +29,8 @@ def _load_values(
     x_ptr, scale_ptr, source, row_mask, first, K, row_stride, scale_stride, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Columns first, ... of rows `source`, (., BLOCK_N) in DTYPE, zeros outside; times their scales if BLOCK is 32."""
+    """Columns from `first` on of rows `source`, (., BLOCK_N) in DTYPE, zeros outside; times their scales if BLOCK is
+    32."""
     column = first + tl.arange(0, BLOCK_N)[None, :]
     x = tl.load(x_ptr + source[:, None] * row_stride + column, mask=row_mask[:, None] & (column < K), other=0.0)
     if BLOCK == 32:
@@ -46,7 +47,7 @@ def _load_values(
 
 @triton.jit
 def _sources(row, index_ptr, row_mask):
-    """Source row of each row, int64, and a mask of those that have one: an index of -1 is a row of zeros."""
+    """Source row of each row, int64, and a mask of rows that have one. An index of -1 is a row of zeros."""
     if index_ptr is None:
         return row.to(tl.int64), row_mask
     else:
@@ -176,7 +177,6 @@ def lora_shrink(x, x_scale, x_index, A, offs, scale, dtype):
 
 
 def lora_expand(out: Tensor, inner: Tensor, B: Tensor, offs: Tensor) -> None:
-    """mxep::lora_expand."""
     (rows, n), (groups, _, rank), (block_m, block_n) = out.shape, B.shape, EXPAND_TILE
     if rows:
         launch(lora_expand_kernel, (cdiv(n, block_n), cdiv(rows, block_m)),
@@ -186,7 +186,6 @@ def lora_expand(out: Tensor, inner: Tensor, B: Tensor, offs: Tensor) -> None:
 
 
 def lora_wgrad(out, inner, x, x_scale, x_index, offs, scale):
-    """mxep::lora_wgrad."""
     (groups, rank, k), (block_m, block_k) = out.shape, WGRAD_TILE
     launch(lora_wgrad_kernel, (cdiv(k, block_k), groups),
         out, inner, *_dense(x, x_scale), x_index, offs, groups, len(inner), k, scale, *_strides(x, x_scale),

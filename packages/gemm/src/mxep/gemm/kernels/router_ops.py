@@ -163,7 +163,6 @@ def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 def fp32_dgrad(dy: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """mxep::fp32_dgrad."""
     (T, E), D = dy.shape, w.shape[1]
     dx = torch.empty((T, D), dtype=dtype, device=dy.device)
     if T:
@@ -282,7 +281,6 @@ def top_k_backward_kernel(
 
 
 def top_k(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """mxep::top_k."""
     T, E = logits.shape
     ids = torch.empty((T, k), dtype=torch.int32, device=logits.device)
     weights, chosen = (torch.empty((T, k), dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -294,7 +292,6 @@ def top_k(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tuple
 
 
 def top_k_backward(d_weights: Tensor, weights: Tensor, ids: Tensor, chosen: Tensor, E: int, softmax: bool) -> Tensor:
-    """mxep::top_k_backward."""
     T, k = ids.shape
     d_logits = torch.empty((T, E), dtype=torch.float32, device=ids.device)
     if T:
@@ -305,7 +302,6 @@ def top_k_backward(d_weights: Tensor, weights: Tensor, ids: Tensor, chosen: Tens
 
 
 def _blocks(T: int, E: int, k: int) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and block sizes."""
     width = next_power_of_2(E)
     rows = max(1, ELEMENTS // width)
     return (cdiv(T, rows),), {"BLOCK_T": rows, "BLOCK_E": width, "BLOCK_K": next_power_of_2(k), "num_warps": 4}
