@@ -1,4 +1,7 @@
-"""The table and the picture of peers.py, from its JSON files. A later file replaces rows of earlier ones."""
+"""The table and the picture of peers.py, from its JSON files.
+
+A later file replaces rows of earlier ones, but an error replaces no time.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,13 @@ def grouped(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def by_cell(results: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
-    """(shape, tokens) -> rows."""
+    """(shape, tokens) -> rows, each with its commit."""
     found: dict[tuple[str, int], dict[str, Row]] = {}
     for result in results:
         for row in result["layers"]:
-            found.setdefault((row["shape"], row["tokens"]), {})[row["peer"]] = row
+            rows = found.setdefault((row["shape"], row["tokens"]), {})
+            if "ms" in row or row["peer"] not in rows:
+                rows[row["peer"]] = row | {"commit": result["commit"]}
     return {key: list(rows.values()) for key, rows in found.items()}
 
 
@@ -62,8 +67,10 @@ def losses(cell: str, rows: Sequence[Row], figure: str, form: str, unit: float) 
 
 def markdown(results: Sequence[Row]) -> str:
     """List where a peer is ahead, then a table per shape."""
-    lines = [f"Device {results[0]['device']}, driver {results[0]['driver']}, commit {results[0]['commit']}."]
-    lines += [", ".join(f"{name} {version}" for name, version in results[0]["versions"].items()) + "."]
+    devices = dict.fromkeys(f"{result['device']}, driver {result['driver']}" for result in results)
+    versions = {name: version for result in results for name, version in result["versions"].items()}
+    lines = [f"Device {'; '.join(devices)}, another one in each run."]
+    lines += [", ".join(f"{name} {version}" for name, version in versions.items()) + "."]
     found = by_cell(results)
     if found:
         for title, figure, form, unit in (
@@ -76,12 +83,12 @@ def markdown(results: Sequence[Row]) -> str:
             lines += ["", f"**{title}**", "", *(lost or ["- nowhere"])]
     for (shape, tokens), rows in found.items():
         lines += ["", f"### {shape}, {tokens} tokens ({rows[0]['rows an expert']:.0f} rows an expert)", ""]
-        lines += ["| peer | ms | spread | TFLOP/s | dB " + ", ".join(RESULTS) + " | peak MiB | kept MiB |"]
-        lines += ["|---|---|---|---|---|---|---|"]
+        lines += ["| peer | ms | spread | TFLOP/s | dB " + ", ".join(RESULTS) + " | peak MiB | kept MiB | commit |"]
+        lines += ["|---|---|---|---|---|---|---|---|"]
         for place, group in enumerate(grouped(rows)):
-            lines += ["| *less exact* | | | | | | |"] if place else []
+            lines += ["| *less exact* | | | | | | | |"] if place else []
             lines += [line_of(row) for row in group]
-        lines += [f"| {row['peer']} | {row['error']} | | | | | |" for row in rows if "ms" not in row]
+        lines += [f"| {row['peer']} | {row['error']} | | | | | | {row['commit']} |" for row in rows if "ms" not in row]
     return "\n".join(lines) + "\n"
 
 
@@ -89,7 +96,8 @@ def line_of(row: Row) -> str:
     name = f"**{row['peer']}**" if row["peer"].startswith(OURS) else row["peer"]
     db = ", ".join(f"{row['dB'][each]:.1f}" for each in RESULTS) if "dB" in row else row.get("note", "")
     memory = [f"{row[key] / (1 << 20):.0f}" if key in row else "" for key in ("peak", "kept")]
-    return f"| {name} | {row['ms']:.3g} | {row['spread']:.0%} | {row['TF']:.0f} | {db} | {memory[0]} | {memory[1]} |"
+    figures = [f"{row['ms']:.3g}", f"{row['spread']:.0%}", f"{row['TF']:.0f}", db, *memory, row["commit"]]
+    return f"| {name} | {' | '.join(figures)} |"
 
 
 def picture(results: Sequence[Row], tokens: int) -> str:
@@ -98,7 +106,7 @@ def picture(results: Sequence[Row], tokens: int) -> str:
     page, found = Page(), by_cell(results)
     page.title(
         "One MoE layer on one GPU, forward + backward: ms",
-        f"{results[0]['device']}, {results[0]['date']}, {tokens} tokens a rank. dB: SNR against fp64.",
+        f"{results[-1]['device']}, runs until {results[-1]['date']}, {tokens} tokens a rank. dB: SNR against fp64.",
     )
     for shape in dict.fromkeys(shape for shape, _ in found):
         rows = [row for group in grouped(found.get((shape, tokens), [])) for row in group]

@@ -31,6 +31,7 @@ def test_a_run_has_one_json_and_one_table_with_each_peers_figures_or_reason(tmp_
     table = (tmp_path / "page.md").read_text()
     assert table.count("| grouped_mm bf16 | ") == table.count("| **mxep mxfp8, kept** | ") == 1
     assert f"| Liger bf16 | {liger['error']} |" in table
+    assert table.count(" | abc |\n") == 3
     assert "grouped_mm bf16" in (tmp_path / "page.svg").read_text()
 
 
@@ -75,6 +76,19 @@ def test_the_table_says_first_where_a_peer_that_is_as_exact_is_ahead():
     assert [[each["peer"] for each in group] for group in groups] == [
         ["peer bf16", "mxep bf16"],
         ["mxep mxfp8, kept", "mxep mxfp8", "peer fp8"],
+    ]
+
+
+def test_a_later_run_replaces_times_and_an_error_replaces_none():
+    failed = {key: each for key, each in row("peer", 0.0, 50.0, 4).items() if key != "ms"} | {"error": "late"}
+    runs = [
+        {"commit": "old", "layers": [row("peer", 2.0, 50.0, 4), row("mxep bf16", 3.0, 49.0, 3)]},
+        {"commit": "new", "layers": [failed, row("mxep bf16", 1.0, 49.0, 3)]},
+    ]
+    found = peer_table.by_cell(runs)["s", 8]
+    assert [(each["peer"], each["ms"], each["commit"]) for each in found] == [
+        ("peer", 2.0, "old"),
+        ("mxep bf16", 1.0, "new"),
     ]
 
 
