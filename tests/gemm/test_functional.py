@@ -403,3 +403,17 @@ def test_weights_stored_the_other_way_round_are_multiplied_as_they_lie(backend: 
     bits = {"rtol": 0.0, "atol": 0.0} if backend == "reference" else {"rtol": 2**-7, "atol": 2**-6}
     torch.testing.assert_close(out[: p.valid], want.out, **bits)
     torch.testing.assert_close(da[: p.valid], want.da, **bits)
+
+
+@every_backend
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
+def test_the_gradient_of_a_weight_stored_the_other_way_round_lies_as_it_does(backend: str, recipe: str) -> None:
+    p = problem()
+    lying = [p.w.clone().requires_grad_(), p.w.mT.contiguous().mT.requires_grad_()]
+    grads = [
+        torch.autograd.grad(grouped_mm(p.a, w, p.offs, recipe=recipe, backend=backend), w, p.dy)[0] for w in lying
+    ]
+    assert grads[1].stride() == lying[1].stride()
+    assert grads[0].any()
+    bits = {"rtol": 0.0, "atol": 0.0} if backend == "reference" else {"rtol": 2**-7, "atol": 2**-6}
+    torch.testing.assert_close(*grads, **bits)

@@ -164,7 +164,7 @@ class Layer:
             if gate_up.shape[0] > down.shape[0]:  # LongCat has rows for zero experts, which use no weights
                 gate_up = gate_up[: down.shape[0]]
             if experts.is_transposed:
-                gate_up, down = local_weight(gate_up).mT, local_weight(down).mT
+                gate_up, down = (local_weight(w, transposed=True) for w in (gate_up, down))
             out, routing = run_experts(
                 *(x, expert_ids, weights, gate_up, down),
                 dispatcher=self.dispatcher,
@@ -220,7 +220,7 @@ class Layer:
         """rows (R_max, in) -> (R_max, out), each multiplied by its expert's weight, plus its bias."""
         w = getattr(experts, name)
         if not isinstance(w, FrozenWeight):
-            w = local_weight(w).mT if experts.is_transposed else local_weight(w)
+            w = local_weight(w, transposed=experts.is_transposed)
         bias = None
         if experts.has_bias:
             bias = scaled_gradient(local_weight(getattr(experts, f"{name}_bias")), self.wgrad_scale)

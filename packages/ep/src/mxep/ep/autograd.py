@@ -45,12 +45,14 @@ from mxep.runtime.op import count_flops, offer_flops
 
 from .checks import check_frozen, check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
-from .dtensors import Share, local_tensor, local_weight
+from .dtensors import Share, local_tensor, local_weight, weight_behind
 from .formats import (
     NONE,
     AnyWeight,
+    GradientForm,
     LayerConfig,
     Needs,
+    empty_gradient,
     fake_plan,
     fake_saved,
     held_colwise,
@@ -137,14 +139,14 @@ def _accumulator(ctx: Any, i: int) -> Tensor | None:
     """The tensor to which backward adds the gradient of gate_up_proj (0) or down_proj (1), or None."""
     if (main_grad := ctx.main_grads[i]) is not None or not ctx.in_place:
         return main_grad  # type: ignore[no-any-return]
-    node = ctx.next_functions[ctx.places[2 + i]][0]
-    leaf: Any = getattr(node, "variable", None)
+    leaf, transposed = weight_behind(ctx.next_functions[ctx.places[2 + i]][0])
     grad = None if leaf is None else leaf.grad
     if grad is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
         return None
     fits = type(grad) is type(leaf.data) and grad.dtype == leaf.dtype and grad.is_contiguous()
     fits = fits and (not isinstance(grad, DTensor) or grad.placements == leaf.placements)
-    return local_tensor(grad) if fits and not grad.requires_grad else None
+    local: Tensor | None = local_tensor(grad) if fits and not grad.requires_grad else None
+    return local.mT if transposed and local is not None else local
 
 
 class NodeState(NamedTuple):
@@ -178,6 +180,7 @@ class Layer(torch.autograd.Function):
         ctx.shares = Parameters(*(None if each is None else Share(each) for each in parameters))  # type: ignore[arg-type]
         ctx.dispatcher, ctx.config, ctx.main_grads = state.dispatcher, state.config, state.main_grads
         ctx.wgrad_scale, ctx.routing, ctx.saved_operands = state.wgrad_scale, made.routing, None
+        ctx.forms = [GradientForm.of(w) for w in proj]  # type: ignore[arg-type]
         ctx.in_place = _accumulating and state.frozen is None and mine.up_proj is None
         return made.out  # type: ignore[no-any-return]
 
@@ -235,11 +238,11 @@ def _deferred_gradients(
     if wanted.gate_up_bias and deferred.gate_up is not None:
         bias = bias_gradient(deferred.gate_up[0], offs, scale=scale)
     if wanted.gate_up_proj and deferred.gate_up is not None:
-        given, of = WgradInput(*deferred.gate_up, offs, gate_up_main_grad), ctx.shares
-        gate_up = wgrad(given, dtype=of.gate_up_proj.dtype, halves=of.up_proj is not None, **how)
+        given = WgradInput(*deferred.gate_up, offs, gate_up_main_grad)
+        gate_up = wgrad(given, form=ctx.forms[0], **how)
     if wanted.down_proj and deferred.down is not None:
         given = WgradInput(*deferred.down, offs, down_main_grad)
-        down = wgrad(given, dtype=ctx.shares.down_proj.dtype, **how)
+        down = wgrad(given, form=ctx.forms[1], **how)
     return gate_up, down, bias
 
 
@@ -429,10 +432,9 @@ def _(
     grads, of = [d_out.new_empty(d_out.shape), d_weights], _OpParameters.of(parameters, counts)
     halves = of.gate_up_proj if isinstance(of.gate_up_proj, tuple) else (of.gate_up_proj,)
     if needs.gate_up_proj:
-        shape = halves[0].shape
-        grads.append(d_out.new_empty((2, *shape) if len(halves) == 2 else shape, dtype=halves[0].dtype))
+        grads.append(empty_gradient(of.gate_up_proj))
     if needs.down_proj:
-        grads.append(d_out.new_empty(of.down_proj.shape, dtype=of.down_proj.dtype))
+        grads.append(empty_gradient(of.down_proj))
     if needs.gate_up_bias:
         grads.append(d_weights.new_empty(halves[0].shape[0], sum(half.shape[1] for half in halves)))
     if needs.lora and of.lora is not None:

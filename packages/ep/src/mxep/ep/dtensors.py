@@ -122,30 +122,39 @@ def _laid_out_as(own: Tensor, grad: Tensor) -> Tensor:
     return grad if grad.stride() == own.stride() else torch.empty_like(own, dtype=grad.dtype).copy_(grad)
 
 
-def local_weight(weight: _OrNone) -> _OrNone:
+def local_weight(weight: _OrNone, *, transposed: bool = False) -> _OrNone:
     """This rank's part of `weight` (None: None), differentiable: its gradient becomes a DTensor like `weight`.
 
+    transposed: swap its last two dimensions. `accumulate_in_place` sees through that, but not through `weight.mT`.
     It costs the host half as much as `DTensor.to_local`, and makes no zeros for missing gradients.
     """
-    if not isinstance(weight, DTensor):
+    if weight is None or not (transposed or isinstance(weight, DTensor)):
         return weight
     if torch.compiler.is_compiling():
-        return weight.to_local()
-    local: Tensor = _Local.apply(weight)  # type: ignore[no-untyped-call]
-    return local
+        local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
+        return local.mT if transposed else local  # type: ignore[no-any-return]
+    return _Local.apply(weight, transposed)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def weight_behind(node: Any) -> tuple[Any, bool]:
+    """The parameter of an autograd node that accumulates its gradient, or None; and whether `local_weight` transposed
+    it on the way to its use."""
+    transposed = isinstance(node, _Local._backward_cls) and node.transposed  # type: ignore[attr-defined]
+    return getattr(node.next_functions[0][0] if transposed else node, "variable", None), transposed
 
 
 class _Local(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: DTensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, transposed: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.share = Share(weight)
-        return weight._local_tensor.view_as(weight._local_tensor)
+        ctx.share, ctx.transposed = Share(weight), transposed
+        local = local_tensor(weight)
+        return local.mT if transposed else local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         ctx.share.check()
-        return ctx.share.gradient(grad)  # type: ignore[no-any-return]
+        return ctx.share.gradient(grad.mT if ctx.transposed and grad is not None else grad), None
 
 
 @torch.no_grad()

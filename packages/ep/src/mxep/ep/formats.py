@@ -18,6 +18,7 @@ from mxep import quant
 from mxep.comms import RoutingPlan, gather_rows, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
+from mxep.gemm.backends.base import is_transposed
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.quantize_once import SavedWeight, Weight, is_held, rowwise_and_saved
 from mxep.quant import MXFormat, MXParts, MXTensor, SwiGLU
@@ -317,6 +318,32 @@ def held_colwise(
         return None
     both = saved_weights(gate_up_proj, down_proj, saved)
     return quantize_colwise.direct(*both, config=config, recompute=recompute)  # type: ignore[no-any-return]
+
+
+class GradientForm(NamedTuple):
+    """How the gradient of a weight lies in memory.
+
+    halves: (2, e, F, D), of gate and up as two weights. transposed: (e, K, N), as the weight itself does.
+    """
+
+    dtype: torch.dtype
+    halves: bool
+    transposed: bool
+
+    @classmethod
+    def of(cls, w: AnyWeight) -> "GradientForm":
+        if type(w) is tuple:
+            return cls(w[0].dtype, True, False)
+        return cls(w.dtype, False, isinstance(w, Tensor) and is_transposed(w))  # type: ignore[union-attr]
+
+
+def empty_gradient(w: AnyWeight) -> Tensor:
+    """Memory of w's gradient, in its `GradientForm`."""
+    first: Any = w[0] if type(w) is tuple else w
+    form, shape = GradientForm.of(w), first.shape
+    if form.transposed:
+        return first.new_empty(first.mT.shape).mT  # type: ignore[no-any-return]
+    return first.new_empty((2, *shape) if form.halves else shape)  # type: ignore[no-any-return]
 
 
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:

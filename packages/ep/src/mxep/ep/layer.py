@@ -46,6 +46,7 @@ from .formats import (
     AnyWeight,
     ColwiseWeights,
     GateUp,
+    GradientForm,
     LayerConfig,
     Needs,
     RowwiseWeights,
@@ -272,7 +273,7 @@ def backward_pass(
     if recompute and (given.x is not None or type(rows) is Tensor):
         tokens, of_x = (rows, None) if given.x is None else (given.x, room)
         rows = rows_of_tokens(tokens, plan.row_slot, plan.offs, config=config, room=of_x)
-    halves, dtypes = type(given.gate_up_proj) is tuple, (_dtype(given.gate_up_proj), _dtype(given.down_proj))
+    forms = GradientForm.of(given.gate_up_proj), GradientForm.of(given.down_proj)
     into_mlp = [
         MLPGradientInput(
             arriving.wait(),
@@ -291,7 +292,7 @@ def backward_pass(
     ]
     given.release("saved")
     del saved, colwise, arriving
-    of_down: dict[str, Any] = {"down_grad": wanted.down_proj, "later": later.down_proj, "dtype": dtypes[1]}
+    of_down: dict[str, Any] = {"down_grad": wanted.down_proj, "later": later.down_proj, "form": forms[1]}
     how: dict[str, Any] = {"config": config, "scale": wgrad_scale}
     # d_y is borrowed until the next exchange.
     mlp = mlp_backward(into_mlp.pop(), wire=wire, copy=later.down_proj and borrows, **of_down, **how)
@@ -307,7 +308,7 @@ def backward_pass(
     if wanted.gate_up_proj:
         operands = WgradInput(d_gate_up, rows, plan.offs, gate_up_main_grad)
         del d_gate_up, rows
-        d_gate_up_proj = wgrad(operands, dtype=dtypes[0], halves=halves, **how)
+        d_gate_up_proj = wgrad(operands, form=forms[0], **how)
     else:
         del d_gate_up, rows
     dx, d_weights = arriving_home.wait()
@@ -360,11 +361,11 @@ def mlp_backward(
     down_grad: bool,
     later: bool,
     scale: float,
-    dtype: torch.dtype,
+    form: GradientForm,
 ) -> MLPGradients:
     """Backward of `mlp_forward`, without the gradient of gate_up_proj. It frees gate_up and the weights.
 
-    down_grad: compute the gradient of down_proj, in `dtype`. later: return its operands instead.
+    down_grad: compute the gradient of down_proj, in `form`. later: return its operands instead.
     """
     backend, offs, lora, gate_up = config.backend, given.offs, given.lora, given.gate_up
     lora_grads, d_inner, d_down_A, d_down_B, d_lora, rest = given.down_inner is not None, None, None, None, None, None
@@ -394,7 +395,7 @@ def mlp_backward(
     if down_grad:
         of_wgrad = WgradInput(d_y, h, offs, given.down_main_grad)
         del d_y, h, d_inner
-        d_down_proj = wgrad.function(of_wgrad, config=config, scale=scale, dtype=dtype)
+        d_down_proj = wgrad.function(of_wgrad, config=config, scale=scale, form=form)
     else:
         del d_y, h, d_inner
     w = expanded(given.gate_up_proj, backend.expand_colwise)
@@ -421,20 +422,26 @@ class WgradInput(Operands):
 
 @replayed
 def wgrad(
-    given: WgradInput, *, config: LayerConfig, scale: float, dtype: torch.dtype, halves: bool = False
+    given: WgradInput,
+    *,
+    config: LayerConfig,
+    scale: float,
+    form: GradientForm,
 ) -> Tensor | None:
     """The gradient dy^T a (e, N, K) of a weight, or None if it was added to main_grad. It frees dy and a.
 
-    halves: return the gradients of gate and up as one (2, e, F, D). This needs main_grad = None.
+    form: the gradient's. Halves need main_grad = None.
     """
     dy, a, offs = given.dy, given.a, given.offs
     given.release("dy", "a")
-    both = offs.new_empty((2, len(offs), dy.shape[1] // 2, a.shape[1]), dtype=dtype) if halves else None
+    halves = None
+    if form.halves:
+        halves = offs.new_empty((2, len(offs), dy.shape[1] // 2, a.shape[1]), dtype=form.dtype)
     operands = config.backend.prepare_wgrad(dy, a, offs, config.recipe)
     del dy, a
-    how: dict[str, Any] = {"out_dtype": dtype, "scale": scale, "accumulate_into": given.main_grad, "halves": both}
-    gradient: Tensor | None = config.backend.wgrad(operands, offs, **how)
-    return gradient if both is None else both
+    how: dict[str, Any] = {"out_dtype": form.dtype, "scale": scale, "transposed": form.transposed, "halves": halves}
+    gradient: Tensor | None = config.backend.wgrad(operands, offs, accumulate_into=given.main_grad, **how)
+    return gradient if halves is None else halves
 
 
 @replayed
@@ -488,7 +495,3 @@ class _Pass(Replayed):
 def _under(index: Tensor | None, rows: Any) -> Any:
     """`rows` with this row index if they are quantized, else unchanged."""
     return rows._replace(row_index=index) if type(rows) is MXParts else rows
-
-
-def _dtype(w: AnyWeight) -> torch.dtype:
-    return (w[0] if isinstance(w, tuple) else w).dtype

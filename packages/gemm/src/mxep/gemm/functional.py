@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 
 import mxep.gemm.product as product
 from mxep.gemm.backends import Backend, select
+from mxep.gemm.backends.base import is_transposed
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.product import SavedOperands, for_anomaly_mode, graph_is_retained, is_wanted
 from mxep.gemm.recipe import (
@@ -166,6 +167,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.saved_operands = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
         ctx.widths = tuple(x.shape[1] for x in ws)
+        ctx.transposed = len(ws) == 1 and isinstance(w, Tensor) and is_transposed(w)
         ctx.before_others = sum(isinstance(x, Tensor) for x in (a, w, bias, offs, main_grad))
         return out if len(ws) == 1 else out.split(ctx.widths, 1)
 
@@ -206,6 +208,7 @@ class _GroupedMM(torch.autograd.Function):
         if need_a or need_w:
             how: dict[str, Any] = {"recipe": recipe, "backend": backend, "wanted": (need_a, need_w), "widths": widths}
             how |= {"dtypes": tuple(dtypes), "scale": ctx.wgrad_scale, "quantized": quantized and recipe.wgrad == "mx"}
+            how["transposed"] = ctx.transposed
             given = product.BackwardInput(a if need_w else None, offs, w, amax, gradients, main_grads)
             da, dw, qdata = product.backward(given, **how)
         if not graph_is_retained():

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends import BACKENDS, Backend, select
+from mxep.gemm.backends.base import is_transposed
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.quantize_once import SavedWeight, is_held, join_parts, rowwise_and_saved, weight_parts, weights_are_held
 from mxep.gemm.recipe import Recipe
@@ -104,12 +105,13 @@ def backward(
     scale: float,
     quantized: bool,
     widths: tuple[int, ...],
+    transposed: bool = False,
 ) -> ProductGradients:
     """The gradients of a and w, and dy quantized. Frees its references to a and dys.
 
     wanted: whether to compute da and dw, which are None otherwise. dw is None, too, if it was added to main_grads.
     dtypes: da's and dw's. quantized: dys[0] is the joined dys, quantized by an earlier call.
-    widths: N of the parts.
+    widths: N of the parts. transposed: as for `Backend.wgrad`, of a single weight.
     """
     a, offs, dys, main_grads = given.a, given.offs, given.dys, given.main_grads
     given.release("a", "dys")
@@ -135,7 +137,8 @@ def backward(
         operands = backend.prepare_wgrad(qdata, a, offs, recipe)
         del a
         if len(widths) == 1:
-            dw = backend.wgrad(operands, offs, out_dtype=dtypes[1], scale=scale, accumulate_into=main_grads[0])
+            how: dict[str, Any] = {"accumulate_into": main_grads[0], "transposed": transposed}
+            dw = backend.wgrad(operands, offs, out_dtype=dtypes[1], scale=scale, **how)
         else:
             added = [main_grad is not None for main_grad in main_grads]
             dw = backend.wgrad(operands, offs, out_dtype=torch.float32 if any(added) else dtypes[1], scale=scale)
@@ -283,6 +286,7 @@ def backward_op(
             scale=wgrad_scale,
             quantized=False,
             widths=(dy.shape[1],),
+            transposed=is_transposed(ws[0]),
         )
     return [grad for grad in (da, dw) if grad is not None]
 
@@ -292,7 +296,10 @@ def _(dy: Tensor, saved: list[Tensor], ws: list[Tensor], offs: Tensor | None, *h
     *_, dtype, _, needs = how
     groups, _, width = _grouped(ws)[0].shape
     da = dy.new_empty(dy.shape[0], width, dtype=dtype)
-    grads = da, ws[0].new_empty(groups, dy.shape[1], width)
+    if is_transposed(_grouped(ws)[0]):
+        grads = da, ws[0].new_empty(groups, width, dy.shape[1]).mT
+    else:
+        grads = da, ws[0].new_empty(groups, dy.shape[1], width)
     return [grad for grad, need in zip(grads, needs) if need]
 
 

@@ -1,6 +1,7 @@
 """Contract of a backend: three GEMMs over ragged groups of rows, and the quantization of their operands."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from mxep.quant import (
     Axis,
     MXFormat,
     MXTensor,
+    WgradOperands,
     quantize,
     quantize_columns_with_amax,
     quantize_joined,
@@ -139,6 +141,7 @@ class Backend(Protocol):
         scale: float = 1.0,
         accumulate_into: Tensor | None = None,
         halves: Tensor | None = None,
+        transposed: bool = False,
     ) -> Tensor | None:
         """scale * dy[rows of g].T @ a[rows of g], zero for empty groups: (G, N, K) in out_dtype.
 
@@ -146,7 +149,15 @@ class Backend(Protocol):
             accumulate_into: (G, N, K). The result is added to it, in its dtype, and None is returned.
             halves: (2, G, N / 2, K) in out_dtype, contiguous, the dense gradients of two weights with consecutive rows.
                 The result is written to it, and None is returned.
+            transposed: the result shall lie (G, K, N) in memory, as a weight `is_transposed`. Sums into gradients with
+                another layout than theirs are slow. Without effect on operands of a custom form.
         """
+        if accumulate_into is not None:
+            transposed = is_transposed(accumulate_into)
+        if transposed and halves is None and (exchanged := _exchanged(operands)) is not None:
+            into = None if accumulate_into is None else accumulate_into.mT
+            dw = self.wgrad(exchanged, offs, out_dtype=out_dtype, scale=scale, accumulate_into=into)
+            return None if dw is None else dw.mT
         if halves is not None:
             if not self.wgrad_into(halves, operands, offs, scale, add=False):
                 dw = self.wgrad_product(operands, offs, out_dtype, scale)
@@ -166,6 +177,20 @@ class Backend(Protocol):
     def wgrad_product(self, operands: Any, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         """The result of `wgrad`, (G, N, K) in out_dtype."""
         raise NotImplementedError
+
+
+def is_transposed(w: Tensor) -> bool:
+    """True if w (.., N, K) lies (.., K, N) in memory, as gpt-oss stores its experts' weights."""
+    return not w.is_contiguous() and w.mT.is_contiguous()
+
+
+def _exchanged(operands: Any) -> Any:
+    """Operands of the transposed weight gradient. The same products are summed in the same order."""
+    if isinstance(operands, AlongTokens):
+        return AlongTokens(operands.a, operands.dy)
+    if isinstance(operands, WgradOperands):
+        return replace(operands, x_t=operands.y_t, y_t=operands.x_t)
+    return None
 
 
 def _axis(recipe: Recipe, axis: int) -> Axis:
