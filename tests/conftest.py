@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin for a b
 LONGEST = (
     "test_transformers_optimize.py",
     "test_packages.py",
-    "test_bench_step.py",
+    "test_bench_model.py",
     "test_launches.py",
     "test_torchtitan.py",
     "test_transformers_lora_train.py",

@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mxep.integration.transformers  # registers names, and LoRA on experts
+from benchmarks.model import QWEN3
 from benchmarks.script import GIB, free_memory, save
-from benchmarks.step import SIZES
 from mxep.ep.frozen import register_frozen
 from mxep.gemm import freeze
 from mxep.gemm.frozen import FORMATS
@@ -43,7 +43,7 @@ from mxep.integration.transformers.quantized import keep_names, strip
 from mxep.quant import MXTensor, quantize
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "qwen3-30b": (Qwen3MoeConfig, SIZES["qwen3"] | {"num_hidden_layers": 48, "norm_topk_prob": True}),
+    "qwen3-30b": (Qwen3MoeConfig, QWEN3),
     "gpt-oss-120b": (
         GptOssConfig,
         {"hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8}

@@ -1,242 +1,237 @@
-"""bench=model: steps of training of a whole model of transformers, on all ranks, with several kinds of experts.
+"""bench=model: whole training steps of models of transformers, on all ranks; NVIDIA's count of FLOPs.
 
-- `baseline bf16`: baseline.BaselineLayer in place of the experts.
-- `transformers bf16`: transformers' grouped_mm; on several ranks between its own all-to-alls (5.23 and newer).
-- `mxep RECIPE`: mxep.integration.transformers, with its expert_parallel over all ranks.
-- `mxep mxfp8, linear`: Attention's projections in MXFP8 as well, q, k and v as one GEMM (convert, join_linears).
-- `..., graph`: A step is a replay of one CUDA graph.
-- `no experts`: Experts return their input. This measures the rest of the model.
+    mxep task=bench bench=model parallel.ranks=2 'bench.changes=[optimize,forced]' bench.out=FILE.json
 
-Models with a name that starts with DEEPSEEK are like DeepSeek-V3: sigmoid routers, two shared experts, a dense first
-layer, latent attention with whole queries. All others are like Qwen3-MoE. One model with random bf16 weights serves all
-cases. Parameters other than experts are replicated. Attention and norms are compiled on GPUs.
+A step has micro-batches, clipping and AdamW. Parameters and moments are bf16. On several GPUs experts are spread over
+all ranks (EP), and FSDP2 shards the rest and gathers it once a step. Weights are random, and labels are the ids.
 
-A step is forward and backward. bench.optimizer=adamw adds torch's fused step, with learning rate 0, so that all cases
-have the same weights. bench.activation_checkpointing: each decoder layer keeps only its input.
+A case names the experts:
 
-tokens/s       of all ranks together; TFLOP/s: of a rank, as Megatron-LM counts them (mxep.integration.flops)
-ms             a step: median over sustained stretches, slowest rank; x bf16: how many times as fast as the baseline
-of step        share of the step beyond the time of `no experts`, whose experts get no gradients
-dB             SNR of the head's gradient against the baseline's, least over ranks; below LEAST_SNR fails
-held GiB       a rank's parameters and optimizer moments, which stay between steps; not counted in the peak
-peak GiB       most memory of a step beyond held GiB, gradients included
+    baseline       baseline.BaselineLayer, for Qwen3's and DeepSeek-V3's
+    transformers   its grouped_mm; on several ranks between its own all-to-alls (5.23 and newer)
+    mxep RECIPE    mxep.integration.transformers
+    mxep RECIPE, linears    attention's projections and dense MLPs in this recipe, too (with `optimize`)
+    none           experts return their input. This measures the rest of the model
 
-T tokens of a rank, in two sequences, D model dim, F hidden dim, E experts, K experts a token.
+bench.changes apply to all cases:
+
+    optimize       mxep.integration.transformers.optimize: loss in chunks, causal SDPA, decoder layers compiled.
+                   On several ranks BaselineLayer reads sizes on the host, so there it compiles only attention and norms
+    forced         every expert gets equally many tokens, as with Megatron's --moe-router-force-load-balancing (Qwen3)
+    fp32_moments   AdamW's moments are fp32
+    autograd_sums  autograd adds mxep's gradients of micro-batches, instead of the GEMM
+    after_step     weights are quantized right after AdamW's step, instead of in the first micro-batch
+    checkpoint     each decoder layer keeps only its input, and is computed again in backward
+
+Without `optimize` the model is as transformers makes it.
+
+ms            a step: median; slowest rank. fastest ms, slowest ms: of all steps
+TFLOP/s       of a GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
+peak GiB      most memory of a rank, states included
+most of mean  rows of the busiest GPU / mean, most over layers
+loss          of the first step
+shares        of a step: kernels of one profiled step, by name and by the autograd node that launched them, over `ms`;
+              `idle`: what is left of `ms`. Overlapping kernels each count in full
+extrapolated  t(N) = t(N2) + (N - N2) (t(N2) - t(N1)) / (N2 - N1), for all N layers of the model, from the two highest
+              numbers of layers measured; the optimizer is scaled with it
+
+8 layers of Qwen3-30B fit one GPU of 80 GB, and 16 fit two. With fp32 moments it is 6 and 12.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
+import re
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from mxep.comms import Capacity
-from mxep.ep import parameter_groups
+from mxep.ep import accumulate_in_place, clip_grad_norm_, parameter_groups
 from mxep.ep.dtensors import local_tensor, local_weight
+from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
 from mxep.integration.flops import flops_per_token
-from mxep.integration.launch import Rank
-from mxep.integration.mesh import FailedOnRanks, from_all_ranks, on_all_ranks
-from mxep.integration.metrics import snr
+from mxep.integration.mesh import FailedOnRanks, all_gather, on_all_ranks
 from mxep.integration.report import Row
 from mxep.integration.schema import RECIPES
-from mxep.integration.transformers import check, expert_parallel
-from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, layers, own_expert_parallel
-from mxep.integration.transformers.optimize import CAUSAL, multiply_by
+from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register
+from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, experts_in, layers, own_expert_parallel
 
-from .layer import memory_of
-from .runner import ANY, Bench, models, table
-from .script import GIB
-from .step import draw_weights, register_experts
-from .timer import Alternative, Timer, failure
+from .baseline import BaselineLayer
+from .runner import Bench, models, table
+from .script import GIB, busy, free_memory, rank, ranks, seconds, synchronize
+from .timer import failure
 
-BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
-DEEPSEEK = "deepseek"
-VOCABULARY = 32768
-CAPACITY = 2.0  # times the balanced load; random routers stay below, else check() would raise
-LEAST_SNR = 12.0  # other GEMMs flip the choice of experts, more so with more layers; without experts: up to 10
+CAPACITY = 2.0  # times the balanced load of a rank
+SECONDS, LEAST_STEPS, MOST_STEPS, WARM_UP = 6.0, 3, 100, 2
+BASELINE, TRANSFORMERS, NONE, LINEARS = "baseline", "transformers", "none", ", linears"
+CASES = (BASELINE, TRANSFORMERS, *(f"mxep {name}{more}" for name in RECIPES for more in ("", LINEARS)), NONE)
+USUAL = BASELINE, TRANSFORMERS, "mxep bf16", "mxep mxfp8"
+CHANGES = "optimize", "forced", "fp32_moments", "autograd_sums", "after_step", "checkpoint"
+SIZES = "layers, micro-batches, sequences, length"
+QWEN3: dict[str, Any] = {
+    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
+    "num_hidden_layers": 48, "tie_word_embeddings": False,
+}  # fmt: skip
+MOONLIGHT: dict[str, Any] = {
+    "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
+    "intermediate_size": 11264, "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6,
+    "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 163840,
+    "num_hidden_layers": 27, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS = {"num_hidden_layers": 24, "num_local_experts": 32}
+MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3_30b": (Qwen3MoeConfig, QWEN3),
+    "deepseek_v3_16b": (DeepseekV3Config, MOONLIGHT),
+    "gpt_oss_20b": (GptOssConfig, GPT_OSS),
+}
+TINY = {
+    "hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "moe_intermediate_size": 32, "intermediate_size": 32,
+    "num_experts_per_tok": 2, "vocab_size": 512,
+}  # fmt: skip
+"""Sizes of models on a CPU. Experts are 8."""
+SHAPES = dict.fromkeys(MODELS, (1, 1, 1, 1))
 
-LINEAR = ", linear"
-CASES = (
-    *(BASELINE, PLAIN, TRANSFORMERS),
-    *(f"mxep {what}{graph}" for what in (*RECIPES, "mxfp8, linear") for graph in ("", ", graph")),
-)
-SHAPES = {ANY: (2, 1, 32, 32, 1, 1)}
-SIZES = "tokens, layers, dim, hidden dim, experts, top-k"
-OPTIMIZERS = ("adamw",)
-FIGURES = "tokens/s, TFLOP/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB"
-TITLE = f"whole models of vocabulary {VOCABULARY}; x: how many times as fast as {BASELINE}"
-SECTIONS = {"model": table(TITLE, "model, tokens, what", FIGURES)}
+SHARES = {
+    "optimizer": r"Optimizer\.step|AccumulateGrad|\bclip\b|adamw|multi_tensor",
+    "communication": r"nccl|^(dispatch(_tables)?|combine|barrier|put|meet|sum_arrived|stage_sums|read_tables)_kernel",
+    "attention": r"flash|fmha|sdpa|cudnn.*attention|ScaledDotProduct|attention_",
+    "head and loss": r"head and loss|LinearCrossEntropy|NllLoss|LogSoftmax|nll_loss|log_softmax",
+    "experts GEMM": r"^(bf16_)?grouped_(mm|wgrad)_kernel|[Gg]rouped_?[Mm]m|GroupedGemm|GroupProblem",
+    "experts other": r"^(?!triton_)\w+_kernel$|mxep::|BaselineLayer|_Spread|_Take|_Weigh|experts other",
+    "linears": r"gemm|nvjet|cutlass|xmma|MmBackward|aten::mm|aten::linear",
+}
+"""Share of a step -> patterns in the names of its kernels, or of the autograd nodes that launched them. The first match
+counts. MXFP8 linears run the experts' GEMM kernels and count there. An eager head's GEMMs count as linears. `optimizer`
+has clipping and the sums of gradients, too. The rest are norms and other element-wise kernels."""
+REST, IDLE = "rest", "idle"
+FIGURES = "ms, fastest ms, slowest ms, tokens/s a GPU, TFLOP/s, x baseline, peak GiB, most of mean, loss"
+SECTIONS = {
+    "model": table("training steps; x: how many times as fast as the baseline's", f"model, {SIZES}, what", FIGURES),
+    "shares": table("shares of a step", "model, layers, what", ", ".join((*SHARES, REST, IDLE))),
+    "extrapolated": table("all layers, by extrapolation", "model, what", "ms, tokens/s a GPU, TFLOP/s"),
+}
 
 
 class Shape(NamedTuple):
-    """T, layers, D, F, E, K."""
+    """layers, and the micro-batches of a step: how many, and their sequences and length (tokens) on each rank."""
 
-    tokens: int
     layers: int
-    dim: int
-    hidden: int
-    experts: int
-    top_k: int
+    micro_batches: int
+    sequences: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a step and rank."""
+        return self.micro_batches * self.sequences * self.length
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    """Yield (section, row), model by model. Collective, with the same rows on all ranks."""
+    """Yield (section, row). Collective, with the same rows on all ranks."""
+    wanted, changes = bench.config.sections or SECTIONS, tuple(bench.config.changes or ())
+    found: list[tuple[str, str, Shape, float]] = []
     for about, shape in models(bench, Shape):
-        for row in _measured(bench, about["model"], shape):
-            yield "model", about | {"tokens": shape.tokens} | row
+        rate = functools.partial(_rate, config_of(about["model"], shape, bench.device))
+        first = None
+        for case in bench.config.cases or USUAL:
+            row = about | shape._asdict() | {"micro-batches": shape.micro_batches, "what": case, "changes": [*changes]}
+            try:
+                step = _step(bench, about["model"], shape, case, changes, profile="shares" in wanted)
+            except FailedOnRanks as error:
+                yield "model", row | failure(error)
+                continue
+            shares, ms = step.pop("shares"), step["ms"]
+            first = ms if case == BASELINE else first
+            found.append((about["model"], case, shape, ms))
+            yield "model", row | step | rate(shape, ms) | ({"x baseline": first / ms} if first else {})
+            if shares:
+                yield "shares", row | shares
+    for model, case in dict.fromkeys((model, case) for model, case, *_ in found) if "extrapolated" in wanted else ():
+        at = sorted((shape, ms) for *key, shape, ms in found if key == [model, case])
+        if len({shape.layers for shape, _ in at}) > 1:
+            yield "extrapolated", {"model": model, "what": case, **extrapolated(at, model, bench.device)}
 
 
-def _measured(bench: Bench, name: str, shape: Shape) -> list[Row]:
-    """Rows of one model. It is freed before the next is made."""
+def extrapolated(at: list[tuple[Shape, float]], model: str, device: torch.device) -> Row:
+    """What all layers of a model would take, from (shape, ms) of fewer, sorted."""
+    (few, first), (many, last) = at[-2:]
+    depth = MODELS[model][1]["num_hidden_layers"]
+    ms = last + (depth - many.layers) * (last - first) / (many.layers - few.layers)
+    whole = many._replace(layers=depth)
+    return {"ms": ms, "layers": depth, "from": [few.layers, many.layers]} | _rate(
+        config_of(model, whole, device), whole, ms
+    )
+
+
+def _rate(config: Any, shape: Shape, ms: float) -> Row:
+    flops = sum(flops_per_token(config, shape.length).values())
+    return {"tokens/s a GPU": shape.tokens / ms * 1e3, "TFLOP/s": shape.tokens * flops / ms / 1e9}
+
+
+def _step(bench: Bench, model: str, shape: Shape, case: str, changes: tuple[str, ...], *, profile: bool) -> Row:
+    """Figures of a case; `shares` is {} without `profile`. Collective. Raises FailedOnRanks."""
+    torch._dynamo.reset()
+    free_memory()
+    began = time.perf_counter()
+    subject = on_all_ranks(lambda: Subject(model, shape, case, changes, bench.device, bench.seed))
     try:
-        with contextlib.closing(on_all_ranks(lambda: Subject.make(bench, name, shape))) as subject:
-            return list(_rows(bench, subject))
-    except FailedOnRanks as error:
-        return [{"what": "all", **failure(error)}]
+        losses = on_all_ranks(lambda: [float(subject.step()) for _ in range(WARM_UP)])
+        if bench.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times, ready = list[float](), time.perf_counter() - began
+        limit = SECONDS if bench.device.type == "cuda" else 0.0
+        while len(times) < LEAST_STEPS or (sum(times) < limit and len(times) < MOST_STEPS):
+            times.append(on_all_ranks(lambda: seconds(subject.step)))
+        ms = 1e3 * statistics.median(times)
+        row: Row = {"ms": ms, "fastest ms": 1e3 * min(times), "slowest ms": 1e3 * max(times), "steps": len(times)}
+        row |= {"loss": losses[0], "losses": losses, "optimize": subject.changed, "seconds until timed": ready}
+        if bench.device.type == "cuda":
+            row["peak GiB"] = max(all_gather(torch.cuda.max_memory_allocated())) / GIB
+            row["allocator retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+        row["shares"] = shares(subject.step, ms) if profile else {}
+        row["most of mean"] = max(by_layer := subject.most_of_mean())
+        return row | {"most of mean by layer": by_layer}
+    finally:
+        subject.close()
 
 
-def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
-    timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
-    names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or CASES))))
-    rows: dict[str, Row] = {name: {"what": name, "held GiB": subject.held / GIB} for name in names}
-    runs, reference = {}, list[Tensor]()
-    flops = sum(flops_per_token(subject.model.config, subject.ids.shape[1]).values())
-    for name, row in rows.items():
-
-        def inspect(got: tuple[Tensor, Tensor], name: str = name, row: Row = row) -> None:
-            row["loss"] = statistics.fmean(from_all_ranks(lambda: float(got[0])))
-            if not reference:
-                reference.append(got[1].clone())
-            row["dB"] = min(from_all_ranks(lambda: snr(reference[0], got[1])))
-            if name != PLAIN and not row["dB"] >= LEAST_SNR:
-                raise FailedOnRanks(f"wanted {LEAST_SNR:g} dB at least against {BASELINE}, got {row['dB']:.1f}")
-
-        try:
-            step = on_all_ranks(lambda name=name: subject.step(name))  # type: ignore[misc]
-            subject.model.zero_grad(set_to_none=True)  # left by a case that failed
-            row |= on_all_ranks(lambda step=step: memory_of(step, bench.device))  # type: ignore[misc]
-            graph = "must" if name.endswith(", graph") else "never"
-            runs[name] = timer.prepare(
-                Alternative(lambda step=step: [step], graph, check=lambda: check(subject.model), inspect=inspect)  # type: ignore[misc]
-            )
-        except FailedOnRanks as error:
-            if name == BASELINE:
-                raise
-            row |= failure(error)
-    timed = timer.measure(runs)
-    ms = {name: found.pop("us") / 1e3 for name, found in timed.items() if "us" in found}
-    for name, row in rows.items():
-        row |= timed.get(name, {})
-        if name in ms:
-            row |= {"ms": ms[name], "tokens/s": subject.shape.tokens * bench.rank.world_size / ms[name] * 1e3}
-            row |= {"TFLOP/s": flops * subject.shape.tokens / ms[name] / 1e9}
-            row |= {"x bf16": ms[BASELINE] / ms[name]} if BASELINE in ms else {}
-            row |= {"of step": 1 - ms[PLAIN] / ms[name]} if PLAIN in ms else {}
-        yield row
+def config_of(model: str, shape: Shape, device: torch.device) -> Any:
+    """The config of a model cut to the layers of a shape; on a CPU also with TINY's sizes."""
+    kind, sizes = MODELS[model]
+    sizes = sizes | {"num_hidden_layers": shape.layers, "max_position_embeddings": max(shape.length, 64)}
+    if device.type == "cpu":
+        latent = {"head_dim": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+        heads = 2 if kind is DeepseekV3Config else 1
+        experts = {name: 8 for name in ("num_experts", "n_routed_experts", "num_local_experts") if name in sizes}
+        sizes |= TINY | experts | (latent if kind is DeepseekV3Config else {}) | {"num_key_value_heads": heads}
+    return kind(**sizes)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model, its optimizer, and the batch of this rank.
-
-    attentions: the layers' own, and a second list with the same weights. The second is converted to MXFP8 when a case
-    needs it: converted earlier, it would warn that it never runs.
-    """
-
-    model: Any
-    optimizer: torch.optim.Optimizer | None
-    attentions: dict[bool, list[Any]]
-    ids: Tensor
-    shape: Shape
-    rank: Rank
-    converted: list[Any] = field(default_factory=list)
-
-    @classmethod
-    def make(cls, bench: Bench, name: str, shape: Shape) -> Subject:
-        """Make model, optimizer and batch. Collective."""
-        rank = bench.rank
-        config = _config(name, shape)
-        register_experts(RECIPES, max_tokens=shape.tokens, capacity=Capacity.factor(CAPACITY))
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=CAUSAL)
-        if rank.world_size > 1:
-            mesh = init_device_mesh(rank.device.type, (rank.world_size,))
-            expert_parallel(model, mesh, "bench bf16")
-            if own_expert_parallel is not None:
-                alone = init_device_mesh(rank.device.type, (rank.world_size, 1), mesh_dim_names=("ep", "tp"))["tp"]
-                ALL_EXPERTS_FUNCTIONS.register("bench own", functools.partial(all_to_all_experts, mesh, alone))
-        # Residuals keep the size of embeddings in any depth, so that few experts flip.
-        draw_weights(model, rank.device, bench.seed, residual=(2 * shape.layers) ** -0.5)
-        model.train()
-        plain = [layer.self_attn for layer in model.model.layers]
-        shared = {id(weight): weight for weight in model.parameters()}
-        attentions = {False: plain, True: [copy.deepcopy(one, shared) for one in plain]}
-        for layer in model.model.layers:
-            for module in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
-                _compile(module, rank.device)
-        if bench.config.activation_checkpointing:
-            for layer in model.model.layers:  # nothing is drawn, and a graph cannot read the generators' state
-                layer.forward = functools.partial(
-                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-                )
-        optimizer = _adamw(model, rank.device) if bench.config.optimizer else None
-        generator = torch.Generator(rank.device).manual_seed(1000 * (bench.seed + 1) + rank.rank)
-        sequences = torch.randint(VOCABULARY, (2, shape.tokens // 2), device=rank.device, generator=generator)
-        return cls(model, optimizer, attentions, sequences, shape, rank)
-
-    @property
-    def held(self) -> int:
-        """Bytes of this rank's parameters and of the optimizer's moments."""
-        states = [] if self.optimizer is None else self.optimizer.state.values()
-        moments = [tensor for state in states for tensor in state.values()]
-        return sum(local_tensor(tensor).nbytes for tensor in (*self.model.parameters(), *moments))
-
-    def step(self, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Return a call that runs a step with these experts. It returns loss and head's gradient, and frees gradients.
-
-        Raises NotImplementedError if these ranks cannot run the case.
-        """
-        parallel = self.rank.world_size > 1
-        if name == TRANSFORMERS and parallel and own_expert_parallel is None:
-            raise NotImplementedError("wants transformers 5.23")
-        attentions = self.attentions[LINEAR in name]
-        if LINEAR in name and not self.converted:
-            for attention in attentions:
-                multiply_by("mxfp8", attention, "auto")
-                self.converted.append(_compile(attention, self.rank.device))
-        own = "bench own" if parallel else "grouped_mm"
-        recipe = name.removeprefix("mxep ").removesuffix(", graph").removesuffix(LINEAR)
-        named = {BASELINE: "bench baseline", PLAIN: "bench none", TRANSFORMERS: own}
-        implementation = named.get(name, f"bench {recipe}")
-
-        def step() -> tuple[Tensor, Tensor]:
-            self.model.config._experts_implementation = implementation
-            for layer, attention in zip(self.model.model.layers, attentions):
-                layer.self_attn = attention
-            loss: Tensor = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
-            loss.backward()
-            gradient: Tensor = self.model.lm_head.weight.grad
-            if self.optimizer is not None:
-                self.optimizer.step()
-            self.model.zero_grad(set_to_none=True)
-            return loss.detach(), gradient
-
-        return step
-
-    def close(self) -> None:
-        """Close dispatchers. Collective."""
-        for _, layer in layers(self.model):
-            layer.dispatcher.close()
+def baseline_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Experts' forward by the baseline, a layer that the module keeps."""
+    w13, w2 = local_weight(experts.gate_up_proj), local_weight(experts.down_proj)
+    layer = experts.__dict__.get("_baseline")
+    if layer is None:
+        group = dist.group.WORLD if len(w13) < experts.num_experts else None
+        layer = experts.__dict__["_baseline"] = BaselineLayer(w13, w2, group=group)
+    layer.w13, layer.w2 = w13, w2
+    out: Tensor = layer(hidden_states, top_k_index.int(), top_k_weights.float())
+    layer.w13 = layer.w2 = None  # which would keep a graph
+    return out
 
 
 def all_to_all_experts(
@@ -252,33 +247,229 @@ def all_to_all_experts(
     return out.to(hidden_states.dtype)
 
 
-def _config(name: str, shape: Shape) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": shape.dim, "num_hidden_layers": shape.layers, "vocab_size": VOCABULARY}
-    sizes |= {"moe_intermediate_size": shape.hidden, "num_experts_per_tok": shape.top_k, "norm_topk_prob": True}
-    sizes["tie_word_embeddings"] = False
-    if name.startswith(DEEPSEEK):
-        heads, shared = max(2, shape.dim // 128), 2
-        sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": None}
-        sizes |= {"n_routed_experts": shape.experts, "n_shared_experts": shared, "n_group": 1, "topk_group": 1}
-        sizes |= {"first_k_dense_replace": 1, "intermediate_size": (shape.top_k + shared) * shape.hidden}
-        return DeepseekV3Config(**sizes)
-    heads = max(2, shape.dim // 64)
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 8), "head_dim": 128}
-    return Qwen3MoeConfig(**sizes, num_experts=shape.experts)
+def register_experts(recipes: Iterable[str], **limits: Any) -> None:
+    """Register experts for transformers: `bench RECIPE`, `bench baseline`, and `bench none`, which do nothing."""
+    for recipe in recipes:
+        register(Implementation(f"bench {recipe}", Recipe.named(recipe), **limits))
+    ALL_EXPERTS_FUNCTIONS.register("bench baseline", baseline_experts)
+    ALL_EXPERTS_FUNCTIONS.register("bench none", lambda experts, hidden_states, *_: hidden_states)
 
 
-def _adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW with its moments allocated already. Otherwise the first case would be charged for them."""
-    graphs = device.type == "cuda"
-    optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.0, weight_decay=0.0, fused=True, capturable=graphs)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return optimizer
+def draw_weights(model: Any, device: torch.device, seed: int = 0) -> None:
+    """Move a model from meta to the device, with random weights. Only experts' differ from rank to rank."""
+    model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    shared, own = (torch.Generator(device).manual_seed(each) for each in (seed, 1000 * (seed + 1) + rank()))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1.0 if "norm" in name else 0.0)
+                continue
+            std = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
+            local_tensor(weight).normal_(std=std, generator=own if ".experts." in name else shared)
 
 
-def _compile(module: Any, device: torch.device) -> Any:
-    if device.type == "cuda":
-        module.forward = torch.compile(module.forward)  # without transformers' hooks, which break a graph
-    return module
+class ForcedRouter(Qwen3MoeTopKRouter):
+    """Gives all experts equally many tokens, spreads a token's experts evenly, and weights them as the router would."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        token, k = (torch.arange(n, device=logits.device, dtype=torch.int64) for n in (len(logits), self.top_k))
+        ids = (token[:, None] + k * (self.num_experts // self.top_k)) % self.num_experts
+        chosen = logits.float().softmax(-1).gather(1, ids)
+        return logits, (chosen / chosen.sum(-1, keepdim=True)).to(logits.dtype), ids
+
+
+class AdamWFP32(torch.optim.Optimizer):
+    """AdamW of bf16 parameters with fp32 moments, one kernel per parameter. torch's has such moments for fp32 only."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            corrections = torch.tensor([1 - beta ** group["steps"] for beta in (0.9, 0.95)], dtype=torch.float32)
+            for p in (p for p in group["params"] if p.grad is not None):
+                weight, grad = local_tensor(p).view(-1), local_tensor(p.grad).view(-1)
+                if not (state := self.state[p]):
+                    state["moments"] = torch.zeros(2, len(weight), dtype=torch.float32, device=weight.device)
+                run, corrections = _compiled_adamw if weight.is_cuda else _adamw, corrections.to(weight.device)
+                run(weight, grad, *state["moments"], corrections, group["lr"], group["weight_decay"])
+
+
+def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, corrections: Tensor, lr: float, decay: float) -> None:
+    grad = g.float()
+    m.lerp_(grad, 0.1)
+    v.lerp_(grad * grad, 0.05)
+    update = m / corrections[0] / ((v / corrections[1]).sqrt() + 1e-8)
+    w.copy_(w.float() * (1 - lr * decay) - lr * update)
+
+
+_compiled_adamw = torch.compile(_adamw, dynamic=True)
+
+
+class Subject:
+    """A model of one case, its optimizer and its batches.
+
+    Raises NotImplementedError for a case or change that the model or these ranks do not have.
+    """
+
+    def __init__(
+        self, model: str, shape: Shape, case: str, changes: tuple[str, ...], device: torch.device, seed: int = 0
+    ) -> None:
+        self.shape, self.changes, self.device = shape, changes, device
+        self.mxep = case.startswith("mxep ")
+        self.config = config_of(model, shape, device)
+        mesh = init_device_mesh(device.type, (ranks(),)) if ranks() > 1 else None
+        self._refuse(case, mesh)
+        recipe = case.removeprefix("mxep ").removesuffix(LINEARS) if self.mxep else "bf16"
+        limits = {"capacity": Capacity.factor(CAPACITY)} if mesh else {}
+        register_experts([recipe], max_tokens=shape.sequences * shape.length, **limits)
+        attention = "eager" if device.type == "cpu" else "flex_attention"  # of gpt-oss: no other has its sinks
+        how = {"dtype": torch.bfloat16, "attn_implementation": attention if model == "gpt_oss_20b" else "sdpa"}
+        with torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(self.config, **how)
+        if mesh:
+            expert_parallel(self.model, mesh, f"bench {recipe}")
+        draw_weights(self.model, device, seed)
+        own = {weight for name, weight in self.model.named_parameters() if ".experts." in name}
+        if "forced" in changes:
+            for layer in self.model.model.layers:
+                layer.mlp.gate.__class__ = ForcedRouter
+        experts = {NONE: "bench none", BASELINE: "bench baseline", TRANSFORMERS: "grouped_mm"}
+        self.model.config._experts_implementation = experts.get(case, f"bench {recipe}")
+        if case == TRANSFORMERS and mesh:
+            alone = init_device_mesh(device.type, (ranks(), 1), mesh_dim_names=("ep", "tp"))["tp"]
+            ALL_EXPERTS_FUNCTIONS.register("bench own", functools.partial(all_to_all_experts, mesh, alone))
+            self.model.config._experts_implementation = "bench own"
+        self.model.train()
+        self.changed = self._optimize(recipe if case.endswith(LINEARS) else None, whole=self.mxep or not mesh)
+        if "checkpoint" in changes:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if mesh:
+            for module in (*self.model.model.layers, self.model):
+                fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=own)
+        kwargs: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.1}
+        if "fp32_moments" in changes:
+            self.optimizer: torch.optim.Optimizer = AdamWFP32(parameter_groups(self.model), **kwargs)
+        else:
+            self.optimizer = torch.optim.AdamW(parameter_groups(self.model), fused=True, betas=(0.9, 0.95), **kwargs)
+        self.once = quantize_after_step(self.optimizer) if self.mxep and "after_step" in changes else None
+        torch.manual_seed(rank())  # of batches
+        self.ids = torch.randint(self.config.vocab_size, shape[1:], device=device, dtype=torch.int64)
+
+    def _refuse(self, case: str, mesh: Any) -> None:
+        kind = self.config.model_type
+        if case == BASELINE and kind == "gpt_oss":
+            raise NotImplementedError("the baseline has no biases and no clamped SwiGLU")
+        if case == TRANSFORMERS and mesh and own_expert_parallel is None:
+            raise NotImplementedError("wants transformers 5.23")
+        if "forced" in self.changes and kind != "qwen3_moe":
+            raise NotImplementedError(f"forced: wants Qwen3's router, got {kind}'s")
+
+    def _optimize(self, linears: str | None, *, whole: bool) -> dict[str, str]:
+        if "optimize" not in self.changes:
+            return {}
+        attention: Any = None if self.config.model_type == "gpt_oss" else "causal"
+        changed = optimize(self.model, experts=None, linears=linears, attention=attention, compile=whole)
+        for layer in () if whole else self.model.model.layers:
+            for part in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
+                part.forward = torch.compile(part.forward)
+        return changed
+
+    def step(self) -> Tensor:
+        """A whole step; the mean loss."""
+        model, micro_batches = self.model, self.shape.micro_batches
+        total = torch.zeros((), device=self.device, dtype=torch.float32)
+        with contextlib.ExitStack() as stack:
+            if self.mxep:
+                if self.once is None:
+                    stack.enter_context(quantize_weights_once())
+                if "autograd_sums" not in self.changes:
+                    stack.enter_context(accumulate_in_place())
+            for i, ids in enumerate(self.ids):
+                if ranks() > 1:
+                    last = i == micro_batches - 1
+                    model.set_requires_gradient_sync(last)
+                    model.set_reshard_after_backward(last)
+                    model.set_is_last_backward(last)
+                loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=self.shape.tokens).loss
+                loss.backward()
+                total += loss.detach()
+        if self.mxep:
+            check(model)
+        with torch.profiler.record_function("clip"):
+            clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    @torch.no_grad()
+    def most_of_mean(self) -> list[float]:
+        """The rows of the busiest GPU divided by the mean, by layer with experts. Collective."""
+        experts = [*experts_in(self.model, "bench=model").values()]
+        counts = torch.zeros(len(experts), ranks(), device=self.device, dtype=torch.float32)
+
+        def count(i: int, module: Any, given: tuple[Tensor, ...]) -> None:
+            counts[i] = (given[1].flatten() // (module.num_experts // ranks())).bincount(minlength=ranks())
+
+        hooks = [each.register_forward_pre_hook(functools.partial(count, i)) for i, each in enumerate(experts)]
+        with torch.compiler.set_stance("force_eager"):
+            self.model(input_ids=self.ids[0], use_cache=False, logits_to_keep=1)
+        for hook in hooks:
+            hook.remove()
+        if ranks() > 1:
+            dist.all_reduce(counts)
+        return [round(float(c.max() / c.mean()), 3) for c in counts]
+
+    def close(self) -> None:
+        """Close dispatchers. Collective."""
+        for _, layer in layers(self.model):
+            layer.dispatcher.close()
+        if self.once is not None:
+            self.once.close()
+
+
+def shares(step: Callable[[], object], ms: float) -> dict[str, Any]:
+    """Shares by part of a step that takes `ms` without a profiler. Collective."""
+    seconds(step)
+    with torch.profiler.profile() as profile:
+        step()
+        synchronize()
+    kernels = [
+        event
+        for event in profile.events()
+        if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
+    ]
+    found = dict.fromkeys((*SHARES, REST), 0.0)  # us
+    left = collections.Counter[str]()
+    for kernel in kernels:
+        left[kernel.name] += kernel.time_range.elapsed_us()
+    for event in profile.events():
+        for kernel in event.kernels:
+            found[part_of(kernel.name, *_ancestors(event))] += kernel.duration
+            left[kernel.name] -= kernel.duration
+    for name, us in left.items():  # graphs' kernels have no launcher
+        found[part_of(name)] += max(0.0, us)
+    other_ms = (sum(found.values()) - found["communication"]) / 1e3
+    found[IDLE] = 1e3 * ms - busy((kernel.time_range.start, kernel.time_range.end) for kernel in kernels)
+    by_rank = {"other than communication, ms by rank": [round(each, 2) for each in all_gather(other_ms)]}
+    return {part: round(us / 1e3 / ms, 4) for part, us in found.items()} | by_rank
+
+
+def part_of(*names: str) -> str:
+    """The part of a step that a kernel belongs to, by its name and those of what launched it."""
+    for part, pattern in SHARES.items():
+        if any(re.search(pattern, name) for name in names):
+            return part
+    return REST
+
+
+def _ancestors(event: Any) -> Iterator[str]:
+    while event is not None:
+        yield str(event.name)
+        event = event.cpu_parent

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.model import QWEN3, draw_weights, register_experts
 from benchmarks.script import rank, ranks, save, seconds, started_ranks
-from benchmarks.step import SIZES, draw_weights, register_experts
 from mxep.comms import Capacity
 from mxep.integration.mesh import all_gather
 from mxep.integration.transformers import check, expert_parallel
@@ -44,8 +44,7 @@ EXPERTS = (NONE, BASELINE, "bf16", "mxfp8")
 def make_model(device: torch.device) -> Any:
     limits = {"capacity": Capacity.factor(2.0)} if ranks() > 1 else {}
     register_experts(EXPERTS[2:], max_tokens=SEQUENCES * MOST, **limits)
-    sizes = SIZES["qwen3"] | {"vocab_size": VOCABULARY, "num_hidden_layers": 8}
-    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True, tie_word_embeddings=False)
+    config = Qwen3MoeConfig(**QWEN3 | {"vocab_size": VOCABULARY, "num_hidden_layers": 8})
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     if ranks() > 1:

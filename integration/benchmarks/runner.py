@@ -62,18 +62,15 @@ def complaints(config: BenchConfig) -> Iterator[str]:
     """One message for each setting that the bench of `config` does not have.
 
     Its module has SHAPES: names in bench.shapes (ANY: any) -> the number that each size must be a multiple of, and
-    SIZES, the names of these sizes. It may have names of CASES, BACKENDS and OPTIMIZERS; without optimizers there is no
-    bench.activation_checkpointing either.
+    SIZES, the names of these sizes. It may have names of CASES, BACKENDS and CHANGES.
     """
     module = load(config.name)
     if config.device == "cpu" and not config.cpu_shapes:
         yield f"bench.device: got 'cpu', and bench={config.name} measures CUDA devices alone"
     yield from unknown("bench.sections", config.sections or (), module.SECTIONS)
-    for key, one in (("backend", config.backend), ("optimizer", config.optimizer)):
-        yield from unknown(f"bench.{key}", [one] if one else (), getattr(module, f"{key.upper()}S", ()))
-    yield from unknown("bench.cases", config.cases or (), getattr(module, "CASES", ()))
-    if config.activation_checkpointing and not hasattr(module, "OPTIMIZERS"):
-        yield f"bench.activation_checkpointing: got true, wanted false: bench={config.name} has none"
+    yield from unknown("bench.backend", [config.backend] if config.backend else (), getattr(module, "BACKENDS", ()))
+    for key in ("cases", "changes"):
+        yield from unknown(f"bench.{key}", getattr(config, key) or (), getattr(module, key.upper(), ()))
     yield from unknown("bench.models", config.models or (), config.shapes)
     if ANY not in module.SHAPES:
         yield from unknown("bench.shapes", config.shapes, module.SHAPES)
@@ -132,7 +129,7 @@ def table(title: str, labels: str, figures: str) -> Section:
     return Section(title, tuple(labels.split(", ")), {name: FORMATS.get(name, ".2f") for name in figures.split(", ")})
 
 
-FORMATS = {"of sum": ".0%", "of step": ".0%", "tokens/s": ".0f", "loss": ".5f"}
+FORMATS = {"of sum": ".0%", "tokens/s a GPU": ".0f", "loss": ".4f", "ms": ".2f"}
 FORMATS |= dict.fromkeys(("us", "left us", "dB"), ".1f")
 FORMATS |= dict.fromkeys(("TF", "TFLOP/s", "wire GB/s"), ".0f")
 FORMATS |= dict.fromkeys(("launches", "allocations", "ops"), ".0f")

@@ -133,17 +133,14 @@ def test_on_a_cpu_a_bench_has_small_shapes_and_those_that_the_command_line_names
 
 
 def test_models_whose_shapes_the_command_line_names_are_measured():
-    of_model, shape = ("task=bench", "bench=model", "bench.device=cpu"), "[[32,1,64,32,8,2]]"
-    assert prepared(*of_model, f"+bench.shapes.mine={shape}").bench.models == ["mine"]
-    assert prepared(*of_model, f"+bench.shapes.mine={shape}", "bench.models=[mine,deepseek_v3_16b]").bench.models == [
-        *("mine", "deepseek_v3_16b")
-    ]
+    of_model, named = ("task=bench", "bench=model", "bench.device=cpu"), "bench.shapes.gpt_oss_20b=[[1,2,2,32]]"
+    both = "bench.models=[gpt_oss_20b,qwen3_30b]"
+    assert prepared(*of_model, named).bench.models == ["gpt_oss_20b"]
+    assert prepared(*of_model, named, both).bench.models == ["gpt_oss_20b", "qwen3_30b"]
     with pytest.raises(ConfigError, match=r"bench\.shapes: which are measured\? bench\.models="):
-        prepared(*of_model, f"+bench.shapes={{mine:{shape}}}")
-    for bench in ("model", "layer"):
-        shapes = f"bench={bench}", "+bench.shapes.mine=[[32,64,32,8,2]]"
-        with pytest.raises(ConfigError, match=r"bench\.shapes\.mine: got bench\.models without it: add mine there"):
-            prepared("task=bench", "bench.device=cpu", *shapes, "bench.models=[deepseek_v3_16b]")
+        prepared(*of_model, "bench.shapes={gpt_oss_20b:[[1,2,2,32]]}")
+    with pytest.raises(ConfigError, match=r"bench\.shapes\.gpt_oss_20b: got bench\.models without it: add gpt_oss_20b"):
+        prepared(*of_model, named, "bench.models=[qwen3_30b]")
 
 
 def test_a_table_of_verification_fits_80_columns_and_names_what_failed(make_config: Callable[..., Config], capsys):

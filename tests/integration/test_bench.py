@@ -95,9 +95,9 @@ def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
         ("bench=gemm bench.sections=[x]", "bench.sections: got 'x', wanted some of products; steps"),
         ("bench=comms bench.shapes.sweep=[[8,32,4,5]]", "got [8, 32, 4, 5], wanted 4 tokens, dim, experts, top-k"),
         ("bench=layer bench.models=[gpt2]", "bench.models: got 'gpt2', wanted some of deepseek_v3; "),
-        ("bench=layer bench.optimizer=adamw", "bench.optimizer: got 'adamw', wanted null"),
-        ("bench=layer bench.activation_checkpointing=true", "got true, wanted false: bench=layer has none"),
-        ("bench=model bench.optimizer=sgd", "bench.optimizer: got 'sgd', wanted some of adamw"),
+        ("bench=layer bench.changes=[forced]", "bench.changes: got 'forced', wanted null"),
+        ("bench=model bench.changes=[sgd]", "bench.changes: got 'sgd', wanted some of optimize; forced"),
+        ("bench=model bench.cases=[mxfp8]", "bench.cases: got 'mxfp8', wanted some of baseline; transformers"),
     ],
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: str, message: str):

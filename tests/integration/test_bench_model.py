@@ -1,8 +1,7 @@
-"""bench=model: rows of every kind of experts, compared with the baseline's before they are timed."""
+"""bench=model: every case takes the same training steps, and its figures follow from its times."""
 
+import functools
 import json
-import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,146 +10,176 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers.models.qwen3_moe import modeling_qwen3_moe
-
-from benchmarks import runner
-from benchmarks.model import BASELINE, CASES, LEAST_SNR, PLAIN, Shape, Subject, _config, measure
+from benchmarks import model as bench_model
+from benchmarks.model import CASES, MODELS, NONE, QWEN3, USUAL, Shape, Subject, config_of, measure
+from benchmarks.runner import Bench
 from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
 from mxep.integration.report import Report
 from mxep.integration.transformers.experts import own_expert_parallel
+from ranks import Context, distributed
 
-SHAPE = [32, 1, 64, 32, 8, 2]
-ON_CPU = ("task=bench", "bench=model", "bench.device=cpu", "parallel.timeout=300")
-QWEN3, DEEPSEEK = "qwen3_30b_16_layers", "deepseek_v3_16b"
+CPU = torch.device("cpu")
+ON_CPU = ("task=bench", "bench=model", "bench.device=cpu")
+SHAPE = Shape(1, 2, 2, 32)
 
-
-def rows_of(mxep: Any, folder: Path, *overrides: str) -> dict[str, Any]:
-    """Rows of the bench by what they measure."""
-    out = folder / "out.json"
-    finished = mxep(*ON_CPU, *overrides, f"bench.out={out}", "bench.commit=abc1234")
-    assert finished.code == 0, finished.out + finished.err
-    return {row["what"]: row for row in json.loads(out.read_text())["sections"]["model"]}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_every_kind_of_experts_is_compared_and_timed(mxep, tmp_path: Path, ranks: int) -> None:
-    shape = f"+bench.shapes.tiny={json.dumps([SHAPE])}", "bench.models=[tiny]"
-    before = modeling_qwen3_moe.create_causal_mask
-    rows = rows_of(mxep, tmp_path, *shape, f"parallel.ranks={ranks}")
-    assert modeling_qwen3_moe.create_causal_mask is before, "other models of the process have their masks"
-    assert list(rows) == list(CASES)
-    if ranks > 1 and own_expert_parallel is None:
-        assert rows.pop("transformers bf16")["note"] == "wants transformers 5.23"
-    flops = sum(flops_per_token(_config("tiny", Shape(*SHAPE)), SHAPE[0] // 2).values())
-    for name, row in rows.items():
-        assert row["tokens/s"] == pytest.approx(32 * ranks / row["ms"] * 1e3, rel=1e-3)
-        assert row["TFLOP/s"] * 1e12 * ranks == pytest.approx(flops * row["tokens/s"], rel=1e-3)
-        assert row["x bf16"] == pytest.approx(rows[BASELINE]["ms"] / row["ms"], rel=1e-3)
-        assert (row["dB"] >= LEAST_SNR) == (name != PLAIN), "the check would find experts that do nothing"
-    assert rows[BASELINE]["dB"] > rows["mxep bf16"]["dB"] > rows["mxep mxfp8"]["dB"] > rows["mxep mxfp8, linear"]["dB"]
+@pytest.fixture
+def rows_of(make_config) -> Any:
+    """rows_of(*overrides) -> rows by section, measured in this process."""
+
+    def rows(*overrides: str) -> dict[str, list[dict[str, Any]]]:
+        config = make_config(*ON_CPU, *overrides).bench
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in bench_model.SECTIONS}
+        for section, row in measure(Bench(Rank(0, 1, CPU), config, 0, Report("", {}, {}))):
+            found[section].append(row)
+        return found
+
+    return rows
+
+
+def test_cases_take_the_same_steps_are_counted_and_extrapolated(rows_of) -> None:
+    shapes = "bench.shapes.qwen3_30b=[[1,2,2,32],[2,2,2,32]]"
+    found = rows_of(shapes, "bench.changes=[]", 'bench.cases=[baseline,"mxep bf16","mxep mxfp8"]')
+    for layers in (1, 2):
+        rows = [row for row in found["model"] if row["layers"] == layers]
+        flops = sum(flops_per_token(config_of("qwen3_30b", Shape(layers, 2, 2, 32), CPU), 32).values())
+        assert [row["what"] for row in rows] == ["baseline", "mxep bf16", "mxep mxfp8"]
+        for row in rows:
+            assert row["losses"] == pytest.approx(rows[0]["losses"], rel=5e-3)
+            assert row["losses"][1] < row["losses"][0] + 1e-2
+            assert row["tokens/s a GPU"] == pytest.approx(128 / row["ms"] * 1e3)
+            assert row["TFLOP/s"] * 1e12 == pytest.approx(flops * row["tokens/s a GPU"])
+            assert row["x baseline"] == pytest.approx(rows[0]["ms"] / row["ms"])
+            assert row["most of mean by layer"] == [1.0] * layers
+    assert [row["layers"] for row in found["shares"]] == [1] * 3 + [2] * 3
+    assert all(row.keys() >= {*bench_model.SHARES, bench_model.REST, bench_model.IDLE} for row in found["shares"])
+    assert [row["what"] for row in found["extrapolated"]] == ["baseline", "mxep bf16", "mxep mxfp8"]
+
+
+def test_layers_are_extrapolated_from_two_numbers_of_them() -> None:
+    at = [(Shape(8, 1, 2, 4096), 100.0), (Shape(16, 1, 2, 4096), 180.0)]
+    row = bench_model.extrapolated(at, "qwen3_30b", torch.device("cuda"))
+    assert (row["ms"], row["layers"], row["from"]) == (500.0, 48, [8, 16])
+    assert row["tokens/s a GPU"] == 16384
+    assert row["TFLOP/s"] == pytest.approx(376.9, abs=0.05)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "qwen3_30b"])
+def test_other_models_run_what_they_can(rows_of, model: str) -> None:
+    shape = f"bench.shapes.{model}=[[2,2,2,32]]"
+    rows = rows_of(f"bench.models=[{model}]", shape, "bench.changes=[]", "bench.sections=[model]")["model"]
+    assert [row["what"] for row in rows] == list(USUAL)
+    if model == "gpt_oss_20b":
+        assert "no biases" in rows.pop(0)["note"]
+    for row in rows:
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=5e-3), row["what"]
+
+
+@pytest.mark.parametrize("change", ["fp32_moments", "after_step", "autograd_sums", "checkpoint"])
+def test_a_change_leaves_the_losses(change: str) -> None:
+    losses = []
+    for changes in ((), (change,)):
+        subject = Subject("qwen3_30b", SHAPE, "mxep mxfp8", changes, CPU)
+        calls: list[int] = []
+        for layer in subject.model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        losses.append([float(subject.step()) for _ in range(2)])
+        assert len(calls) == 4 * (2 if "checkpoint" in changes else 1)
+        subject.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_forced_routing_gives_each_expert_as_many_tokens() -> None:
+    gate = Subject("qwen3_30b", SHAPE, NONE, ("forced",), CPU).model.model.layers[0].mlp.gate
+    logits, weights, ids = gate(torch.randn(1, 64, 64, dtype=torch.bfloat16))
+    assert ids.flatten().bincount(minlength=8).tolist() == [16] * 8
+    chosen = logits.float().softmax(-1).gather(1, ids)
+    torch.testing.assert_close(weights, (chosen / chosen.sum(-1, keepdim=True)).bfloat16())
+
+
+def test_what_a_model_does_not_have_is_a_note_and_its_next_case_runs(rows_of) -> None:
+    given = "bench.models=[deepseek_v3_16b]", "bench.changes=[forced]", "bench.cases=[none]", "bench.sections=[model]"
+    (row,) = rows_of(*given)["model"]
+    assert "forced: wants Qwen3's router, got deepseek_v3's" in row["note"]
+
+
+def test_fp32_moments_take_adamws_step() -> None:
+    torch.manual_seed(0)
+    ours, exact = (torch.nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2))
+    mine = bench_model.AdamWFP32([ours], lr=1e-2, weight_decay=0.1)
+    torchs = torch.optim.AdamW([exact], lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    for _ in range(3):
+        grad = torch.randn(64)
+        for parameter, optimizer in ((ours, mine), (exact, torchs)):
+            parameter.grad = grad.clone()
+            optimizer.step()
+    torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        ("experts GEMM", ("grouped_mm_kernel", "mxep::layer_forward")),
+        ("experts GEMM", ("void cutlass::device_kernel<cutlass::gemm::GroupProblemShape>", "aten::_grouped_mm")),
+        ("experts other", ("swiglu_kernel",)),
+        ("communication", ("ncclDevKernel_AllGather",)),
+        ("communication", ("dispatch_kernel",)),
+        ("attention", ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop",)),
+        ("linears", ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "aten::mm", "CompiledFunctionBackward")),
+        ("head and loss", ("nvjet_tst_128x256", "aten::mm", "_LinearCrossEntropy")),
+        ("optimizer", ("elementwise_kernel", "aten::add_", "torch::autograd::AccumulateGrad")),
+        ("rest", ("triton_red_fused_mul_3", "CompiledFunction")),
+    ],
+)
+def test_a_kernels_part_is_told_by_names(part: str, names: tuple[str, ...]) -> None:
+    assert bench_model.part_of(*names) == part
+
+
+def test_the_sizes_are_those_of_the_models_it_names() -> None:
+    cuda = torch.device("cuda")
+    per_token = {
+        name: sum(flops_per_token(config_of(name, Shape(sizes["num_hidden_layers"], 1, 1, 4096), cuda), 4096).values())
+        for name, (_, sizes) in MODELS.items()
+    }
+    assert {name: round(flops / 1e9, 1) for name, flops in per_token.items()} == {
+        "qwen3_30b": 23.0,  # NVIDIA's count
+        "deepseek_v3_16b": 17.2,
+        "gpt_oss_20b": 22.9,
+    }
+    assert QWEN3["num_hidden_layers"] == 48
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [QWEN3, DEEPSEEK])
-def test_a_model_takes_optimizer_steps_with_its_experts_over_ranks(mxep, tmp_path: Path, model: str) -> None:
-    steps = "bench.optimizer=adamw", "bench.activation_checkpointing=true", 'bench.cases=["mxep mxfp8, linear"]'
-    rows = rows_of(mxep, tmp_path, f"bench.models=[{model}]", *steps, "parallel.ranks=2")
-    assert list(rows) == [BASELINE, PLAIN, "mxep mxfp8, linear"]
-    assert all("ms" in row for row in rows.values()), rows
+@distributed(2, device="cpu", timeout=280)
+def test_two_ranks_with_fsdp2_take_steps_of_the_same_losses(ctx: Context) -> None:
+    losses = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # inductor has no part
+        for case, changes in (
+            ("baseline", ()),
+            ("baseline", ("optimize",)),
+            ("mxep mxfp8, linears", ("optimize",)),
+            *([("transformers", ())] if own_expert_parallel is not None else []),
+        ):
+            subject = Subject("qwen3_30b", SHAPE, case, changes, CPU)
+            losses[case, changes] = [float(subject.step()) for _ in range(2)]
+            assert len(subject.most_of_mean()) == 1
+            assert ("compile" in subject.changed) == (case.startswith("mxep"))
+            subject.close()
+    for each in losses.values():
+        assert each == pytest.approx(losses["baseline", ()], rel=1e-2)
 
 
-def test_without_a_choice_one_model_is_measured(make_config) -> None:
-    bench = make_config("task=bench", "bench=model").bench
-    assert bench.models == [QWEN3]
-    assert len(bench.shapes) > 1
-
-
-@pytest.fixture
-def make_bench(make_config, one_thread: None) -> Callable[..., runner.Bench]:
-    """make_bench(*overrides) -> a Bench of one CPU rank."""
-
-    def make(*overrides: str) -> runner.Bench:
-        config = make_config(*ON_CPU, *overrides).bench
-        return runner.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))
-
-    return make
-
-
-@pytest.fixture
-def make_subject(make_bench) -> Iterator[Any]:
-    """make_subject(*overrides, model=QWEN3) -> a Subject of two layers."""
-    made = []
-
-    def make(*overrides: str, model: str = QWEN3) -> Subject:
-        made.append(Subject.make(make_bench(*overrides), model, Shape(32, 2, 64, 32, 8, 2)))
-        return made[-1]
-
-    yield make
-    for subject in made:
-        subject.close()
-
-
-def test_a_model_is_gone_before_the_next_is_made(make_bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Any]] = []
-    make = Subject.make
-
-    def recording(*args: Any) -> Subject:
-        assert all(ref() is None for ref in made)
-        subject = make(*args)
-        made.append(weakref.ref(subject.model))
-        return subject
-
-    monkeypatch.setattr(Subject, "make", recording)
-    shapes = f"bench.shapes.{QWEN3}={json.dumps([SHAPE, SHAPE])}"
-    keys = "bench.optimizer=adamw", "bench.activation_checkpointing=true", 'bench.cases=["mxep mxfp8, linear"]'
-    assert all("ms" in row for _, row in measure(make_bench(shapes, *keys)))
-    assert len(made) == 2
-
-
-def test_adamw_holds_moments_of_all_parameters_and_changes_none(make_subject) -> None:
-    plain, subject = make_subject(), make_subject("bench.optimizer=adamw")
-    before = [parameter.detach().clone() for parameter in subject.model.parameters()]
-    held = subject.held
-    loss, gradient = subject.step(BASELINE)()
-    assert plain.held == sum(parameter.nbytes for parameter in before)
-    assert 0 <= held - 3 * plain.held <= 4 * len(before), "bf16 moments, and a number of steps in fp32"
-    assert subject.held == held, "a case's first step adds nothing"
-    states = subject.optimizer.state
-    assert states.keys() == set(subject.model.parameters())
-    assert all(int(state["step"]) == 2 for state in states.values())
-    assert any(state["exp_avg"].any() for state in states.values()), "it took the gradients"
-    assert all(map(torch.equal, subject.model.parameters(), before))
-    for one, other in zip(plain.step(BASELINE)(), (loss, gradient)):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("optimizer", ["null", "adamw"])
-def test_no_gradient_is_left_behind_a_step(make_subject, optimizer: str) -> None:
-    subject = make_subject(f"bench.optimizer={optimizer}")
-    _, gradient = subject.step("mxep bf16")()
-    assert gradient.isfinite().all()
-    assert gradient.any()
-    assert all(parameter.grad is None for parameter in subject.model.parameters())
-
-
-@pytest.mark.parametrize("model", [QWEN3, DEEPSEEK])
-def test_checkpointing_computes_each_layer_twice_and_changes_no_bit(make_subject, model: str) -> None:
-    found = []
-    for wanted in ("false", "true"):
-        subject, calls = make_subject(f"bench.activation_checkpointing={wanted}", model=model), []
-        for layer in subject.model.model.layers:
-            layer.self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        found.append((*subject.step("mxep mxfp8")(), len(calls)))
-    (loss, gradient, once), (same_loss, same_gradient, twice) = found
-    assert (once, twice) == (2, 4)
-    torch.testing.assert_close((loss, gradient), (same_loss, same_gradient), rtol=0, atol=0)
-
-
-def test_a_model_named_deepseek_has_shared_experts_and_a_dense_first_layer(make_subject) -> None:
-    first, second = make_subject(model=DEEPSEEK).model.model.layers
-    assert not hasattr(first.mlp, "experts")
-    assert second.mlp.shared_experts.gate_proj.weight.shape == (2 * 32, 64)
-    assert second.mlp.experts.down_proj.shape == (8, 64, 32)
-    assert not second.mlp.gate.e_score_correction_bias.any()
-    assert all(hasattr(layer.mlp.gate, "top_k") for layer in make_subject().model.model.layers)
+@pytest.mark.slow
+def test_the_command_runs_it_and_keeps_its_rows(mxep, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    given = "bench.changes=[]", "bench.cases=[none]", "parallel.ranks=2", f"bench.out={out}", "parallel.timeout=300"
+    finished = mxep(*ON_CPU, *given)
+    assert finished.code == 0, finished.out + finished.err
+    sections = json.loads(out.read_text())["sections"]
+    assert [row["what"] for row in sections["model"]] == [NONE]
+    assert sections["model"][0]["ranks"] == 2
+    assert set(CASES) >= set(USUAL)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import front_page
-from benchmarks.step import SIZES
+from benchmarks.model import QWEN3
 from mxep.integration.flops import flops_per_token
 from ranks import Context, distributed
 
@@ -97,7 +97,7 @@ def test_the_text_has_the_figures_of_the_results() -> None:
 
 def flops_of_layers(layers: int) -> float:
     """FLOPs of a token in Qwen3-30B-A3B, sequences of 4096."""
-    return sum(flops_per_token(SimpleNamespace(**SIZES["qwen3"], num_hidden_layers=layers), 4096).values())
+    return sum(flops_per_token(SimpleNamespace(**QWEN3 | {"num_hidden_layers": layers}), 4096).values())
 
 
 def test_the_layer_prints_losses_that_fall(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,11 +132,12 @@ class Report:
 
     def show(self, console: Console) -> None:
         """A line of ceilings, then a table for each section, and remarks."""
-        ceilings = ", ".join(f"{name} {value:.4g}" for name, value in self.ceilings.items())
-        measured = f": {ceilings}; {self.seconds:.0f} s" if self.seconds else ""
+        ceilings = "".join(f"{name} {value:.4g}; " for name, value in self.ceilings.items())
+        measured = f": {ceilings}{self.seconds:.0f} s" if self.seconds else ""
         console.print(f"{self.title}{measured}", highlight=False, soft_wrap=True)
         for section in self.sections.values():
-            section.show(console)
+            if section.rows:
+                section.show(console)
         for remark in self.remarks:
             console.print(remark, highlight=False, soft_wrap=True)
 

@@ -237,8 +237,7 @@ class BenchConfig:
     out: str | None
     commit: str | None
     models: list[str] | None = None
-    optimizer: str | None = None
-    activation_checkpointing: bool = False
+    changes: list[str] | None = None
 
 
 @dataclass
