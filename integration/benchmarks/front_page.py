@@ -1,8 +1,8 @@
 """The README's picture, from results that are kept: one layer of six models, and one whole model. And one of losses.
 
-    eager-*-h200.json   section "eager" of all six models: ms of forward + backward, lower is better
-    model-h200.json     section "model": tokens/s of a model's forward + backward, higher is better
-    parity-h200.json    losses in training, three seeds of bf16 and MXFP8
+    eager-*-h200.json       section "eager" of all six models: ms of forward + backward, lower is better
+    step-qwen3-h200.json    section "model": tokens/s of a model's training step, higher is better
+    parity-h200.json        losses in training, three seeds of bf16 and MXFP8
 
 python integration/benchmarks/front_page.py docs/results          writes front-page.svg and losses.svg there
 
@@ -33,15 +33,15 @@ NAMES = {
     "qwen3_235b": "Qwen3-235B-A22B",
     "llama4_scout": "Llama-4 Scout",
     "mixtral_8x7b": "Mixtral 8x7B",
-    "qwen3_30b_16_layers": "Qwen3-30B-A3B, 16 layers",
 }
-LAYERS = "eager-models", "eager-llama4-mixtral"
+LAYERS, MODEL = ("eager-models", "eager-llama4-mixtral"), "step-qwen3"
 BASELINE = "baseline bf16"
 ALIASES = {
     "bf16/symmetric": "mxep bf16",
     "mxfp8/symmetric": "mxep mxfp8",
+    "baseline": BASELINE,
 }
-"""Name of a case in bench=layer -> its series here."""
+"""Name of a case in bench=layer or bench=model -> its series here."""
 SERIES = {
     BASELINE: ("base", "bf16 baseline"),
     "baseline fp8": ("fp8", "torchao FP8, where measured"),
@@ -71,10 +71,14 @@ def layer_rows(results: Sequence[Row]) -> dict[str, list[Row]]:
     """Model -> its rows of the layer, one a series."""
     models: dict[str, list[Row]] = {}
     for row in (row for result in results for row in result["sections"]["eager"]):
-        what = ALIASES.get(row["what"], row["what"])
-        if what in SERIES:
-            models.setdefault(row["model"], []).append(row | {"what": what})
+        if (named := in_series(row))["what"] in SERIES:
+            models.setdefault(row["model"], []).append(named)
     return models
+
+
+def in_series(row: Row) -> Row:
+    """The row with its series as `what`."""
+    return row | {"what": ALIASES.get(row["what"], row["what"])}
 
 
 def shape(row: Row) -> tuple[str, str]:
@@ -137,7 +141,8 @@ def in_order(rows: list[Row]) -> list[Row]:
 
 
 def times(row: Row) -> str:
-    return "" if row["what"] == BASELINE else f" ({row['x bf16']:.2f}x)"
+    ratio = row["x bf16"] if "x bf16" in row else row["x baseline"]
+    return "" if row["what"] == BASELINE else f" ({ratio:.2f}x)"
 
 
 def front_page(layers: Sequence[Row], model: Row) -> str:
@@ -156,15 +161,17 @@ def front_page(layers: Sequence[Row], model: Row) -> str:
     for name in [name for name in NAMES if name in models]:
         bars = [(row["what"], row["ms"], f"{row['ms']:.1f}{times(row)}") for row in in_order(models[name])]
         page.bars(NAMES[name], shape(models[name][0]), bars, longest)
-    rows = in_order(model["sections"]["model"])
+    rows = in_order([in_series(row) for row in model["sections"]["model"]])
     page.y += 4
     page.title(
-        "A whole model, forward + backward: tokens/s, longer is better",
-        f"{rows[0]['ranks']} {model['device']}s, transformers' model, called eagerly, without an optimizer.",
+        "A training step of a whole model: tokens/s per GPU, longer is better",
+        f"{rows[0]['ranks']} {model['device']}s, transformers' model after `optimize`, FSDP2, clipping, AdamW.",
     )
-    longest = max(row["tokens/s"] for row in rows)
-    bars = [(row["what"], row["tokens/s"], f"{row['tokens/s'] / 1e3:.1f}k{times(row)}") for row in rows]
-    page.bars(NAMES[rows[0]["model"]], shape(rows[0]), bars, longest)
+    rates = [row["tokens/s a GPU"] for row in rows]
+    bars = [(row["what"], rate, f"{rate / 1e3:.1f}k{times(row)}") for row, rate in zip(rows, rates)]
+    layers_cut, micro_batches, sequences, length = rows[0]["shape"]
+    batch = f"{micro_batches} micro-batches of {sequences * length} tokens"
+    page.bars(NAMES[rows[0]["model"]], (f"cut to {layers_cut} layers", batch), bars, max(rates))
     return page.svg("Times of MoE layers and speed of a whole model: bf16 baseline, torchao FP8, mxep bf16, mxep MXFP8")
 
 
@@ -197,7 +204,7 @@ def losses(result: Row) -> str:
 
 def main(folder: Path) -> None:
     *layers, model, parity = (
-        json.loads((folder / f"{name}-h200.json").read_text()) for name in (*LAYERS, "model", "parity")
+        json.loads((folder / f"{name}-h200.json").read_text()) for name in (*LAYERS, MODEL, "parity")
     )
     (folder / FILE).write_text(front_page(layers, model))
     (folder / LOSSES).write_text(losses(parity))

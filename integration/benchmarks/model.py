@@ -119,11 +119,6 @@ counts. MXFP8 linears run the experts' GEMM kernels and count there. An eager he
 has clipping and the sums of gradients, too. The rest are norms and other element-wise kernels."""
 REST, IDLE = "rest", "idle"
 FIGURES = "ms, fastest ms, slowest ms, tokens/s a GPU, TFLOP/s, x baseline, peak GiB, most of mean, loss"
-SECTIONS = {
-    "model": table("training steps; x: how many times as fast as the baseline's", f"model, {SIZES}, what", FIGURES),
-    "shares": table("shares of a step", "model, layers, what", ", ".join((*SHARES, REST, IDLE))),
-    "extrapolated": table("all layers, by extrapolation", "model, what", "ms, tokens/s a GPU, TFLOP/s"),
-}
 
 
 class Shape(NamedTuple):
@@ -140,6 +135,17 @@ class Shape(NamedTuple):
         return self.micro_batches * self.sequences * self.length
 
 
+SECTIONS = {
+    "model": table(
+        "training steps; x: how many times as fast as the baseline's",
+        f"model, {', '.join(Shape._fields)}, what",
+        FIGURES,
+    ),
+    "shares": table("shares of a step", "model, layers, what", ", ".join((*SHARES, REST, IDLE))),
+    "extrapolated": table("all layers, by extrapolation", "model, what", "ms, tokens/s a GPU, TFLOP/s"),
+}
+
+
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """Yield (section, row). Collective, with the same rows on all ranks."""
     wanted, changes = bench.config.sections or SECTIONS, tuple(bench.config.changes or ())
@@ -148,7 +154,7 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
         rate = functools.partial(_rate, config_of(about["model"], shape, bench.device))
         first = None
         for case in bench.config.cases or USUAL:
-            row = about | shape._asdict() | {"micro-batches": shape.micro_batches, "what": case, "changes": [*changes]}
+            row = about | shape._asdict() | {"what": case, "changes": [*changes]}
             try:
                 step = _step(bench, about["model"], shape, case, changes, profile="shares" in wanted)
             except FailedOnRanks as error:

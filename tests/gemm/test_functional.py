@@ -410,9 +410,7 @@ def test_weights_stored_the_other_way_round_are_multiplied_as_they_lie(backend: 
 def test_the_gradient_of_a_weight_stored_the_other_way_round_lies_as_it_does(backend: str, recipe: str) -> None:
     p = problem()
     lying = [p.w.clone().requires_grad_(), p.w.mT.contiguous().mT.requires_grad_()]
-    grads = [
-        torch.autograd.grad(grouped_mm(p.a, w, p.offs, recipe=recipe, backend=backend), w, p.dy)[0] for w in lying
-    ]
+    grads = [torch.autograd.grad(grouped_mm(p.a, w, p.offs, recipe=recipe, backend=backend), w, p.dy)[0] for w in lying]
     assert grads[1].stride() == lying[1].stride()
     assert grads[0].any()
     bits = {"rtol": 0.0, "atol": 0.0} if backend == "reference" else {"rtol": 2**-7, "atol": 2**-6}
