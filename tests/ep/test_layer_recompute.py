@@ -131,8 +131,9 @@ def test_so_they_have_when_the_weights_come_after_the_input() -> None:
         assert_same_bits(lambda capacity, kind=kind: layer(kind, capacity, recipe="mxfp8"), apart)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True}], ids=str)
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_gate_up_fp8"])
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("bf16", {}), ("mxfp8", {"bias": True}), ("mxfp8_gate_up_fp8", {})], ids=str
+)
 def test_so_they_have_in_a_compiled_graph(recipe: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     made = [layer("symmetric", capacity, recipe=recipe, **options) for capacity in (Capacity.worst_case(), FEW)]
