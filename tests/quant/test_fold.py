@@ -109,34 +109,6 @@ def test_fold_equals_the_float64_derivation(fmt: MXFormat, rows: int, blocks: in
     assert (folded.block_size, folded.axis, folded.dtype) == (mx.shape[1], -1, mx.dtype)
 
 
-def test_a_zero_block_does_not_count_whatever_its_byte() -> None:
-    qdata = np.zeros((1, 96), np.uint8)
-    qdata[0, 32:64] = 0x01
-    qdata[0, 64:] = 0x80  # -0
-    folded = fold(tensor_of(qdata, np.array([[0, 100, 254]], np.uint8)))
-    assert_bytes(folded.scale, np.array([[100]], np.uint8))
-    assert_bytes(folded.qdata, qdata)
-
-
-def test_a_block_with_byte_0_that_is_not_zero_counts() -> None:
-    qdata = np.zeros((1, 64), np.uint8)
-    qdata[0, 0] = 0x38
-    folded = fold(tensor_of(qdata, np.array([[0, 9]], np.uint8)))
-    assert_bytes(folded.scale, np.array([[0]], np.uint8))
-    assert_bytes(folded.qdata, qdata)
-
-
-def test_a_nan_block_makes_nan_of_its_row_only() -> None:
-    qdata = np.full((2, 256), 0x38, np.uint8)
-    scale = np.full((2, 8), 127, np.uint8)
-    scale[0, 6] = NAN
-    folded = fold(tensor_of(qdata, scale))
-    assert raw(folded.scale).tolist() == [[NAN], [127]]
-    assert (raw(folded.qdata)[0] == 0x7F).all()
-    assert (raw(folded.qdata)[1] == 0x38).all()
-    assert folded.dequantize()[0].isnan().all()
-
-
 def test_folding_along_columns_is_folding_the_turned_tensor() -> None:
     w = gaussian(3, 64, 96) * torch.logspace(-6, 6, 64).view(1, 64, 1)
     columns = fold(quantize(w, axis=-2))
