@@ -262,18 +262,6 @@ def test_the_factor_that_would_have_been_enough_is_and_the_one_below_is_not():
             assert Capacity.factor(enough - 0.01).rows(4, 100, 3, **sizes) < needed
 
 
-def test_rows_that_do_not_fit_are_counted_and_marked():
-    ids = torch.zeros(1, 10, 1, dtype=torch.int32)
-    tables_of_one = ids, torch.ones(ids.shape), torch.tensor([10], dtype=torch.int32)
-    options = {"first_expert": 0, "num_local_experts": 2, "alignment": 2}
-    plan = make_plan(*tables_of_one, capacity=Capacity.factor(0.3), **options)
-    assert plan.max_rows == 6  # 3 + 2 * 1 of padding, rounded up
-    assert int(plan.overflow) == 4
-    assert plan.slot_rows.flatten().tolist() == [0, 1, 2, 3, 4, 5] + 4 * [DROPPED]
-    assert plan.offs.tolist() == [6, 6]
-    assert plan.group_sizes.tolist() == [10, 0]
-
-
 INTS = torch.tensor([[[0, 8], [1, -3]]], dtype=torch.int32)
 
 
@@ -300,16 +288,6 @@ def test_bad_arguments_are_refused(change, message):
     options |= {name: value for name, value in change.items() if isinstance(name, str)}
     with pytest.raises(ValueError, match=message):
         make_plan(given[0], given[1], given[2], **options)
-
-
-def test_what_lies_past_a_senders_tokens_is_not_looked_at():
-    ids = torch.full((2, 3, 2), 2**30, dtype=torch.int32)
-    ids[0, 0] = torch.tensor([0, 1])
-    tables = ids, torch.full(ids.shape, float("nan")), torch.tensor([1, 0], dtype=torch.int32)
-    plan = make_plan(*tables, first_expert=0, num_local_experts=2, alignment=1, num_experts=2)
-    assert plan.row_slot.tolist()[:3] == [0, 0, -1]
-    assert plan.slot_rows.tolist() == [[0, 1]] + 5 * [[-1, -1]]
-    assert not plan.row_weight.isnan().logical_and(plan.row_slot < 0).any()
 
 
 # ── kernels ──

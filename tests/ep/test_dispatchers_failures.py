@@ -1,7 +1,6 @@
 """Dispatchers whose ranks do not do the same: who is told what, when, and what goes on afterwards."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ep.problem import send, symmetric
 from mxep.comms import Capacity, PeersDisagree, PeerTimeout, tell_failure
 from mxep.ep import MoE, make_dispatcher
+from mxep.ep.dtensors import local_tensor
 from ranks import Context, distributed
 
 EXCHANGING = "symmetric", "all_to_all", "hierarchical"
@@ -205,8 +205,8 @@ def test_a_forward_that_a_checkpoint_repeats_is_a_dispatch_of_its_own(ctx: Conte
     for call in (moe, lambda x: checkpoint(moe, x, use_reentrant=False)):
         xs = [torch.full((16, 64), 1.0 + i, dtype=torch.bfloat16, requires_grad=True) for i in range(2)]
         outs = [call(x) for x in xs]
-        grads.append(torch.autograd.grad(sum(out.sum() for out in outs), xs))
-    assert all(map(torch.equal, *grads))
+        grads.append(torch.autograd.grad(sum(out.sum() for out in outs), [*xs, *moe.parameters()]))
+    assert all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in zip(*grads, strict=True))
 
 
 @distributed(2, device="cpu")
@@ -241,26 +241,6 @@ def test_reserve_after_a_failed_step_forgets_what_that_step_lost(ctx: Context) -
     assert one.counts()["dropped"] == 0
     send(one, ctx, [[0], [3]] if ctx.rank else [[1], [2]])
     one.check()
-
-
-@distributed(2)
-def test_a_batch_larger_than_max_tokens_is_said_on_all_ranks_at_once_and_new_layers_work(ctx: Context) -> None:
-    moe = MoE(64, 32, 4, 2, group=ctx.group, device=ctx.device, max_tokens=6)
-    x = torch.ones(9, 64, dtype=torch.bfloat16, device=ctx.device)
-    moe(x[:6])
-    dist.barrier(ctx.group)
-    started = time.monotonic()
-    if ctx.rank == 1:
-        with pytest.raises(ValueError, match=r"got 9 tokens, wanted at most max_tokens = 6: set max_tokens=9 .* layer"):
-            moe(x)
-    else:
-        with pytest.raises(PeersDisagree, match="rank 1 brought 9 tokens, more than max_tokens: set max_tokens=9"):
-            _ = moe(x[:6]), moe.check()
-    dist.barrier(ctx.group)
-    assert time.monotonic() - started < 30
-    again = MoE(64, 32, 4, 2, group=ctx.group, device=ctx.device, max_tokens=9)
-    assert again(x).shape == x.shape
-    again.check()
 
 
 @distributed(2, device="cpu")

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep.problem import FixedRouting, Ranks, composed, inputs, make_ranks, send, share
+from ep.problem import FixedRouting, Ranks, make_ranks, send, share
 from mxep.comms import Capacity, CapacityExceeded, PeerTimeout
 from mxep.ep import HierarchicalDispatcher, LocalDispatcher, MoE, make_dispatcher
 from mxep.ep.dispatchers.base import Done, Handle, Routing
 from mxep.ep.dispatchers.groups import silence
-from mxep.gemm import Recipe
 from mxep.integration.verify import Results
 from ranks import Context, distributed
 
@@ -129,40 +128,6 @@ def test_one_rank_a_node_or_one_node_is_what_the_other_dispatchers_compute_and_o
     dispatcher = hierarchical(ctx, 2)
     assert_same_bits(two, ranks.run(ctx, recipe=recipe, dispatcher=dispatcher))
     assert dispatcher.counts()["dropped"] == 0
-
-
-@distributed(4, device="cpu")
-def test_composed_functions_compute_what_the_layer_does(ctx: Context) -> None:
-    ranks = make_ranks([9, 0, 12, 5], experts=EXPERTS)
-    dispatcher, recipe = hierarchical(ctx, 2), Recipe.mxfp8()
-    wanted = ranks.run(ctx, recipe=recipe, dispatcher=dispatcher)
-    *given, d_out = inputs(ranks, ctx)
-    out = composed(*given, dispatcher=dispatcher, recipe=recipe)
-    out.backward(d_out)
-    x, _, weights, w13, w2 = given
-    got = Results(*(t.detach().float() for t in (out, x.grad, weights.grad, w13.grad, w2.grad)))
-    assert_same_bits(got, wanted)
-
-
-@distributed(4, device="cpu")
-def test_micro_batches_in_flight_do_not_meet(ctx: Context) -> None:
-    dispatcher = hierarchical(ctx, 2, max_tokens=24)
-    torch.manual_seed(ctx.rank)
-    moe = MoE(DIM, 32, EXPERTS, 3, dispatcher=dispatcher, group=ctx.group)
-    batches = [torch.randn(24 - 5 * i, DIM).bfloat16() for i in range(3)]
-    outs, grads = [], []
-    for x in batches:
-        leaf = x.clone().requires_grad_()
-        out = moe(leaf)
-        out.sum().backward()
-        outs.append(out.detach())
-        grads.append(leaf.grad)
-    leaves = [x.clone().requires_grad_() for x in batches]
-    together = [moe(leaf) for leaf in leaves]
-    for out in together[1:] + together[:1]:
-        out.sum().backward()
-    assert all(map(torch.equal, together, outs))
-    assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves, grads))
 
 
 @distributed(4, 6, slow=[6], device="cpu")

@@ -20,12 +20,12 @@ from ranks import distributed
 @distributed(2, recipe=["bf16", "fp8", "mxfp8_e5m2"])
 def test_it_equals_the_composed_functions_bit_for_bit(ctx, recipe: str) -> None:
     ranks = make_ranks([70, 45], seed=4)
-    for name in ("symmetric", "all_to_all"):
+    for name, nodes in (("symmetric", {}), ("all_to_all", {}), ("hierarchical", {"ranks_per_node": 1})):
         results = []
         for layer in (composed, in_one):
             *given, d_out = inputs(ranks, ctx)
             x, _, weights, proj, down = given
-            dispatcher = make_dispatcher(name, len(ranks.whole.down_proj), dim=x.shape[1], group=ctx.group)
+            dispatcher = make_dispatcher(name, len(ranks.whole.down_proj), dim=x.shape[1], group=ctx.group, **nodes)
             out = layer(*given, dispatcher=dispatcher, recipe=Recipe.named(recipe))
             out.backward(d_out)
             results.append((out, x.grad, weights.grad, proj.grad, down.grad))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mxep.ep import LocalDispatcher, run_experts
-from mxep.gemm import Recipe, quantize_weights_once
+from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 from mxep.runtime.replay import no_replays
 
@@ -69,15 +69,6 @@ def test_gradients_of_halves_are_taken_as_they_are_written(
     assert written == [None, (gate.grad.data_ptr(), up.grad.data_ptr())]
     assert gate.grad.is_contiguous()
     assert up.grad.is_contiguous()
-
-
-def test_halves_are_quantized_once() -> None:
-    gate, up, down = (torch.randn(E, *shape, requires_grad=True) for shape in ((F, D), (F, D), (D, F)))
-    ids, how = torch.rand(T, E).topk(K).indices, {"dispatcher": LocalDispatcher(E), "recipe": Recipe.named("mxfp8")}
-    with quantize_weights_once() as once:
-        for _ in range(3):
-            run_experts(torch.randn(T, D), ids, torch.rand(T, K), (gate, up), down, **how)[0].sum().backward()
-    assert once.quantizations == 4  # two weights, two ways
 
 
 def test_errors_name_the_half() -> None:

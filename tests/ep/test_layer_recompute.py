@@ -77,8 +77,7 @@ def test_recomputed_rows_have_the_bits_of_kept_ones(recipe: str, kind: str) -> N
     assert_same_bits(lambda capacity: layer(kind, capacity, recipe=recipe))
 
 
-@pytest.mark.parametrize("kind", ["local", "symmetric"])
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize(("recipe", "kind"), [("bf16", "local"), ("mxfp8", "symmetric")])
 def test_so_they_have_with_biases_and_another_activation(recipe: str, kind: str) -> None:
     assert_same_bits(lambda capacity: layer(kind, capacity, recipe=recipe, bias=True, activation=GPT_OSS))
 
@@ -131,8 +130,9 @@ def test_so_they_have_when_the_weights_come_after_the_input() -> None:
         assert_same_bits(lambda capacity, kind=kind: layer(kind, capacity, recipe="mxfp8"), apart)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True}], ids=str)
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_gate_up_fp8"])
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("bf16", {}), ("mxfp8", {"bias": True}), ("mxfp8_gate_up_fp8", {})], ids=str
+)
 def test_so_they_have_in_a_compiled_graph(recipe: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     made = [layer("symmetric", capacity, recipe=recipe, **options) for capacity in (Capacity.worst_case(), FEW)]

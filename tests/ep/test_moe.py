@@ -223,12 +223,6 @@ def test_parameters_have_the_names_and_shapes_others_rely_on() -> None:
     }
 
 
-def test_batches_of_sequences_are_tokens_in_a_row() -> None:
-    moe = local(num_shared_experts=1)
-    x = torch.randn(2, 10, 64, dtype=torch.bfloat16)
-    assert torch.equal(moe(x), moe(x.view(20, 64)).view(2, 10, 64))
-
-
 @distributed(1, 2)
 def test_one_seed_makes_one_model_however_many_ranks_share_it_and_through_meta(ctx) -> None:
     def make(device, **options) -> MoE:
@@ -267,21 +261,6 @@ def test_stats_count_rows_routed_sent_and_padded() -> None:
     stats = {name: int(value) for name, value in moe.last_routing.stats().items()}
     # Experts 0, 1 and 7 have 2, 1 and 2 rows, each padded to 32; one process: one copy of each of three tokens.
     assert stats == {"routed": 5, "sent": 3, "computed": 96, "padding": 91, "dropped": 0, "invalid": 0}
-
-
-def test_the_layer_trains() -> None:
-    moe = local(num_shared_experts=1)
-    optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-2)
-    x = torch.randn(64, 64, dtype=torch.bfloat16)
-    losses = []
-    for _ in range(12):
-        loss = (moe(x) - x.flip(0)).float().square().mean()
-        loss.backward()
-        moe.check()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def run_no_pairs(moe: MoE) -> None:

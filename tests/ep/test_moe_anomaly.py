@@ -18,7 +18,7 @@ from ranks import Context, distributed
 pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = torch.bfloat16
-RECIPES = ["bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16", "fp8_wgrad_bf16", "mxfp8_e5m2_32x32", "mxfp8_gate_up_fp8"]
+RECIPES = ["bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16", "mxfp8_e5m2_32x32_gate_up_fp8"]
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,8 @@ WORK: dict[str, Callable[[str], Iterator[Tensor]]] = {
 )
 def test_anomaly_mode_changes_no_gradient(work: str, recipe: str) -> None:
     wanted = [*WORK[work](recipe)]
-    for open_once in (False, True):
+    # Weights quantized once and again; where it is no layer, one of both, by its recipe.
+    for open_once in (False, True) if work == "layer" else (recipe != "mxfp8",):
         with torch.autograd.set_detect_anomaly(True):
             if open_once:
                 with quantize_weights_once():

@@ -38,7 +38,7 @@ def step(model: Any, moe: MoE, micro_batches: int = 2) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [("mxfp8", "aot_eager"), ("mxfp8_32x32", "aot_eager"), pytest.param("fp8", "inductor", marks=pytest.mark.slow)],
+    [("mxfp8_32x32", "aot_eager"), pytest.param("fp8", "inductor", marks=pytest.mark.slow)],
 )
 def test_layers_share_it_and_give_away_nothing_of_what_is_held(recipe: str, backend: str) -> None:
     torch._dynamo.reset()
@@ -48,8 +48,10 @@ def test_layers_share_it_and_give_away_nothing_of_what_is_held(recipe: str, back
         with quantize_weights_once() as once:
             results = step(compiled, moe)
             assert once.quantizations <= 4, "two weights, both ways, in one of the micro-batches"
-        for got, wanted in zip(results, step(compiled, moe), strict=True):
+        for got, wanted, eager in zip(results, step(compiled, moe), step(moe, moe), strict=True):
             assert torch.equal(got, wanted)
+            # Inductor fuses what is around the experts, and rounds there less often.
+            assert torch.equal(got, eager) or (got - eager).norm() <= 0.02 * eager.norm()
         with torch.no_grad():
             for p in moe.parameters():
                 p.mul_(1.5)

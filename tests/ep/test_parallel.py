@@ -108,35 +108,6 @@ def test_a_checkpoint_of_one_degree_goes_on_at_another(ctx: Context) -> None:
         assert torch.equal(first(x), second(x))
 
 
-@distributed(4)
-def test_fsdp2_over_data_parallel_ranks_equals_none(ctx: Context) -> None:
-    """Experts are sharded over ep and, by FSDP2, over dp; everything else by FSDP2 over all ranks."""
-    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "ep"))
-    plain = make(ctx, mesh["ep"], "mxfp8")
-    sharded = copy.deepcopy(make(ctx, mesh["ep"], "mxfp8"))
-    fully_shard(sharded.moe.experts, mesh=mesh["dp"], reshard_after_forward=True)
-    world = DeviceMesh.from_group(ctx.group, ctx.device.type)
-    fully_shard(sharded.moe.router, mesh=world)  # by itself, as it is fp32 and FSDP wants one dtype a group
-    fully_shard(sharded, mesh=world)
-    outs = []
-    for block in (plain, sharded):
-        out = block(tokens(ctx, 0))
-        out.float().sum().backward()
-        outs.append(out.detach())
-    assert torch.equal(*outs)
-    for (name, a), b in zip(plain.named_parameters(), sharded.named_parameters()):
-        wanted, got = whole(a.grad), whole(b[1].grad)
-        # Gradients of experts are means over the ep ranks; over dp, and of the rest over all, FSDP averages.
-        if "experts" in name:
-            both = [torch.empty_like(wanted) for _ in range(2)]
-            dist.all_gather(both, wanted, group=mesh["dp"].get_group())
-        else:
-            both = [torch.empty_like(wanted) for _ in range(4)]
-            dist.all_gather(both, wanted, group=ctx.group)
-        mean = torch.stack([each.float() for each in both]).mean(0)
-        assert (got.float() - mean).norm() <= 2**-6 * mean.norm(), name
-
-
 # ── one convention ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -225,7 +196,7 @@ def test_gradients_are_scaled_by_the_factor_unrounded(dtype: torch.dtype) -> Non
         assert torch.equal(weight.grad, (grad.float() * (0.7 / (norm.double() + 1e-6)).float()).to(dtype))
 
 
-@distributed(4, norm_type=[2.0, 3.0, 0.5, -1.0, 0, "inf", float("-inf")])
+@distributed(4, norm_type=[2.0, 0.5, 0, "inf", float("-inf")])
 def test_a_norm_counts_each_number_once_however_it_is_sharded(ctx: Context, norm_type: float | str) -> None:
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "ep"))
     world = DeviceMesh.from_group(ctx.group, ctx.device.type)

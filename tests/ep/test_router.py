@@ -95,14 +95,7 @@ def test_load_is_of_all_micro_batches_and_no_buffer_that_others_may_write() -> N
     ids = torch.cat([r(x)[0] for x in batches])
     assert torch.equal(r.load, torch.bincount(ids.flatten(), minlength=8))
     assert [name for name, _ in r.named_buffers()] == ["expert_bias"]
-    r.bfloat16()
-    assert r.load.dtype == torch.int64
-    assert r.expert_bias.dtype == torch.float32
-    assert r.load.sum() == 30
     assert r.to("meta").load.is_meta
-    r.to_empty(device="cpu")
-    r.reset_parameters()
-    assert r.load.tolist() == r.expert_bias.tolist() == [0.0] * 8
 
 
 def test_group_limited_routing_stays_in_the_best_groups() -> None:
@@ -157,24 +150,6 @@ def test_bias_steers_the_choice_but_not_the_weights() -> None:
     ids, weights = r(x)
     assert (ids == 3).any(-1).all()
     torch.testing.assert_close(weights, (x @ r.weight.t()).softmax(-1).gather(1, ids.long()))
-
-
-def test_update_bias_lifts_idle_experts_and_spreads_the_load() -> None:
-    r = router(balance=True)
-    x = torch.randn(512, 16) + 2 * torch.randn(16)
-
-    def most_loaded() -> float:
-        ids, _ = r.eval()(x)
-        return torch.bincount(ids.flatten(), minlength=8).max().item() / (512 * 2 / 8)
-
-    before = most_loaded()
-    r.train()
-    for rate in [1e-2] * 80 + [3e-3] * 40 + [1e-3] * 40:
-        r(x)
-        r.update_bias(rate)
-    assert r.load.sum() == 0
-    assert before > 2
-    assert most_loaded() < 1.3
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

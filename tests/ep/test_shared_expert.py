@@ -65,9 +65,8 @@ def test_a_gate_is_qwen2_moes(dtype: torch.dtype) -> None:
     plain.shared = None
     assert torch.equal(moe(x), plain(x) + gated)
     if dtype == torch.bfloat16:
-        compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
-        for tokens in (x, x[: len(x) // 2]):  # the second compiles for any number
-            assert torch.equal(compiled(tokens), moe(tokens))
+        compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager")
+        assert torch.equal(compiled(x), moe(x))
     moe(x).sum().backward()
     assert moe.shared.gate.grad.ne(0).any()  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="shared_expert_gate: got num_shared_experts 0, want at least 1"):
@@ -75,15 +74,15 @@ def test_a_gate_is_qwen2_moes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_bf16"])
-def test_inductor_compiles_it(recipe: str) -> None:
+def test_inductor_compiles_it() -> None:
+    """Of the recipe that is traced."""
     torch._dynamo.reset()
     shared, (x, dy) = made(), inputs()
-    compiled = torch.compile(lambda x: shared(x, recipe=Recipe.named(recipe), backend="reference"))
-    got, wanted = (
-        train(run, x, dy, list(shared.parameters()))
-        for run in (compiled, lambda x: shared(x, recipe=Recipe.named(recipe), backend="reference"))
-    )
+
+    def run(x: Tensor) -> Tensor:
+        return shared(x, recipe=Recipe.named("mxfp8_wgrad_bf16"), backend="reference")
+
+    got, wanted = (train(each, x, dy, list(shared.parameters())) for each in (torch.compile(run), run))
     assert all(torch.equal(a, b) for a, b in zip(got, wanted))
 
 

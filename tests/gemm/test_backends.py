@@ -129,7 +129,8 @@ def test_reference_is_the_product_of_its_codes(sizes: list[int], n: int, k: int,
 IN_TURN = [
     *(("reference", recipe) for recipe in ("bf16", "fp8", "mxfp8")),
     *(("dequant", recipe) for recipe in ("bf16", "fp8", "mxfp8_wgrad_bf16")),
-    *(("hopper", "fp8"), ("hopper", "mxfp8"), ("triton", "mxfp8"), ("blackwell", "mxfp8")),
+    *(("hopper", recipe) for recipe in ("bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16")),
+    *(("triton", "mxfp8"), ("blackwell", "mxfp8")),
 ]
 backends = pytest.mark.parametrize(("backend", "recipe"), IN_TURN)
 
@@ -147,10 +148,9 @@ def run(p: Problem, backend: str, recipe: str, scale: float, main_grad: Tensor |
 
 @pytest.mark.usefixtures("decoded")
 @backends
-def test_the_weights_gradient_is_scaled_and_no_other(backend: str, recipe: str) -> None:
-    device = torch.device("cpu") if backend == "blackwell" else DEVICE
-    q = problem(n=32, k=64)
-    p = Problem(*(x.to(device) for x in (q.a, q.w, q.dy, q.offs)))
+def test_the_weights_gradient_is_scaled_and_no_other_and_main_grad_takes_the_sum(backend: str, recipe: str) -> None:
+    p = problem_of(backend, n=32, k=64)
+    device = p.w.device
     plain, quarter, third = (run(p, backend, recipe, scale) for scale in (1.0, 0.25, 1 / 3))
     assert torch.equal(quarter["dw"], plain["dw"] / 4)
     assert snr(plain["dw"].double() / 3, third["dw"]) > 48  # one or two roundings to bf16
@@ -159,8 +159,36 @@ def test_the_weights_gradient_is_scaled_and_no_other(backend: str, recipe: str) 
     main_grads = torch.zeros(p.w.shape, device=device), torch.zeros(p.w.shape, device=device)
     for main_grad, scale in zip(main_grads, (1.0, 0.25)):
         assert run(p, backend, recipe, scale, main_grad)["dw"] is None
-    assert main_grads[0].any()
+    torch.testing.assert_close(main_grads[0], plain["dw"].float(), rtol=2**-7, atol=2**-7)
     assert torch.equal(main_grads[1], main_grads[0] / 4)
+    run(p, backend, recipe, 1.0, main_grads[0])
+    assert torch.equal(main_grads[0], 8 * main_grads[1])
+
+
+@pytest.mark.usefixtures("decoded")
+@backends
+def test_bias_is_added_in_fp32_to_its_groups_rows_and_gets_their_sum(backend: str, recipe: str) -> None:
+    p = problem_of(backend, n=32, k=64)
+    bias = torch.randn(p.w.shape[:2], device=p.w.device, requires_grad=True)
+    how: dict[str, Any] = {"recipe": recipe, "backend": HOPPER if backend == "hopper" else BACKENDS[backend]}
+    plain, biased = (grouped_mm(p.a, p.w, p.offs, bias=b, out_dtype=torch.float32, **how) for b in (None, bias))
+    biased.backward(p.dy.float())
+    assert bias.grad is not None
+    for g, rows in p.groups():
+        if backend == "hopper":  # whose kernel scales and adds in one rounding
+            torch.testing.assert_close(biased[rows], plain[rows] + bias[g])
+        else:
+            assert torch.equal(biased[rows], plain[rows] + bias[g])
+        assert torch.allclose(bias.grad[g], p.dy[rows].float().sum(0), rtol=0, atol=1e-4)
+    assert not bias.grad[1].any()
+
+
+@pytest.mark.usefixtures("decoded")
+@pytest.mark.parametrize("backend", ["hopper", "triton", "blackwell"])
+def test_unquantized_products_are_those_of_dequant(backend: str) -> None:
+    p, chosen = problem_of(backend, k=128), HOPPER if backend == "hopper" else BACKENDS[backend]
+    assert p.run("bf16", backend=chosen).same_as(p.run("bf16", backend="dequant"))
+    assert torch.equal(*(p.run("mxfp8_wgrad_bf16", backend=each).dw for each in (chosen, "dequant")))
 
 
 UNROUNDED = [(b, r) for b, r in IN_TURN if b == "reference" or (b in ("hopper", "triton") and r in ("fp8", "mxfp8"))]
@@ -262,9 +290,8 @@ def column(x: Tensor) -> Tensor:
     return torch.stack((x, torch.full_like(x, 7)), -1)[..., 0]
 
 
-def problem_of(backend: str) -> Problem:
-    p, device = problem(n=96, k=160), torch.device("cpu") if backend == "blackwell" else DEVICE
-    p.a[70:75], p.dy[70:75] = 0, 0
+def problem_of(backend: str, n: int = 96, k: int = 160) -> Problem:
+    p, device = problem(n=n, k=k), torch.device("cpu") if backend == "blackwell" else DEVICE
     return Problem(*(x.to(device) for x in (p.a, p.w, p.dy, p.offs)))
 
 
@@ -272,6 +299,7 @@ def problem_of(backend: str) -> Problem:
 @pytest.mark.parametrize("backend", [*BACKENDS])
 def test_ends_and_bias_and_index_may_be_strided(backend: str) -> None:
     p = problem_of(backend)
+    p.a[70:75], p.dy[70:75] = 0, 0
     chosen = HOPPER if backend == "hopper" else BACKENDS[backend]
     bias = torch.randn(p.w.shape[:2], device=p.a.device)
     a, dy = (indexed(quantize(x.cpu()), valid=p.valid).to(p.a.device) for x in (p.a, p.dy))

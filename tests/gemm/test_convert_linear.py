@@ -1,8 +1,6 @@
 """nn.Linear under convert: what is converted, what is left alone, and that the model is otherwise the model it was."""
 
-import copy
 import logging
-import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -200,14 +198,6 @@ def test_a_converted_model_is_close_and_each_product_is_linear() -> None:
     assert type(layer) is nn.Linear
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_converted_and_checkpoints_are_plain(copied: Callable[[nn.Module], nn.Module]) -> None:
-    model, plain = convert(Model()), Model()
-    assert same(train(copied(model)), train(model))
-    assert model.state_dict().keys() == plain.state_dict().keys()
-    plain.load_state_dict(model.state_dict())
-
-
 def test_main_grad_checkpointing_and_one_quantization_a_step() -> None:
     model, wanted = convert(Model()), train(convert(Model()))
     weight = model.get_parameter(LINEAR[2])
@@ -220,15 +210,6 @@ def test_main_grad_checkpointing_and_one_quantization_a_step() -> None:
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad, 2 * wanted[LINEAR[2]])  # type: ignore[attr-defined]
     assert torch.equal(model.get_parameter(LINEAR[3]).grad, wanted[LINEAR[3]])  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_it_compiles_in_one_graph() -> None:
-    torch._dynamo.reset()
-    model = convert(Model(), backend="reference")
-    wanted = train(model)
-    got = train(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert all(torch.equal(got[f"_orig_mod.{name}" if name != "out" else name], wanted[name]) for name in wanted)
 
 
 def test_one_that_is_never_called_is_reported_once() -> None:

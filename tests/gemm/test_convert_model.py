@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gemm.problem import snr
 from gemm.test_convert import D, Experts, H, Model, TitanExperts, inputs, made, same, train, with_forward
 from host_sync import no_host_sync
-from mxep.gemm import convert, converted, quantize_weights_once, revert
+from mxep.gemm import convert, converted, revert
 from ranks import distributed
 
 
@@ -123,14 +123,6 @@ def test_autocast_activations_meet_fp32_weights() -> None:
     plain = train(made(Block), *inputs())
     for name in plain:
         assert snr(plain[name].double(), results[name]) > 20, name
-
-
-def test_micro_batches_share_quantized_weights() -> None:
-    model = convert(made())
-    wanted = train(model, *inputs())
-    with quantize_weights_once() as once:
-        assert all(same(train(model, *inputs()), wanted) for _ in range(2))
-        assert once.quantizations == 4, "two weights, both ways"
 
 
 def test_layers_compile_in_one_graph_and_share_it() -> None:

@@ -76,34 +76,6 @@ def _fp32(x: Tensor) -> MXTensor:
     return MXTensor.from_qdata_and_scales(x.qdata, x.scale, torch.float32, row_index=x.row_index)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_wgrad_bf16"])
-def test_unquantized_products_are_those_of_dequant(recipe: str) -> None:
-    p = here(problem())
-    ours, other = (p.run(recipe, backend=backend) for backend in (BACKEND, "dequant"))
-    if recipe == "bf16":
-        assert ours.same_as(other)
-    assert torch.equal(ours.dw, other.dw)
-
-
-def test_bias_is_added_in_fp32_and_main_grad_takes_the_sum() -> None:
-    p = here(problem())
-    bias = torch.randn(p.w.shape[:2], device=DEVICE)
-    plain = run(p)
-    main_grad = torch.ones_like(p.w, dtype=torch.float32)
-    out = grouped_mm(
-        *(p.a, p.w.clone().requires_grad_(), p.offs),
-        recipe="mxfp8",
-        backend=BACKEND,
-        bias=bias,
-        out_dtype=torch.float32,
-        main_grad=main_grad,  # type: ignore[arg-type]
-    )
-    for g, rows in p.groups():
-        torch.testing.assert_close(out[rows], plain.out[rows] + bias[g])
-    out.backward(p.dy.float())
-    torch.testing.assert_close(main_grad, 1 + plain.dw.float(), rtol=2**-7, atol=2**-7)
-
-
 def test_a_weight_quantized_once_is_held_folded_both_ways() -> None:
     p = here(problem())
     w = p.w.clone().requires_grad_()
@@ -114,22 +86,6 @@ def test_a_weight_quantized_once_is_held_folded_both_ways() -> None:
         assert once.quantizations == 2
         qdata = 2 * w.numel() + w.shape[0] * (w.shape[1] + w.shape[2])
         assert qdata < once.nbytes <= qdata + 4 * w.shape[0] * w.shape[2], "and the columns' magnitudes"
-
-
-def test_compiles_in_one_graph() -> None:
-    p, r = here(problem()), Recipe.mxfp8()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def product(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        return grouped_mm(a, w, ends, recipe=r, backend=BACKEND)
-
-    a, w = (x.clone().requires_grad_() for x in (p.a, p.w))
-    out = product(a, w, p.offs)
-    out.backward(p.dy)
-    want = p.run(r, backend=BACKEND)
-    assert torch.equal(out[: p.valid], want.out)
-    assert a.grad is not None
-    assert torch.equal(a.grad[: p.valid], want.da)
 
 
 def test_where_there_is_no_hopper_gpu_it_says_so() -> None:
@@ -304,16 +260,6 @@ def test_bf16_gradients_are_written_in_halves_of_any_width(n: int) -> None:
     want = BACKEND.wgrad(AlongTokens(dy, a), offs, out_dtype=torch.float32)
     assert want is not None
     assert torch.equal(halves.transpose(0, 1).flatten(1, 2), want)
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_wgrad_bf16"])
-def test_bf16_gradients_are_added_to_main_grad_in_halves_and_whole(recipe: str) -> None:
-    p = here(problem((64, 0, 160, 32), n=96, k=288))
-    dw = p.run(recipe, backend=BACKEND, out_dtype=torch.float32).dw
-    main_grad = torch.ones_like(p.w, dtype=torch.float32)
-    w = p.w.clone().requires_grad_()
-    grouped_mm(p.a, w, p.offs, recipe=recipe, backend=BACKEND, main_grad=main_grad).backward(p.dy)
-    torch.testing.assert_close(main_grad, 1 + dw.float(), rtol=2**-7, atol=2**-7)
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import problem
 from gemm.test_functional import Counting
+from gemm.test_hopper import BACKEND as HOPPER
 from gemm.test_hopper import needs_hopper
 from mxep.gemm import Recipe, grouped_mm, linear, linear_together, product, quantize_weights_once
 from mxep.gemm.backends import BACKENDS
@@ -60,10 +61,16 @@ def step(function: Callable[..., Tensor], *tensors: Tensor | None, wanted: tuple
         ("mxfp8_32x32", (1, 0, 0), "reference"),
         ("mxfp8", (0, 1, 0), "dequant"),
         ("mxfp8", (0, 0, 0), "reference"),
+        ("bf16", (1, 1, 1), "reference"),
+        ("bf16", (1, 1, 1), "dequant"),
+        ("mxfp8", (1, 1, 1), "triton"),
+        ("mxfp8", (1, 1, 1), HOPPER),
     ],
     ids=str,
 )
-def test_a_grouped_product_has_the_bits_of_an_eager_one(wanted: tuple[bool, ...], recipe: str, backend: str) -> None:
+def test_a_compiled_grouped_product_has_the_bits_of_an_eager_one(
+    wanted: tuple[bool, ...], recipe: str, backend: Any
+) -> None:
     p, how = problem(unused=0), Recipe.named(recipe)
     bias = torch.randn(p.w.shape[:2])
 
@@ -73,7 +80,10 @@ def test_a_grouped_product_has_the_bits_of_an_eager_one(wanted: tuple[bool, ...]
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     results = [step(each, p.a, p.w, bias, wanted=tuple(map(bool, wanted))) for each in (product, compiled)]
     assert len(results[0]) == 1 + sum(wanted)
-    assert all(torch.equal(eager, other) for eager, other in zip(*results))
+    for eager, other in zip(*results):
+        # torch 2.11 compiles its grouped mm to other sums, which may round to a neighbour in bf16.
+        torchs = (recipe, backend) == ("bf16", "dequant")
+        assert torch.allclose(eager, other, rtol=2**-7, atol=1e-4) if torchs else torch.equal(eager, other)
 
 
 def test_a_product_is_two_ops_whatever_it_is_made_of() -> None:

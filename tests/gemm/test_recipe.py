@@ -302,9 +302,3 @@ def test_convert_decides_for_experts_by_the_rows_of_one() -> None:
     assert torch.equal(found["auto", 62], found["bf16", 62])
     assert torch.equal(found["auto", 64], found["mxfp8", 64])
     assert not torch.equal(found["bf16", 64], found["mxfp8", 64])
-
-
-def test_it_compiles_in_one_graph() -> None:
-    torch._dynamo.reset()
-    layer, x = Linear(64, 96, recipe="auto", backend="reference"), draw(40, 64, dtype=torch.float32)
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))

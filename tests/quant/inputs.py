@@ -1,9 +1,10 @@
 """Inputs that tests of several files share, and how they compare MXTensors."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mxep.quant import MXTensor
+from mxep.quant import MXFormat, MXTensor
 from quant.exact import assert_bytes, raw
 
 
@@ -13,6 +14,23 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 def ends_of(*sizes: int) -> Tensor:
     return torch.tensor(sizes).cumsum(0).int()
+
+
+def hostile(
+    fmt: MXFormat, shape: tuple[int, ...], block: int = 32, seed: int = 0, spread: int = 24
+) -> tuple[Tensor, Tensor]:
+    """Any qdata, with scales `spread` binades apart, blocks of byte 0, zero ones of that or any, a few NaN blocks."""
+    rng = np.random.default_rng(seed)
+    *rest, d = shape
+    qdata = rng.integers(0, 256, (*rest, d // block, block), dtype=np.uint8)
+    scale = rng.integers(120 - spread, 120, qdata.shape[:-1], dtype=np.uint8)
+    zero = rng.random(scale.shape) < 0.2
+    qdata[zero] &= 0x80
+    scale[zero & (rng.random(scale.shape) < 0.5)] = 0
+    scale[zero & (rng.random(scale.shape) < 0.3)] = 200
+    scale[rng.random(scale.shape) < 0.02] = 0
+    scale[rng.random(scale.shape) < 0.3 / qdata.shape[-2]] = 255
+    return torch.from_numpy(qdata.reshape(shape)).view(fmt.dtype), torch.from_numpy(scale).view(torch.float8_e8m0fnu)
 
 
 def slots(qdata: Tensor, scale: Tensor, spare: int = 16) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""Ops on a GPU: the same bytes as on the CPU, nothing that waits for the host, graphs, compile, tensors past 2^31."""
+"""Ops on a GPU: the CPU's bytes, nothing that waits for the host, graphs, compile, tensors past 2^31.
+
+Kernels by themselves, in every format and mode: the test_*_kernels.py beside this file, which a GPU runs too.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,42 +11,54 @@ import torch
 import torch._dynamo.testing
 import triton
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from host_sync import no_host_sync
 from mxep.quant import (
-    MXFormat,
+    E4M3,
+    E5M2,
     MXTensor,
-    ScaleMode,
+    SwiGLU,
     fold,
+    fold_for_wgrad,
+    fold_with_stats,
+    group_sums,
+    pad_groups,
     quantize,
     quantize_columns_with_amax,
     quantize_with_amax,
     requantize,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
     swiglu_quantize,
+    swizzle_scales,
+    unpad_groups,
 )
+from mxep.quant.activation import sigmoid_pair
 from quant import exact
-from quant.exact import FORMATS, MODES
+from quant.exact import parts
+from quant.inputs import gaussian
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
 TILES = (-2, -1)
-both_formats = pytest.mark.parametrize("fmt", FORMATS, ids=repr)
-all_modes = pytest.mark.parametrize("mode", MODES)
+ROWS, LIVE = 160, 96
+ENDS = torch.tensor([32, 32, 96], dtype=torch.int32)
 
 
-def on_both(fn: Callable[[Tensor], MXTensor | Tensor], x: Tensor) -> None:
-    """fn gives the same bytes on the GPU, and the host never waits for it."""
-    on_gpu, want = x.cuda(), fn(x)
-    with no_host_sync():
-        got = fn(on_gpu)
-    parts = [(got, want)]
-    if isinstance(want, MXTensor):
-        assert isinstance(got, MXTensor)
-        assert got.axis == want.axis
-        parts = [(got.qdata, want.qdata), (got.scale, want.scale)]
-    for a, b in parts:
-        assert a.device.type == "cuda"
-        assert a.stride() == b.stride()
-        assert torch.equal(a.cpu().contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def row_scaled(seed: int, width: int, **how: Any) -> MXTensor:
+    return quantize(gaussian(ROWS, width, seed=seed) * torch.logspace(-5, 5, ROWS)[:, None], block_size=None, **how)
+
+
+def valid(part: Tensor) -> Tensor:
+    """What may be looked at: rows (or, for the transposed results of fold_for_wgrad, columns) of the groups."""
+    if part.ndim and part.shape[0] == ROWS:
+        part = part[:LIVE]
+    elif part.ndim == 2 and part.shape[1] == ROWS:
+        part = part[:, :LIVE]
+    return part.flatten().view(torch.uint8).cpu()
 
 
 def by_column(x: Tensor, **how: Any) -> MXTensor:
@@ -51,55 +66,80 @@ def by_column(x: Tensor, **how: Any) -> MXTensor:
     return quantize_columns_with_amax(x, quantize_with_amax(x, **how)[1], **how)
 
 
-def inputs() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    hostile = exact.hostile_rows()
-    bits = torch.randint(-(2**31), 2**31, (256, 64), generator=generator).int()
-    return [
-        torch.nn.functional.pad(hostile, (0, 0, 0, -len(hostile) % 32)),
-        bits.view(torch.float32),
-        (bits >> 16).short().view(torch.bfloat16),
-        torch.randn(64, 96, generator=generator, dtype=torch.bfloat16),
-    ]
-
-
-@both_formats
-@all_modes
-def test_quantize_has_the_same_bytes_on_a_gpu(fmt: MXFormat, mode: ScaleMode) -> None:
-    for x in inputs():
-        for axis in (-1, -2, TILES):
-            on_both(lambda x, axis=axis: quantize(x, fmt=fmt, mode=mode, axis=axis), x)
-        on_both(lambda x: quantize(x, fmt=fmt, mode=mode, block_size=None), x)
-        on_both(lambda x: quantize_with_amax(x, fmt=fmt, mode=mode)[0], x)
-        on_both(lambda x: by_column(x, fmt=fmt, mode=mode), x)
-
-
-@both_formats
-@all_modes
-def test_requantize_has_the_same_bytes_on_a_gpu(fmt: MXFormat, mode: ScaleMode) -> None:
-    for x in inputs():
-        on_both(lambda x: requantize(quantize(x, fmt=fmt), mode=mode), x)
-
-
-def indexed(x: Tensor) -> MXTensor:
-    mx = quantize(x)
-    index = torch.arange(-1, 31, dtype=torch.int32, device=x.device)
-    return MXTensor.from_qdata_and_scales(mx.qdata, mx.scale, row_index=index)
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x: quantize(x).dequantize(),
-        lambda x: quantize(x, axis=TILES).along(-2).materialize(),
-        lambda x: indexed(x).materialize(),
-        lambda x: indexed(x).dequantize(torch.float32),
-        lambda x: requantize(indexed(x)),
-        lambda x: requantize(indexed(x), offs=torch.full((1,), 32, dtype=torch.int32, device=x.device)),
-    ],
+hostile = exact.hostile_rows()
+hostile = torch.nn.functional.pad(hostile, (0, 0, 0, -len(hostile) % 32))
+x = gaussian(ROWS, 256) * torch.logspace(-6, 6, 256)
+gate_up, weight, d_h = (
+    gaussian(ROWS, 256).bfloat16() * 8,
+    gaussian(ROWS, seed=1),
+    gaussian(ROWS, 128, seed=2).bfloat16(),
 )
-def test_the_rest_has_the_same_bytes_on_a_gpu(fn: Callable[[Tensor], MXTensor | Tensor]) -> None:
-    on_both(fn, inputs()[-1])
+index = torch.randint(-1, ROWS, (ROWS,), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+qdata = quantize(x)
+indexed = MXTensor.from_qdata_and_scales(qdata.qdata, qdata.scale, row_index=index)
+noise = torch.randint(0, 256, (384, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+
+CLAMPED = SwiGLU(1.702, 7.0, 1.0, interleaved=True)
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    **{
+        f"quantize along {axis}": (lambda x, axis=axis: quantize(x, fmt=E5M2, mode="even", axis=axis), (hostile,))
+        for axis in (-1, -2, TILES)
+    },
+    "quantize per row": (lambda x: quantize(x, block_size=None), (hostile,)),
+    "quantize with amax": (lambda x: quantize_with_amax(x)[0], (hostile,)),
+    "quantize columns with amax": (by_column, (gate_up,)),
+    "dequantize": (lambda mx: mx.dequantize(torch.float32), (indexed,)),
+    "materialize": (lambda mx: mx.materialize(), (indexed,)),
+    "materialize columns": (lambda x: quantize(x, axis=TILES).along(-2).materialize(), (gate_up,)),
+    "requantize": (
+        lambda mx, ends: requantize(mx, offs=ends),
+        (indexed, torch.tensor([32, 32, ROWS], dtype=torch.int32)),
+    ),
+    "sigmoid": (sigmoid_pair, (torch.cat([gaussian(100_000) * 30, torch.tensor([torch.inf, -torch.inf, 0.0])]),)),
+    "fold": (lambda mx, ends: fold(mx, offs=ends), (qdata, ENDS)),
+    "fold indexed": (lambda mx, ends: fold(mx, offs=ends), (indexed, ENDS)),
+    "fold E5M2": (lambda mx: fold(mx), (quantize(x, fmt=E5M2),)),
+    "fold_with_stats": (lambda mx, ends: fold_with_stats(mx, offs=ends), (indexed, ENDS)),
+    "fold_for_wgrad": (fold_for_wgrad, (row_scaled(5, 64), row_scaled(6, 96, fmt=E5M2), ENDS)),
+    "fold_for_wgrad of slots": (fold_for_wgrad, (indexed, quantize(gaussian(ROWS, 96, seed=7), fmt=E5M2), ENDS)),
+    "swiglu": (lambda *a: swiglu(a[0], a[1], offs=a[2]), (gate_up, weight, ENDS)),
+    "swiglu_quantize": (lambda *a: swiglu_quantize(a[0], a[1], offs=a[2]), (gate_up, weight, ENDS)),
+    "swiglu_backward": (lambda *a: swiglu_backward(*a[:3], offs=a[3], with_h=True), (d_h, gate_up, weight, ENDS)),
+    "swiglu_backward_quantize": (
+        lambda *a: swiglu_backward_quantize(*a[:3], offs=a[3], h_fmt=E4M3),
+        (d_h, gate_up, weight, ENDS),
+    ),
+    "swiglu_backward_quantize, overwriting": (
+        lambda d, *a: swiglu_backward_quantize(
+            d.clone(), *a[:2], offs=a[2], fmt=E5M2, folded=True, overwrite=True, h_fmt=E4M3
+        ),
+        (d_h, gate_up, weight, ENDS),
+    ),
+    "swiglu_backward_quantize, clamped": (
+        lambda *a: swiglu_backward_quantize(*a[:3], offs=a[3], folded=True, h_fmt=E4M3, activation=CLAMPED),
+        (d_h, gate_up, weight, ENDS),
+    ),
+    "group_sums": (group_sums, (gate_up, ENDS)),
+    "group_sums quantized": (group_sums, (qdata, ENDS)),
+    "swizzle": (swizzle_scales, (noise[:ROWS],)),
+    "pad_groups": (lambda x, sizes: pad_groups(x, sizes, alignment=32), (x, torch.tensor([30, 0, 70]))),
+    "unpad_groups": (lambda y, index: unpad_groups(y, index, num_rows=ROWS), (x, torch.arange(ROWS).int().flip(0))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_gives_the_bytes_of_the_cpu_and_does_not_wait(case: str) -> None:
+    function, args = CASES[case]
+    want = parts(function(*args))
+    gpu_args = tree_map(lambda a: a.to("cuda"), args)
+    function(*gpu_args)  # the first call may load kernels
+    with no_host_sync():
+        result = function(*gpu_args)
+    got = parts(result)
+    assert len(got) == len(want) == len(tree_leaves(got))
+    for a, b in zip(got, want):
+        assert a.device.type == "cuda"
+        assert torch.equal(valid(a), valid(b))
 
 
 def test_a_step_of_quantization_is_captured_in_a_graph_and_replayed() -> None:
@@ -115,7 +155,7 @@ def test_a_step_of_quantization_is_captured_in_a_graph_and_replayed() -> None:
 
 
 def test_it_moves_to_a_gpu_and_back() -> None:
-    mx = indexed(torch.randn(64, 96, dtype=torch.bfloat16))
+    mx = indexed
     there = mx.to("cuda")
     assert there.device.type == there.scale.device.type == there.row_index.device.type == "cuda"
     assert torch.equal(there.cpu().dequantize(), mx.dequantize())

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,28 +9,12 @@ from torch import Tensor
 from mxep.quant import E5M2, MXFormat
 from mxep.quant.kernels import fold as kernels
 from quant.exact import FORMATS
-from quant.inputs import slots
+from quant.inputs import hostile, slots
 from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 both_formats = pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 Arguments = tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int]
-
-
-def hostile(
-    fmt: MXFormat, shape: tuple[int, ...], block: int = 32, seed: int = 0, spread: int = 24
-) -> tuple[Tensor, Tensor]:
-    """Any qdata, with scales `spread` binades apart, zero blocks of byte 0 or not, and a few NaN blocks."""
-    rng = np.random.default_rng(seed)
-    *rest, d = shape
-    qdata = rng.integers(0, 256, (*rest, d // block, block), dtype=np.uint8)
-    scale = rng.integers(120 - spread, 120, qdata.shape[:-1], dtype=np.uint8)
-    zero = rng.random(scale.shape) < 0.2
-    qdata[zero] &= 0x80
-    scale[zero & (rng.random(scale.shape) < 0.5)] = 0
-    scale[zero & (rng.random(scale.shape) < 0.3)] = 200
-    scale[rng.random(scale.shape) < 0.3 / qdata.shape[-2]] = 255
-    return torch.from_numpy(qdata.reshape(shape)).view(fmt.dtype), torch.from_numpy(scale).view(torch.float8_e8m0fnu)
 
 
 def to_device(x: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def test_every_other_row_of_an_indexed_tensor() -> None:
         assert_same(parts(use(part)), parts(use(dense)))
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", ["fold", "swiglu_backward"])  # one that returns all, and one that writes
 def test_a_gpu_without_e4m3_runs_the_reference_and_says_so_once(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

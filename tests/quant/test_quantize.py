@@ -27,52 +27,6 @@ both_formats = pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 all_modes = pytest.mark.parametrize("mode", MODES)
 
 
-def one_block(value: float) -> Tensor:
-    x = torch.zeros(1, 32)
-    x[0, 0] = value
-    return x
-
-
-@pytest.mark.parametrize(
-    ("value", "mode", "byte", "code"),
-    [
-        (480.0, ScaleMode.FLOOR, 127, 0x7E),
-        (480.0, ScaleMode.RCEIL, 128, 0x77),
-        (exact.FP32_MAX, ScaleMode.FLOOR, 246, 0x7E),
-        (exact.FP32_MAX, ScaleMode.RCEIL, 247, 0x78),
-        (449.0, ScaleMode.RCEIL, 128, 0x76),
-        (-480.0, ScaleMode.RCEIL, 128, 0xF7),
-    ],
-)
-def test_known_blocks(value: float, mode: ScaleMode, byte: int, code: int) -> None:
-    mx = quantize(one_block(value), mode=mode)
-    assert raw(mx.scale).tolist() == [[byte]]
-    assert raw(mx.qdata).tolist() == [[code] + [0] * 31]
-
-
-@both_formats
-@all_modes
-def test_zero_blocks_have_byte_0_and_keep_the_sign_of_zero(fmt: MXFormat, mode: ScaleMode) -> None:
-    mx = quantize(torch.cat([torch.zeros(1, 32), -torch.zeros(1, 32)]), fmt=fmt, mode=mode)
-    assert raw(mx.scale).tolist() == [[0], [0]]
-    assert raw(mx.qdata).tolist() == [[0x00] * 32, [0x80] * 32]
-
-
-@both_formats
-@all_modes
-def test_nan_or_inf_makes_its_block_nan_and_no_other(fmt: MXFormat, mode: ScaleMode) -> None:
-    for bad, dtype in zip((float("nan"), float("inf"), float("-inf")), (torch.float32, torch.bfloat16, torch.float16)):
-        x = gaussian(3, 96, dtype=dtype)
-        x[1, 40] = bad
-        mx = quantize(x, fmt=fmt, mode=mode)
-        assert raw(mx.scale)[1, 1] == 255
-        assert (raw(mx.qdata)[1, 32:64] == 0x7F).all()
-        assert_bytes(quantize(x.mT, fmt=fmt, mode=mode, axis=-2).scale, raw(mx.scale).T)
-        bad_values = mx.dequantize().isnan()
-        assert bad_values[1, 32:64].all()
-        assert bad_values.sum() == 32
-
-
 @both_formats
 @all_modes
 def test_hostile_blocks_match_float64(fmt: MXFormat, mode: ScaleMode) -> None:
