@@ -55,6 +55,8 @@ def test_ranks_that_disagree_on_sizes_are_both_named(ctx: Context):
         Workspace(transport, **{**sizes, "dim": 0})
     with pytest.raises(ValueError, match=r"max_tokens: got 1\.5, wanted a whole number, at least 0"):
         Workspace(transport, **{**sizes, "max_tokens": 1.5})
+    with pytest.raises(ValueError, match="row_bytes: got 16777201, wanted at most 16777200"):
+        Workspace(transport, **{**sizes, "row_bytes": 2**24 - 15})
 
 
 class Kernels(Transport):

@@ -125,6 +125,7 @@ class Layout:
         number: bytes of a row, K for dispatch_tables. A refusal sends the size of the batch that does not fit, or 0 for
         invalid ids.
         """
+        assert 0 <= number < 1 << 24, number
         return self.mark << 27 | STEPS.index(step) << 24 | number
 
     def dispatches(self, buffer: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ class Workspace:
             raise ValueError(f"Workspace: num_sms: got {num_sms}, wanted at least 1")
         if num_experts % transport.world_size:
             raise ValueError(f"num_experts: got {num_experts}, wanted a multiple of {transport.world_size} ranks")
-        if row_bytes >= 2**24:
-            raise ValueError(f"row_bytes: got {row_bytes}, wanted less than {2**24}")
+        if row_bytes > (most := 2**24 - ALIGNMENT):  # rounded up, it is a number in `Layout.op_id`
+            raise ValueError(f"row_bytes: got {row_bytes}, wanted at most {most}")
         if (num_slots := transport.world_size * max_tokens) * top_k >= 2**31:
             raise ValueError(f"Workspace: got {num_slots} rows of {top_k} experts, wanted an index that fits int32")
 
