@@ -71,22 +71,21 @@ def test_the_text_has_the_figures_of_the_results() -> None:
     assert len(times) == 6
     assert f"six models, 2 H200s | {min(times):.1f} to {max(times):.1f} times as fast |" in TEXT
 
-    rows = [row for row in results("step-2gpu", "h100")["rows"] if "TFLOP/s a GPU" in row]
-    steps = {(row["kind"], row["layers"], row["routing"]): row for row in reversed(rows)}  # the newest is first
-    ours, theirs = (steps[f"{kind} + optimize", 8, "natural"]["TFLOP/s a GPU"] for kind in ("mxep_mxfp8", "baseline"))
-    assert f"2 H100s | {ours:.0f} TFLOP/s per GPU | the same baseline: {theirs:.0f}, both after `optimize` |" in TEXT
-    rates = []
-    for routing in ("forced", "natural"):
-        few, many = (steps["mxep_mxfp8 + optimize", layers, routing] for layers in (8, 16))
-        whole = many["ms"] + 4 * (many["ms"] - few["ms"])  # 32 layers more, 8 apart
-        rates.append(flops_of_layers(48) * 8 * 8192 / 1e9 / whole)
-    assert "balanced by force | {:.0f} TFLOP/s per GPU (natural routing: {:.0f}) | NVIDIA".format(*rates) in TEXT
+    steps = {row["what"]: row["TFLOP/s"] for row in results(front_page.MODEL)["sections"]["model"]}
+    ours, theirs = steps["mxep mxfp8"], steps["baseline"]
+    assert f"2 H200s | {ours:.0f} TFLOP/s per GPU | the same baseline: {theirs:.0f}, both after `optimize` |" in TEXT
+    rows = [row for row in results("step-2gpu", "h100")["rows"] if "ms" in row and row["routing"] == "forced"]
+    forced = {(row["kind"], row["layers"]): row["ms"] for row in reversed(rows)}  # the newest is first
+    few, many = (forced["mxep_mxfp8 + optimize", layers] for layers in (8, 16))
+    whole = many + 4 * (many - few)  # 32 layers more, 8 apart
+    rate = flops_of_layers(48) * 8 * 8192 / 1e9 / whole
+    assert f"48 layers, experts balanced by force | {rate:.0f} TFLOP/s per GPU | NVIDIA" in TEXT
 
     files = (results(f"peers-{run}", "h100")["layers"] for run in (2, 4, 10))  # a later one replaces times
     timed = [row for rows in files for row in rows if "30B" in row["shape"] and "ms" in row]
     peers = {(row["peer"], row["rows an expert"]): row["ms"] for row in timed}
     mine = "MXFP8 {:.2f} ms, bf16 {:.2f}".format(*(peers[f"mxep {recipe}", 2048] for recipe in ("mxfp8", "bf16")))
-    names = {"SonicMoE": "SonicMoE bf16", "ScatterMoE": "ScatterMoE bf16", "torchao FP8": "torchao fp8 row"}
+    names = {"SonicMoE": "SonicMoE bf16", "torchao FP8": "torchao fp8 row"}
     others = ", ".join(f"{name} {peers[peer, 2048]:.2f}" for name, peer in names.items())
     assert f"2048 rows each, one H100 | {mine} | on other H100s: {others} |" in TEXT
 
