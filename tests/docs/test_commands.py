@@ -3,6 +3,7 @@
 As on a machine of 8 GPUs. Words in capitals, as FOLDER, stand for what a reader has: a model's folder with a text.
 """
 
+import importlib
 import itertools
 import json
 import re
@@ -86,6 +87,7 @@ def complaint(words: list[str], stand_in: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model as save_pretrained writes it, with a tokenizer and a text; GPUs, and the packages that models want."""
+    importlib.import_module("benchmarks.model")  # transformers would miss packages that are only said to be there
     monkeypatch.setattr(config, "gpu_count", lambda: GPUS)
     installed = config.importlib.metadata.version
     monkeypatch.setattr(
