@@ -66,7 +66,7 @@ def step(function: Callable[..., Tensor], *tensors: Tensor | None, wanted: tuple
         ("mxfp8", (1, 1, 1), "triton"),
         ("mxfp8", (1, 1, 1), HOPPER),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_a_compiled_grouped_product_has_the_bits_of_an_eager_one(
     wanted: tuple[bool, ...], recipe: str, backend: Any
