@@ -148,28 +148,33 @@ SECTIONS = {
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """Yield (section, row). Collective, with the same rows on all ranks."""
-    wanted, changes = bench.config.sections or SECTIONS, tuple(bench.config.changes or ())
-    found: list[tuple[str, str, Shape, float]] = []
+    wanted = bench.config.sections or SECTIONS
+    return ((section, row) for section, row in _rows(bench, profile="shares" in wanted) if section in wanted)
+
+
+def _rows(bench: Bench, *, profile: bool) -> Iterator[tuple[str, Row]]:
+    """Rows of all sections, of shares only with `profile`."""
+    changes = tuple(bench.config.changes or ())
+    found: dict[tuple[Any, ...], list[tuple[Shape, float]]] = {}
     for about, shape in models(bench, Shape):
         rate = functools.partial(_rate, config_of(about["model"], shape, bench.device))
         first = None
         for case in bench.config.cases or USUAL:
             row = about | shape._asdict() | {"what": case, "changes": [*changes]}
             try:
-                step = _step(bench, about["model"], shape, case, changes, profile="shares" in wanted)
+                step = _step(bench, about["model"], shape, case, changes, profile=profile)
             except FailedOnRanks as error:
                 yield "model", row | failure(error)
                 continue
             shares, ms = step.pop("shares"), step["ms"]
             first = ms if case == BASELINE else first
-            found.append((about["model"], case, shape, ms))
+            found.setdefault((about["model"], case, shape[1:]), []).append((shape, ms))
             yield "model", row | step | rate(shape, ms) | ({"x baseline": first / ms} if first else {})
             if shares:
                 yield "shares", row | shares
-    for model, case in dict.fromkeys((model, case) for model, case, *_ in found) if "extrapolated" in wanted else ():
-        at = sorted((shape, ms) for *key, shape, ms in found if key == [model, case])
-        if len({shape.layers for shape, _ in at}) > 1:
-            yield "extrapolated", {"model": model, "what": case, **extrapolated(at, model, bench.device)}
+    for (model, case, _), at in found.items():
+        if len(dict(at)) > 1:
+            yield "extrapolated", {"model": model, "what": case, **extrapolated(sorted(at), model, bench.device)}
 
 
 def extrapolated(at: list[tuple[Shape, float]], model: str, device: torch.device) -> Row:
@@ -178,9 +183,8 @@ def extrapolated(at: list[tuple[Shape, float]], model: str, device: torch.device
     depth = MODELS[model][1]["num_hidden_layers"]
     ms = last + (depth - many.layers) * (last - first) / (many.layers - few.layers)
     whole = many._replace(layers=depth)
-    return {"ms": ms, "layers": depth, "from": [few.layers, many.layers]} | _rate(
-        config_of(model, whole, device), whole, ms
-    )
+    rate = _rate(config_of(model, whole, device), whole, ms)
+    return whole._asdict() | {"ms": ms, "from": [few.layers, many.layers]} | rate
 
 
 def _rate(config: Any, shape: Shape, ms: float) -> Row:
@@ -372,6 +376,8 @@ class Subject:
         kind = self.config.model_type
         if case == BASELINE and kind == "gpt_oss":
             raise NotImplementedError("the baseline has no biases and no clamped SwiGLU")
+        if case.endswith(LINEARS) and "optimize" not in self.changes:
+            raise NotImplementedError("linears: wants bench.changes=[optimize]")
         if case == TRANSFORMERS and mesh and own_expert_parallel is None:
             raise NotImplementedError("wants transformers 5.23")
         if "forced" in self.changes and kind != "qwen3_moe":

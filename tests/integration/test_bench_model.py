@@ -59,6 +59,15 @@ def test_cases_take_the_same_steps_are_counted_and_extrapolated(rows_of) -> None
     assert [row["what"] for row in found["extrapolated"]] == ["baseline", "mxep bf16", "mxep mxfp8"]
 
 
+def test_only_what_is_wanted_is_returned_and_only_like_steps_are_extrapolated(rows_of) -> None:
+    shapes = "bench.shapes.qwen3_30b=[[1,1,1,32],[2,1,1,32],[2,2,1,32]]"
+    found = rows_of(shapes, "bench.changes=[]", "bench.cases=[none]", "bench.sections=[extrapolated]")
+    assert not found["model"]
+    assert not found["shares"]
+    (row,) = found["extrapolated"]
+    assert (row["micro_batches"], row["from"], row["layers"]) == (1, [1, 2], 48)
+
+
 def test_layers_are_extrapolated_from_two_numbers_of_them() -> None:
     at = [(Shape(8, 1, 2, 4096), 100.0), (Shape(16, 1, 2, 4096), 180.0)]
     row = bench_model.extrapolated(at, "qwen3_30b", torch.device("cuda"))
@@ -104,6 +113,8 @@ def test_what_a_model_does_not_have_is_a_note_and_its_next_case_runs(rows_of) ->
     given = "bench.models=[deepseek_v3_16b]", "bench.changes=[forced]", "bench.cases=[none]", "bench.sections=[model]"
     (row,) = rows_of(*given)["model"]
     assert "forced: wants Qwen3's router, got deepseek_v3's" in row["note"]
+    given = 'bench.cases=["mxep bf16, linears"]', "bench.changes=[]", "bench.sections=[model]"
+    assert "linears: wants bench.changes=[optimize]" in rows_of(*given)["model"][0]["note"]
 
 
 def test_fp32_moments_take_adamws_step() -> None:
