@@ -46,7 +46,7 @@ from mxep.integration.report import Row
 
 from .runner import Bench, table
 from .script import free_memory
-from .timer import Alternative, Call, Timer
+from .timer import Alternative, Timer
 
 FEW = 32
 """SMs of a caller that overlaps the exchange with other kernels."""
@@ -122,14 +122,11 @@ def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]
     for suffix, num_sms in {"": None, **({f", {FEW} SMs": FEW} if section == "headline" else {})}.items():
         exchange = on_all_ranks(lambda num_sms=num_sms: verified(Exchange(p, num_sms=num_sms)))  # type: ignore[misc]
         for name, call in CALLS.items():
-            found[name + suffix] = Alternative(functools.partial(_one_call, call, exchange), check=p.transport.check)
+            one = functools.partial(call, exchange)
+            found[name + suffix] = Alternative(functools.partial(list, [one]), check=p.transport.check)
     bf16, mx = Collective(p, p.bf16, torch.bfloat16), Collective(p, p.mxfp8, torch.uint8)
     peers = {f"{peer} bf16": bf16.dispatch, f"{peer} 8-bit": mx.dispatch, f"{peer} bf16, combine": bf16.combine}
     return found | {name: Alternative(functools.partial(list, [call]), "may") for name, call in peers.items()}
-
-
-def _one_call(call: Callable[[Exchange], object], exchange: Exchange) -> list[Call]:
-    return [functools.partial(call, exchange)]
 
 
 BLOCK = 32  # elements that share a scale; groups are padded to a multiple of it

@@ -72,11 +72,11 @@ def report(config: Config, outcome: Outcome) -> Report:
         "runs": Section("runs", ("seed", "run"), runs, found["runs"]),
         "differences": Section("over seeds", ("loss", "what"), seeds, found["differences"]),
     }
-    title = f"mxep compare: {_of(config)} beside bf16, losses in nats a byte"
+    title = f"mxep compare: {_recipe_names(config)} beside bf16, losses in nats a byte"
     return Report(title, {}, sections, about=about, remarks=list(sentences(found)))
 
 
-def _of(config: Config) -> str:
+def _recipe_names(config: Config) -> str:
     """Names of the recipe and of its linears' recipe."""
     linears = "" if config.recipe.linear is None else f", linears {config.recipe.linear},"
     return make_recipe(config).name + linears
@@ -129,14 +129,16 @@ def summarize(trials: Trials) -> dict[str, Any]:
     """Runs, differences with their noise, and whether a run repeats (module docstring)."""
     first = next(iter(trials))
     (name,) = trials[first].keys() - {BASE, NUDGED, AGAIN}
-    runs = [{"seed": seed, "run": run, **_summarize(made)} for seed, of in trials.items() for run, made in of.items()]
+    runs = [
+        {"seed": seed, "run": run, **_summarize(made)} for seed, trial in trials.items() for run, made in trial.items()
+    ]
     differences = []
     for loss, key in LOSSES.items():
-        of = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
-        difference, nudged = ([a - b for a, b in zip(of[run], of[BASE])] for run in (name, NUDGED))
+        losses = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
+        difference, nudged = ([a - b for a, b in zip(losses[run], losses[BASE])] for run in (name, NUDGED))
         spread = _spread(difference)
         noise = {
-            "seeds": statistics.stdev(of[BASE]),
+            "seeds": statistics.stdev(losses[BASE]),
             "nudges": (statistics.fmean(d * d for d in nudged) / len(nudged)) ** 0.5,
             "standard errors": 2 * spread["standard error"],
         }
@@ -144,8 +146,8 @@ def summarize(trials: Trials) -> dict[str, Any]:
         differences += [
             {"loss": loss, "what": f"{name} - {BASE}", **spread, "noise": verdicts},
             {"loss": loss, "what": f"{NUDGED} - {BASE}", **_spread(nudged)},
-            {"loss": loss, "what": BASE, **_spread(of[BASE])},
-            {"loss": loss, "what": name, **_spread(of[name])},
+            {"loss": loss, "what": BASE, **_spread(losses[BASE])},
+            {"loss": loss, "what": name, **_spread(losses[name])},
         ]
     repeat = {"seed": first, "differs from step": differs(trials[first][BASE], trials[first][AGAIN])}
     return {"differences": differences, AGAIN: repeat, "runs": runs}

@@ -215,7 +215,7 @@ def fit(rows: Sequence[Row]) -> Rates:
         timed = [row for row in rows if row["section"] == "layer" and row["what"] == what and "ms" in row]
         layouts = {row["ms"]: Layout(Shape(*row["shape"]), most, what) for row in timed if row["ranks"] == most}
         if layouts:
-            steps[name] = statistics.median(1e3 * ms / sum(rates.stages(of).values()) for ms, of in layouts.items())
+            steps[name] = statistics.median(1e3 * ms / sum(rates.stages(one).values()) for ms, one in layouts.items())
     host = {row["what"]: 1e3 * row["ms"] for row in rows if row["section"] == "host" and "ms" in row}
     return Rates(rates.us, steps, host)
 
@@ -254,9 +254,9 @@ def memory(layout: Layout) -> Memory:
     into_wgrad = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
     again = dispatcher == "local" and (not quantized or top_k > 1)  # backward gathers rows from x again
     saved = 0 if again else into_wgrad if quantized or few == rows else slots * row
-    gate_up, of_forward = 4 * rows * hidden, 2 * rows * dim  # besides at forward's peak
+    gate_up, at_peak = 4 * rows * hidden, 2 * rows * dim  # at_peak: other bytes at forward's peak
     if recipe.saved_gate_up == "fp8" or few < rows:
-        of_forward = max(gate_up, of_forward)
+        at_peak = max(gate_up, at_peak)
         gate_up = few * (2 * hidden + 1 if recipe.saved_gate_up == "fp8" else 4 * hidden)
     h, d_h = rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
     plan = 8 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
@@ -274,14 +274,14 @@ def memory(layout: Layout) -> Memory:
     swiglu = h + d_gate_up * (not quantized)
     early = into_wgrad * (few < rows and (again or not quantized))  # rows made again from x or slots, for `rest`
     rest, rowwise = 4 * (rows - few) * hidden, 2 * w * quantized * (few < rows)  # of gate_up, and its weight
-    of_rest = max((dim + 1) * quantized, (2 * hidden + 1) * (recipe.saved_gate_up == "fp8")) * (rows - few)
+    rest_in_fp8 = max((dim + 1) * quantized, (2 * hidden + 1) * (recipe.saved_gate_up == "fp8")) * (rows - few)
     # Live during the last weight gradient: dx, and its rows if an exchange may still hold them.
     late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher == "all_to_all")
     operands = folded * (2 * hidden + dim)
-    forward = kept + h + of_forward + 1.5 * colwise  # before out is allocated and after slots are freed
+    forward = kept + h + at_peak + 1.5 * colwise  # before out is allocated and after slots are freed
     backward = [
         (kept + early, 1.5 * colwise + rowwise + d_slots + d_y[0] + d_h),
-        (kept + early, colwise + rowwise + d_slots + d_y[1] + d_h + rest + of_rest),
+        (kept + early, colwise + rowwise + d_slots + d_y[1] + d_h + rest + rest_in_fp8),
         (kept + early, colwise + d_slots + d_y[1] + d_h + rest + swiglu),
         # Then down_proj's gradient, dx's rows, the gradient of gate_up_proj.
         (saved + early + plan, colwise + d_slots + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized)),
@@ -292,8 +292,8 @@ def memory(layout: Layout) -> Memory:
     if dispatcher == "all_to_all":  # rows gathered, joined, received and split
         backward.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w))
     called = max(forward, *(out + left + besides for left, besides in backward))
-    of_node = Buffer(layout.near if crossing else ranks, crossing or tokens, top_k, round_up(2 * dim, 16)).nbytes
-    return Memory(kept, called - kept, 2 * of_node * copied)
+    buffer = Buffer(layout.near if crossing else ranks, crossing or tokens, top_k, round_up(2 * dim, 16)).nbytes
+    return Memory(kept, called - kept, 2 * buffer * copied)
 
 
 def estimate(config: Config) -> Report:
@@ -393,11 +393,11 @@ def _row(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: boo
     ring = once * ((2 * wanted.micro_batches + 1) if fsdp else 2)
     lanes = [ring / wanted.nvlink if near > 1 else 0.0, ring / near / wanted.network if replicas > near else 0.0]
     grad_ms = rates.us[BASELINE, "NCCL"] * WIRE * max(lanes) / 1e3 / wanted.micro_batches
-    of_layer, parameters = memory(layout), {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
+    layer, parameters = memory(layout), {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
     sizes = {name: float(layers * weights * size) / (replicas if fsdp else 1) for name, size in parameters.items()}
-    sizes |= {"kept": layers * of_layer.kept, "work": of_layer.work}
+    sizes |= {"kept": layers * layer.kept, "work": layer.work}
     sizes |= {"gathered": 6.0 * weights} if fsdp else {}  # two layers' weights and the gradients of one are whole
-    sizes |= {"buffers": of_layer.buffers}
+    sizes |= {"buffers": layer.buffers}
     gib = sum(sizes.values()) / GIB
     if replicas > 1 and not fsdp and (wanted.fsdp or (wanted.fsdp is None and gib > wanted.memory)):
         return _row(config, rates, layout, layers, fsdp=True)

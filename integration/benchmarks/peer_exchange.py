@@ -94,8 +94,8 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
         peer.check(p)
         calls = {
             f"{name} bf16{suffix}": Alternative(functools.partial(list, [call]), graph)
-            for name, of, graph in (("NCCL", nccl, "may"), ("vdev_2d", peer, "never"))
-            for suffix, call in (("", of.dispatch), (", combine", of.combine))
+            for name, exchange, graph in (("NCCL", nccl, "may"), ("vdev_2d", peer, "never"))
+            for suffix, call in (("", exchange.dispatch), (", combine", exchange.combine))
         }
         found = timer.compare(calls)
         rows += [{"shape": list(shape), "what": name, **row} for name, row in found.items()]

@@ -173,12 +173,12 @@ def _check_ranks(config: Config) -> Iterator[str]:
         yield f"model.experts must be a multiple of {ep} (parallel.ep), got {experts}: try {cure}"
     if config.data.batch % (pieces := ranks * config.train.micro_batches):
         cure = f"data.batch={pieces * (config.data.batch // pieces + 1)}"
-        of = "parallel.ranks" if pieces == ranks else "parallel.ranks times train.micro_batches"
-        yield f"data.batch must be a multiple of {pieces} ({of}), got {config.data.batch}: try {cure}"
+        factors = "parallel.ranks" if pieces == ranks else "parallel.ranks times train.micro_batches"
+        yield f"data.batch must be a multiple of {pieces} ({factors}), got {config.data.batch}: try {cure}"
     if config.dispatcher.name == "local" and ep != 1:
         yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}"
-    if (of_node := config.dispatcher.ranks_per_node) is not None and ep % of_node:
-        yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {of_node}"
+    if (per_node := config.dispatcher.ranks_per_node) is not None and ep % per_node:
+        yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {per_node}"
     if config.dispatcher.name == "nvshmem" and ep != ranks:
         yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
 

@@ -182,10 +182,6 @@ class Transformer(nn.Module):
         return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
 
     @property
-    def experts(self) -> list[Experts]:
-        return [moe.experts for moe in self.moes]
-
-    @property
     def moes(self) -> list[MoE]:
         return [module for module in self.modules() if isinstance(module, MoE)]
 

@@ -365,9 +365,9 @@ def charts(runs: Sequence[Run], entropy: float) -> Iterator[str]:
         drawn += [Curve(None, style, curve, faint=True), Curve(run.name, style, smooth(curve))]
     level = Curve(f"unigram entropy, {entropy:.2f}", STYLES[-1], [(1, entropy), (last, entropy)])
     yield chart("loss in nats per byte, by step", [*drawn, level])
-    of_base, zero = dict(curves[0]), Curve(None, STYLES[-1], [(1, 0.0), (last, 0.0)])
+    base, zero = dict(curves[0]), Curve(None, STYLES[-1], [(1, 0.0), (last, 0.0)])
     for run, curve, style in zip(runs[1:], curves[1:], STYLES[1:]):
-        both = [(step, loss - of_base[step]) for step, loss in curve if step in of_base]
+        both = [(step, loss - base[step]) for step, loss in curve if step in base]
         if both:
             name = f"{run.name} - {runs[0].name}"
             title = f"{name} in nats per byte, smoothed"

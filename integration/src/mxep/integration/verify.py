@@ -261,8 +261,8 @@ def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, con
     """Run the MoE layer on this rank's tokens. Weight gradients are those of this rank's experts."""
     recipe, kind = case.split("/")
     (experts, dim, hidden_dim), ranks = problem.down_proj.shape, mesh.ranks
-    of_node = config.dispatcher.ranks_per_node or (1 if ranks % 2 else ranks // 2)
-    nodes: DispatchFields = {"ranks_per_node": of_node} if kind == "hierarchical" else {}
+    ranks_per_node = config.dispatcher.ranks_per_node or (1 if ranks % 2 else ranks // 2)
+    nodes: DispatchFields = {"ranks_per_node": ranks_per_node} if kind == "hierarchical" else {}
     dispatcher = make_dispatcher(kind, experts, dim=dim, group=mesh.ep, **nodes)
     moe = MoE(
         dim,

@@ -162,12 +162,12 @@ def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]
                 yield name, kind, wanted.name, f"its config names {got!r}: model.set_experts_implementation({{name!r}})"
         else:
             has_gradients = any(p.grad is not None for p in module.parameters())
-            of = named or (layer and layer.made_for)
-            assert isinstance(of, Implementation)
+            implementation = named or (layer and layer.made_for)
+            assert isinstance(implementation, Implementation)
             if not _reaches_mxep(module.forward) or has_gradients:
-                yield name, kind, of.name, _REPLACED
+                yield name, kind, implementation.name, _REPLACED
             elif ran and none_called:
-                yield name, kind, of.name, f"run a forward first, or {_REPLACED}"
+                yield name, kind, implementation.name, f"run a forward first, or {_REPLACED}"
 
 
 def _modules_of_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

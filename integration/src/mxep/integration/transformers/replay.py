@@ -47,7 +47,7 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
     run eagerly.
     """
     blocks = _blocks(model)
-    given = _of_layers(model, ids, blocks)
+    given = _ids_by_layer(model, ids, blocks)
     own = [block.__dict__.get("forward") for block in blocks.values()]
     for (name, block), chosen in zip(blocks.items(), given):
         block.forward = functools.partial(_replay, block.forward, name, _num_experts(block), chosen)
@@ -146,8 +146,8 @@ def _num_experts(block: nn.Module) -> int:
     return int(experts.num_experts)
 
 
-def _of_layers(model: nn.Module, ids: Ids, blocks: dict[str, Any]) -> list[Tensor]:
-    """int64 (T, K) for each MoE layer."""
+def _ids_by_layer(model: nn.Module, ids: Ids, blocks: dict[str, Any]) -> list[Tensor]:
+    """Check ids, and return them as int64 (T, K) for each MoE layer."""
     if isinstance(ids, Tensor):
         layers = ids.shape[-2] if ids.dim() > 2 else 0
         numbers = [int(found[1]) for name in blocks if (found := re.search(r"\.layers\.(\d+)\.", f".{name}."))]
