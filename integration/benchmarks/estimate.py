@@ -233,7 +233,6 @@ class Memory:
 
 
 def memory(layout: Layout) -> Memory:
-    """Bytes that one layer of a layout needs on a rank."""
     (tokens, dim, hidden, experts, top_k), ranks, capacity = layout.shape, layout.ranks, layout.capacity
     own, recipe, dispatcher = experts // ranks, Recipe.named(layout.case.whole_recipe), layout.case.dispatcher
     quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k

@@ -49,7 +49,6 @@ FROZEN = ("mxfp8", "mxfp4", "fp8_block")
 
 
 def microseconds(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Time the calls in turn: microseconds of each."""
     timer = Timer(torch.device("cuda"), seconds=0.05, rounds=5)
     rows = timer.compare({name: Alternative(lambda call=call: [call], "never") for name, call in calls.items()})  # type: ignore[misc]
     return {name: row["us"] for name, row in rows.items()}

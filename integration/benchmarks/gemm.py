@@ -176,7 +176,6 @@ Maker = Callable[[Problem], Call]
 
 
 def need_cuda(device: torch.device) -> None:
-    """Raise NotImplementedError on other devices."""
     if device.type != "cuda":
         raise NotImplementedError(f"needs CUDA, got {device}")
 

@@ -201,7 +201,6 @@ class Process:
         return answer
 
     def _said(self) -> str:
-        """The last 2000 characters of its log."""
         return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
 
     def close(self) -> None:
@@ -296,7 +295,6 @@ def table(given: argparse.Namespace) -> None:
 
 
 def names_in(text: str) -> list[str]:
-    """Split names at semicolons."""
     return [name.strip() for name in text.split(";")]
 
 

@@ -226,7 +226,6 @@ class Timer:
 
 
 def failure(error: FailedOnRanks) -> Row:
-    """The row of a failed run."""
     return {"note" if error.unsupported else "error": str(error)}
 
 

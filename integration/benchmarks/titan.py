@@ -120,7 +120,6 @@ def make_config(args: argparse.Namespace) -> Any:
 
 
 def make_trainer(args: argparse.Namespace) -> Any:
-    """torchtitan's trainer for a case."""
     from torchtitan.train import Trainer
 
     return Trainer(make_config(args))

@@ -81,7 +81,6 @@ def find_benchmarks() -> None:
 
 
 def load_benchmark(module: str) -> Any:
-    """A module of integration/benchmarks. Most import torch."""
     find_benchmarks()
     return importlib.import_module(f"benchmarks.{module}")
 
@@ -136,7 +135,6 @@ def _refuse_unless_plain(key: str, value: Any, *, nested: bool = False) -> None:
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """A Config as plain JSON values."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
 

@@ -98,7 +98,6 @@ def top_k_of(config: Any) -> int:
 
 
 def _is_sparse(config: Any, i: int) -> bool:
-    """Whether a layer has experts."""
     if (chosen := getattr(config, "moe_layers", None)) is not None:
         return i in chosen
     if (start := getattr(config, "moe_layer_start_index", None)) is not None:

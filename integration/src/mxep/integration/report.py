@@ -114,7 +114,6 @@ class Report:
 
     @property
     def failed(self) -> int:
-        """Number of rows with an error."""
         return sum("error" in row for row in self.lines)
 
     def add(self, section: str, row: Row) -> Row:

@@ -27,7 +27,6 @@ def shortened(value: Any) -> Any:
 
 
 def write_json(report: Mapping[str, Any], files: Sequence[Path]) -> None:
-    """Write the report as JSON to each file."""
     for file in files:
         file.write_text(json.dumps(report, indent=1) + "\n")
 

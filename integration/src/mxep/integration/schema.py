@@ -98,8 +98,6 @@ def _out_of_bounds(key: str, value: Any, hint: Any) -> Iterator[str]:
 
 @dataclass
 class TaskConfig:
-    """name: what to do, one of the tasks in app.py."""
-
     name: Annotated[str, OneOf(TASKS)]
 
 
@@ -258,8 +256,6 @@ class EstimateConfig:
 
 @dataclass
 class Config:
-    """All sections."""
-
     task: TaskConfig
     model: ModelConfig
     data: DataConfig
