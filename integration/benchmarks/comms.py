@@ -259,7 +259,7 @@ def verified(exchange: Exchange) -> Exchange:
 
 
 def differences(e: Exchange) -> list[str]:
-    """Names of exchanges whose results differ in any bit from plain collectives and plain torch. Collective.
+    """Names of exchanges that give other bits than plain collectives and plain torch. Collective.
 
     dispatch  slot (s, t) = row t of rank s, for every t that this rank needs
     combine   sums of rows, then an all-to-all of equal splits, then sums over ranks

@@ -4,7 +4,7 @@ linear   x (T, K) -> (T, N): both gradients of one weight                       
 qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
 host     host time of a linear, and of q, k and v, with an idle GPU                        shapes "host"
 
-A weight is quantized in each call, once along K and once along N. Operands are bf16.
+Operands are bf16. A weight is quantized in each call, once along K and once along N.
 
 - `together` is `linear_together`; `auto` is the recipe that `auto_recipe` picks.
 - `scaled_mm row` is torch's three dense FP8 GEMMs with a scale per row, without the time to quantize operands.

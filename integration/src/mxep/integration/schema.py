@@ -312,7 +312,7 @@ def sizes_of(found: Mapping[str, Any]) -> dict[str, int]:
 
 
 CAPTURED = "deepseek_v3", "mixtral", "qwen3_moe"
-"""Types of transformers models whose steps were captured as CUDA graphs, without attention windows. Others may sync."""
+"""Types of transformers models with steps captured as CUDA graphs, if no layer has a window. Others may sync."""
 
 
 def attends_to_all(hf_config: Mapping[str, Any]) -> bool:

@@ -68,7 +68,7 @@ class Run:
 
     @property
     def taken(self) -> list[dict[str, Any]]:
-        """The metrics of the steps that were not skipped."""
+        """Metrics of the steps that were not skipped."""
         return [row for row in self.metrics if not row.get("skipped")]
 
     @property

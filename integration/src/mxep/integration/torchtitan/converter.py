@@ -1,6 +1,4 @@
-"""Routed experts for torchtitan 0.2, as a model converter. For 0.3, see `overrides.py`.
-
-    --job.custom_config_module mxep.integration.torchtitan.converter --model.converters mxep --mxep.recipe mxfp8
+"""Routed experts for torchtitan 0.2, as a model converter. `__init__.py` shows the command.
 
 Each MoE and its experts get another class. Parameters, their names, sharding and initialisation stay torchtitan's.
 torchtitan's dispatch does not run: it is in hooks on the experts' forward, which is not called here.

@@ -1,7 +1,4 @@
-"""Parts of both torchtitan adapters: options, the routed experts' computation, the hook before steps, expert loads.
-
-`overrides.py` has the overrides for torchtitan 0.3, `converter.py` the model converter for 0.2.
-"""
+"""Parts of both torchtitan adapters: options, the routed experts' computation, the hook before steps, expert loads."""
 
 from __future__ import annotations
 

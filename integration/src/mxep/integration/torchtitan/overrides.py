@@ -135,7 +135,7 @@ def routed_experts(config: Any, **options: Any) -> Any:
 
 
 class QuantizedLinear(Linear):  # type: ignore[misc]
-    """A linear with torchtitan's parameters, whose GEMMs use a recipe."""
+    """A linear with torchtitan's parameters and GEMMs in a recipe."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):  # type: ignore[misc]
