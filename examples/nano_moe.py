@@ -18,10 +18,10 @@ Along which axis. A GEMM sums over one axis, and block scales have to lie along 
 Tokens are quantized once, along their rows, before they travel. Weights are quantized twice. wgrad is the problem.
 
 Why folding. Blackwell's tensor cores multiply MX blocks. Hopper's do not: there, an FP8 GEMM has one scale a row,
-applied after the sum. Folding gives all blocks of a row the row's largest scale and shifts the elements instead. A
-block with a scale 2^d smaller has its elements multiplied by 2^-d, so d comes off their exponents. The shift is exact
+applied after the sum. Folding gives all blocks of a row the row's largest scale and shifts the elements instead: if a
+block's scale is 2^d smaller, its elements are multiplied by 2^-d, so d comes off their exponents. The shift is exact
 for elements within 2^13 of their row's largest. Smaller ones are rounded.
-Folding also solves wgrad. There, token m has the scale s_dy(m) * s_x(m) inside the sum. The largest of these goes in
+Folding also solves wgrad. There, token m has the scale s_dy(m) * s_x(m) inside the sum. The largest such scale moves in
 front of the sum. Each token shifts the difference into its elements, half into dy, half into x. No token is quantized a
 second time. `folded=True` computes this, as mxep does on Hopper. `folded=False` multiplies MX blocks as they are and
 quantizes both operands of wgrad again, along tokens, as mxep does on a CPU.
@@ -123,7 +123,7 @@ def fold_for_wgrad(dy: MX, x: MX) -> tuple[Tensor, Tensor, int]:
 def grouped_mm(a: MX, w: Tensor, groups: tuple[Tensor, ...], folded: bool) -> Tensor:
     """a (R, K), w (E, N, K) -> (R, N) bf16: a[rows] @ w[e]^T. This is the forward, and dgrad with w transposed."""
     a_values = (fold(a) if folded else a).dequantize()
-    w_values = quantize(w, w.shape[-1] if folded else BLOCK).dequantize()  # one scale a row at once: rounded once
+    w_values = quantize(w, w.shape[-1] if folded else BLOCK).dequantize()  # folded: one scale a row, rounded once
     return torch.cat([a_values[rows] @ w_values[e].mT for e, rows in enumerate(groups)]).bfloat16()
 
 
@@ -158,7 +158,7 @@ def sigmoid_pair(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """The sum over the last axis in a fixed order; the order of torch's own depends on the device."""
+    """The sum over the last axis in a fixed order. torch.sum's order depends on the device."""
     x = F.pad(x, (0, max(8, 1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))  # to a power of two
     for _ in range(3):  # sums of 8 neighbors
         x = x[..., 0::2] + x[..., 1::2]
@@ -236,7 +236,7 @@ class Experts(torch.autograd.Function):
         d_h = grouped_mm(d_y, w2.mT, plan.groups, folded)
         d_gate_up_fp32, d_row_weight = swiglu_backward(d_h, gate_up, row_weight)
         h, d_gate_up = quantize(swiglu(gate_up, row_weight)), quantize(d_gate_up_fp32)
-        if folded:  # before wgrad, too, which shifts them again: so do mxep's SwiGLU kernels
+        if folded:  # wgrad shifts them once more. mxep's SwiGLU kernels also fold first
             h, d_gate_up = fold(h), fold(d_gate_up)
         d_w2 = grouped_wgrad(d_y, h, plan.groups, folded)
         d_rows = grouped_mm(d_gate_up, w13.mT, plan.groups, folded)

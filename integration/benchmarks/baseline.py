@@ -1,9 +1,9 @@
-"""The standard expert-parallel layer, which bench=layer compares with: collectives, sizes read by the host, grouped mm.
+"""The standard expert-parallel layer, the baseline of bench=layer: collectives, sizes read on the host, grouped mm.
 
     x (T, D)            spread: a row for each (token, expert) pair, by expert
-      counts            all-to-all of rows per expert; the host reads them and waits          (not on one rank)
+      counts            all-to-all of rows per expert, and a device-to-host sync              (not on one rank)
     pairs (T K, D)      all-to-all, bf16                                                      (not on one rank)
-    rows (R, D)         by expert, then source rank; each group padded with zeroes to 16 rows, or more
+    rows (R, D)         by expert, then source rank; each group padded with zeroes to a multiple of 16 rows, or more
       grouped mm        w13 (gate and up in one), SwiGLU in one kernel, w2
     pairs (T K, D)      the same way back
     out (T, D)          weighted sum of a token's pairs in fp32
@@ -12,7 +12,7 @@ Backward takes the same steps in reverse. Three steps are faster than in the sta
 gather fills the groups and their padding; the gradient of spread is a gather and a sum; the weighted sum is one pass.
 Pointwise work is compiled on CUDA.
 
-Every token has K experts. T tokens of this rank, D model dim, F hidden dim, E experts in all, e here, W ranks, R rows
+T tokens of this rank, K experts for each, D model dim, F hidden dim, E experts in all, e on this rank, W ranks, R rows
 with padding.
 """
 
@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 T = TypeVar("T")
-PAD = 16  # rows: what FP8 tensor cores and aligned loads want
+PAD = 16  # rows that FP8 tensor cores and aligned loads need
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """rows (R, D), w (e, N, D), offs (e,) int32 -> (R, N), differentiable."""
@@ -41,8 +41,8 @@ def bf16_product(rows: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def compiled(fn: Callable[..., T]) -> Callable[..., T]:
-    """`fn`, compiled on CUDA for any number of rows and for fixed widths, because a division by a constant is fast.
-    With `fullgraph` it raises at Dynamo's recompile_limit, so that no baseline silently runs eager."""
+    """`fn`, compiled on CUDA for any number of rows and fixed widths, because division by a constant is fast.
+    fullgraph=True raises at Dynamo's recompile_limit, so that no baseline silently runs eager."""
 
     @functools.cache
     def inner() -> Callable[..., T]:
@@ -61,7 +61,7 @@ def compiled(fn: Callable[..., T]) -> Callable[..., T]:
 
 @compiled
 def take(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index], zeroes where that is -1."""
+    """rows[index], with zeroes for index -1."""
     return torch.where(index[:, None] >= 0, rows[index.clamp_min(0)], 0)
 
 
@@ -81,7 +81,7 @@ def weigh(pairs: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
 def weigh_backward(
     d_out: Tensor, pairs: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `weigh`: of pairs, and of weights."""
+    """Gradients of pairs and of weights in `weigh`."""
     top_k = weights.shape[1]
     d_pairs = (d_out[order // top_k].float() * weights.flatten()[order][:, None]).to(pairs.dtype)
     return d_pairs, (pairs[inverse].float() * d_out[:, None].float()).sum(-1)
@@ -94,10 +94,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class BaselineLayer:
-    """w13: (e, 2F, D), gate first. w2: (e, D, F). Both of this rank's experts. group: None for this process alone.
-
-    pad: each group is padded to a multiple of so many rows.
-    """
+    """w13: (e, 2F, D), gate first. w2: (e, D, F). group: None for this process alone. pad: each group is padded to a
+    multiple of this many rows."""
 
     def __init__(
         self,
@@ -135,7 +133,7 @@ class BaselineLayer:
         experts, pad = len(self.w13), self.pad
         bounds = torch.arange(experts * self.ranks + 1, dtype=sorted_ids.dtype, device=sorted_ids.device)
         counts = torch.searchsorted(sorted_ids, bounds).diff()  # (E,)
-        if self.ranks == 1:  # nobody has to know sizes: room for all padding there can be
+        if self.ranks == 1:  # no sync for sizes: room for the most padding
             most = len(sorted_ids) + experts * (pad - 1)
             return Groups.of(counts.view(1, experts), len(sorted_ids), -(-most // pad) * pad, [], [], alignment=pad)
         received = torch.empty_like(counts)
@@ -149,10 +147,10 @@ class BaselineLayer:
 
 @dataclass(frozen=True)
 class Groups:
-    """The row of each arrived pair. Pairs arrive by source rank and then by expert; rows are by expert.
+    """The row of each arrived pair. Pairs arrive by source rank, then expert. Rows are by expert.
 
     index: (R,) int64, pair of a row, -1 for padding. position: (pairs,) int64, row of a pair. offs: (e,) int32.
-    sent, arrived: pairs to and from each rank.
+    sent, arrived: number of pairs to and from each rank.
 
     Example, PAD 4, 2 sources: counts [[1, 2], [2, 0]] are rows [0, 3, 4, -, 1, 2, -, -], offs [4, 8].
     """
@@ -199,7 +197,7 @@ def _move(rows: Tensor, sent: list[int], arrived: list[int], group: dist.Process
 
 
 class _Spread(torch.autograd.Function):
-    """x (T, D) -> (T K, D) by expert. inverse (T, K): where a token's pairs lie."""
+    """x (T, D) -> (T K, D) by expert. inverse (T, K): rows of a token's pairs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -214,7 +212,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """`take` by an index. The inverse index is given too, for backward."""
+    """`take` by an index. Backward uses the inverse index."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

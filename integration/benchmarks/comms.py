@@ -1,17 +1,17 @@
-"""bench=comms: the exchange of mxep.comms on all ranks, beside the library's all-to-all, in one run.
+"""bench=comms: the exchange of mxep.comms on all ranks, compared with the library's all-to-all in one run.
 
-    headline   a few shapes, with all multiprocessors and with FEW
-    skew       where expert i is as likely as 1 / (i + 1)
+    headline   a few shapes, with all SMs and with FEW
+    skew       expert i has probability proportional to 1 / (i + 1)
     sweep      over tokens, dim and top-k
 
 us          median over rounds of the slowest rank, barriers included; dispatch includes tables and plan
-wire GB/s   payload that leaves the busiest sender, over that time; ids, tables and signals do not count
+wire GB/s   payload that leaves the busiest sender / us; ids, tables and signals do not count
 of wire     share of 450 GB/s, NVLink of an H200 in each direction by its data sheet
 x bf16      how many times as fast as the all-to-all of the same pairs in bf16; x 8-bit: in MXFP8
 
-The all-to-all is NCCL's on GPUs and gloo's on CPU ranks, at its best: it moves one row for each (token, expert) pair,
-sizes are known, rows are permuted already, and nothing is unpermuted after. Dispatch and combine are first verified bit
-by bit. The hosts enqueue the calls during a pause after a barrier, so no rank waits for its host.
+The all-to-all is NCCL's on GPUs and gloo's on CPU ranks, at its best: sizes are known, and permuting rows does not
+count. It moves one row for each (token, expert) pair. Dispatch and combine are first verified bit by bit. The hosts
+enqueue the calls during a pause after a barrier, so no rank waits for its host.
 
 T tokens a rank, D elements of a row, E experts, K experts a token, W ranks. A row of MXFP8 is D qdata and D/32 scales.
 """
@@ -46,10 +46,10 @@ from mxep.integration.report import Row
 
 from .runner import Bench, table
 from .script import free_memory
-from .timer import Alternative, Call, Timer
+from .timer import Alternative, Timer
 
 FEW = 32
-"""Multiprocessors that a caller may spare."""
+"""SMs of a caller that overlaps the exchange with other kernels."""
 TIMEOUT = 30.0
 PAUSE = 1_000_000  # cycles, half a millisecond: longer than the launch of a graph
 WIRE = 450.0
@@ -71,7 +71,7 @@ def open_transport(rank: Rank) -> Transport:
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    """All sections. Collective, with the same rows on all ranks."""
+    """Measure all sections. Collective, with the same rows on all ranks."""
     if bench.rank.world_size < 2:
         raise ConfigError("bench=comms wants at least 2 ranks, got 1: parallel.ranks=N")
     bench.ceilings["NVLink GB/s"] = WIRE
@@ -87,7 +87,7 @@ def _rows(bench: Bench, section: str, shape: Shape) -> dict[str, Row]:
     if shape.experts % bench.rank.world_size:
         return {"all": {"note": f"{shape.experts} experts are not the same number on each rank"}}
     peer = "NCCL" if bench.device.type == "cuda" else "gloo"
-    try:  # a transport that fails takes no other shape along
+    try:  # each shape has its own transport, as a failure ends it
         with contextlib.closing(on_all_ranks(lambda: open_transport(bench.rank))) as transport:
             p = on_all_ranks(lambda: Problem(transport, shape, SKEWS[section], bench.seed))
             rows = make_timer(transport).compare(_alternatives(p, section, peer))
@@ -117,23 +117,20 @@ def make_timer(transport: Transport) -> Timer:
 
 
 def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]:
-    """Ready and verified. Raises FailedOnRanks."""
+    """Calls to compare, by name, verified. Raises FailedOnRanks."""
     found = {}
     for suffix, num_sms in {"": None, **({f", {FEW} SMs": FEW} if section == "headline" else {})}.items():
         exchange = on_all_ranks(lambda num_sms=num_sms: verified(Exchange(p, num_sms=num_sms)))  # type: ignore[misc]
         for name, call in CALLS.items():
-            found[name + suffix] = Alternative(functools.partial(_one_call, call, exchange), check=p.transport.check)
+            one = functools.partial(call, exchange)
+            found[name + suffix] = Alternative(functools.partial(list, [one]), check=p.transport.check)
     bf16, mx = Collective(p, p.bf16, torch.bfloat16), Collective(p, p.mxfp8, torch.uint8)
     peers = {f"{peer} bf16": bf16.dispatch, f"{peer} 8-bit": mx.dispatch, f"{peer} bf16, combine": bf16.combine}
     return found | {name: Alternative(functools.partial(list, [call]), "may") for name, call in peers.items()}
 
 
-def _one_call(call: Callable[[Exchange], object], exchange: Exchange) -> list[Call]:
-    return [functools.partial(call, exchange)]
-
-
-BLOCK = 32  # elements that share a scale; groups are padded to as many rows
-SLACK = 1.25  # of the balanced load, the capacity that plans have room for, unless the routing needs more
+BLOCK = 32  # elements that share a scale; groups are padded to a multiple of it
+SLACK = 1.25  # least capacity of a plan, as a multiple of the balanced load
 
 Tables = tuple[Tensor, Tensor, Tensor]
 
@@ -149,7 +146,8 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows from each rank to each: one for each token that a rank needs, and one for each (token, expert) pair."""
+    """Rows [from][to] between ranks. tokens: a row for each token that a rank needs. pairs: a row for each (token,
+    expert) pair."""
 
     tokens: list[list[int]]
     pairs: list[list[int]]
@@ -164,15 +162,15 @@ class Traffic:
 
     @property
     def most_pairs(self) -> int:
-        """Most pairs that the experts of one rank get."""
+        """Pairs of the busiest rank's experts."""
         return max(map(sum, zip(*self.pairs)))
 
     def capacity(self, pairs: int) -> float:
-        """Capacity of a plan, in balanced loads (`pairs` a rank): SLACK, or more if this routing needs it."""
+        """Capacity of a plan, as a multiple of the balanced load (`pairs` a rank): SLACK, or more if needed."""
         return max(SLACK, self.most_pairs / pairs)
 
     def leaving(self, *, combine: bool = False) -> tuple[int, int]:
-        """Rows for tokens and for pairs that leave the rank which sends most."""
+        """The most rows that leave a rank: (by tokens, by pairs)."""
         ranks = range(len(self.tokens))
 
         def most(rows: list[list[int]]) -> int:
@@ -182,9 +180,9 @@ class Traffic:
 
 
 def routing(tokens: int, experts: int, top_k: int, skew: float, generator: torch.Generator) -> Tensor:
-    """(T, K) int32, K different experts a token; expert i is as likely as 1 / (i + 1) ** skew.
+    """(T, K) int32, K different experts for each token. Expert i has a weight of 1 / (i + 1) ** skew.
 
-    Drawn without replacement: the K largest of log-probability plus Gumbel noise.
+    They are drawn without replacement: the K largest of log-weight plus Gumbel noise.
     """
     uniform = torch.rand(tokens, experts, generator=generator, device=generator.device, dtype=torch.float32)
     popularity = -skew * torch.arange(1, experts + 1, device=generator.device, dtype=torch.float32).log()
@@ -212,7 +210,7 @@ class Problem:
 
     @functools.cached_property
     def capacity(self) -> Capacity:
-        """The same on all ranks; no row is left out."""
+        """The same on all ranks. No row overflows."""
         return Capacity.factor(self.traffic.capacity(self.ids.numel()))
 
     def plan_of(self, tables: Tables) -> RoutingPlan:
@@ -227,7 +225,7 @@ class Problem:
 
 
 class Exchange:
-    """mxep.comms on a workspace of its own. Collective. num_sms: see Workspace."""
+    """mxep.comms with its own workspace. Collective. num_sms: as for Workspace."""
 
     def __init__(self, problem: Problem, *, num_sms: int | None = None) -> None:
         self.problem = p = problem
@@ -239,7 +237,7 @@ class Exchange:
         self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **p.options)
 
     def dispatch(self, payload: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], RoutingPlan]:
-        """Everything that a first dispatch needs: the plan is made while rows travel."""
+        """A first dispatch. The plan is made while rows are in flight."""
         handle = dispatch(self.workspace, payload, self.problem.ids, self.problem.weights, async_op=True)
         assert handle.tables is not None
         plan = self.problem.plan_of(handle.tables)
@@ -254,17 +252,17 @@ class Exchange:
 
 
 def verified(exchange: Exchange) -> Exchange:
-    """Raises RuntimeError if an exchange moves wrong bits. Collective."""
+    """Return the exchange, or raise RuntimeError if it moves wrong bits. Collective."""
     if wrong := differences(exchange):
         raise RuntimeError(f"wrong bits: {', '.join(wrong)}")
     return exchange
 
 
 def differences(e: Exchange) -> list[str]:
-    """Names of the exchanges that differ in any bit from plain collectives and plain torch. Collective.
+    """Names of exchanges that give other bits than plain collectives and plain torch. Collective.
 
-    slots     slot (s, t) = row t of rank s, for every t that this rank needs
-    combine   sums of rows by hand, then an all-to-all of equal splits, then sums over ranks
+    dispatch  slot (s, t) = row t of rank s, for every t that this rank needs
+    combine   sums of rows, then an all-to-all of equal splits, then sums over ranks
     """
     p, found = e.problem, []
     needed = (p.all_ids.div(p.local_experts, rounding_mode="floor") == p.rank).any(2).flatten()
@@ -285,11 +283,11 @@ def differences(e: Exchange) -> list[str]:
 
 
 class Collective:
-    """Sends a row per (token, expert) pair, `payload` joined, to the expert's rank and back."""
+    """Sends a row per (token, expert) pair, with `payload` joined, to the expert's rank and back."""
 
     def __init__(self, problem: Problem, payload: Sequence[Tensor], dtype: torch.dtype) -> None:
         p = problem
-        self.sizes = [row[p.rank] for row in p.traffic.pairs], p.traffic.pairs[p.rank]  # that come, that go
+        self.sizes = [row[p.rank] for row in p.traffic.pairs], p.traffic.pairs[p.rank]  # received, sent
         owner = p.ids.flatten().div(p.local_experts, rounding_mode="floor")
         tokens = owner.argsort(stable=True) // p.shape.top_k  # of all pairs, by the rank that owns the expert
         self.sent = torch.cat([part[tokens] for part in payload], 1).view(dtype)
@@ -300,7 +298,7 @@ class Collective:
         return self.received
 
     def combine(self) -> Tensor:
-        """Send the rows that `dispatch` brought back to where they came from."""
+        """Return the rows of `dispatch` to their ranks."""
         dist.all_to_all_single(self.sent, self.received, self.sizes[1], self.sizes[0])
         return self.sent
 
@@ -315,7 +313,7 @@ CALLS: dict[str, Callable[[Exchange], object]] = {
 
 
 def leaving(name: str, p: Problem) -> int:
-    """Bytes that leave the rank which sends most."""
+    """Most payload bytes that leave a rank in this call."""
     tokens, pairs = p.traffic.leaving(combine="combine" in name)
     row_bytes = p.shape.dim + p.shape.dim // BLOCK if is_narrow(name) else 2 * p.shape.dim
     return (tokens if name.startswith(tuple(CALLS)) else pairs) * row_bytes

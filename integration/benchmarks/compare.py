@@ -1,18 +1,17 @@
 """task=compare: does a recipe's loss differ from bf16's by more than runs differ anyway?
 
     for each seed:   bf16   the recipe   bf16 nudged           the same model and batches, on the same ranks
-    first seed:      bf16 again                                is a run repeatable to the last bit?
+    first seed:      bf16 again                                is a run bitwise repeatable?
 
-Losses are in nats a byte: on held-out text, and in training, over the last LAST steps. The mean over the n seeds of
+Losses are in nats per byte: on held-out text, and in training, over the last LAST steps. The mean over the n seeds of
 (recipe - bf16) is reported with three measures of noise:
 
-    seeds             the standard deviation of bf16's loss over seeds, which choose weights and batches
-    nudges            the root mean square of (bf16 nudged - bf16), over the root of n: the size that the mean of n
-                      differences without a cause would have
-    standard errors   two standard errors of the mean itself
+    seeds             standard deviation of bf16's loss over seeds, which choose weights and batches
+    nudges            root mean square of (bf16 nudged - bf16), divided by sqrt(n), as for a mean of n differences
+    standard errors   two standard errors of the mean
 
-"within": the mean is no further from zero than that noise. A few seeds measure both badly, so read the numbers too.
-Results exist only if all steps of all runs were clean (`check()`).
+"within": the mean is no further from zero than that noise. Few seeds estimate both badly, so read the numbers too.
+A bad step of any run ends the task without results.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from mxep.integration.train import Run, Trainer
 
 BASE, NUDGED, AGAIN = "bf16", "bf16 nudged", "bf16 again"
 NUDGE = 2.0**-9
-"""Largest relative change of a weight: half the widest distance between two neighbouring bf16 numbers."""
+"""Largest relative change of a weight: half the largest relative spacing of bf16 numbers."""
 LAST = 100
-"""Steps that the training loss is averaged over."""
+"""The training loss is the mean over these last steps."""
 LOSSES = {"held-out": "valid_loss", "training": "train_loss"}
 
 
@@ -54,7 +53,7 @@ Trials = dict[int, dict[str, Run]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """All trials. text: about the text they read, without its bytes. stopped: by a signal, without the last trial."""
+    """All trials. text: facts about it. stopped: whether a signal ended the last trial, which is left out."""
 
     text: dict[str, Any]
     trials: Trials
@@ -73,12 +72,12 @@ def report(config: Config, outcome: Outcome) -> Report:
         "runs": Section("runs", ("seed", "run"), runs, found["runs"]),
         "differences": Section("over seeds", ("loss", "what"), seeds, found["differences"]),
     }
-    title = f"mxep compare: {_of(config)} beside bf16, losses in nats a byte"
+    title = f"mxep compare: {_recipe_names(config)} beside bf16, losses in nats a byte"
     return Report(title, {}, sections, about=about, remarks=list(sentences(found)))
 
 
-def _of(config: Config) -> str:
-    """Name of the recipe compared with bf16, and of its linears."""
+def _recipe_names(config: Config) -> str:
+    """Names of the recipe and of its linears' recipe."""
     linears = "" if config.recipe.linear is None else f", linears {config.recipe.linear},"
     return make_recipe(config).name + linears
 
@@ -109,7 +108,7 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
                 nudge(trainer.model, seed)
             run = trainer.run()
             del trainer
-            gc.collect()  # modules and their hooks hold each other: the next model wants the memory
+            gc.collect()  # modules and their hooks hold each other, and the next model needs the memory
             if run.stopped:
                 del outcome.trials[seed]
                 return dataclasses.replace(outcome, stopped=True)
@@ -119,7 +118,7 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
 
 @torch.no_grad()
 def nudge(model: nn.Module, seed: int) -> None:
-    """Multiply each weight by its own number from 1 - NUDGE to 1 + NUDGE, which is the same on any number of ranks."""
+    """Multiply each weight by its own random number in 1 +- NUDGE, the same on any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         relative = 2 * torch.rand(parameter.shape, generator=generator, dtype=torch.float32) - 1
@@ -127,17 +126,19 @@ def nudge(model: nn.Module, seed: int) -> None:
 
 
 def summarize(trials: Trials) -> dict[str, Any]:
-    """Each run, the differences and the noise, and whether a run repeats; see the module's docstring."""
+    """Runs, differences with their noise, and whether a run repeats (module docstring)."""
     first = next(iter(trials))
     (name,) = trials[first].keys() - {BASE, NUDGED, AGAIN}
-    runs = [{"seed": seed, "run": run, **_summarize(made)} for seed, of in trials.items() for run, made in of.items()]
+    runs = [
+        {"seed": seed, "run": run, **_summarize(made)} for seed, trial in trials.items() for run, made in trial.items()
+    ]
     differences = []
     for loss, key in LOSSES.items():
-        of = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
-        difference, nudged = ([a - b for a, b in zip(of[run], of[BASE])] for run in (name, NUDGED))
+        losses = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
+        difference, nudged = ([a - b for a, b in zip(losses[run], losses[BASE])] for run in (name, NUDGED))
         spread = _spread(difference)
         noise = {
-            "seeds": statistics.stdev(of[BASE]),
+            "seeds": statistics.stdev(losses[BASE]),
             "nudges": (statistics.fmean(d * d for d in nudged) / len(nudged)) ** 0.5,
             "standard errors": 2 * spread["standard error"],
         }
@@ -145,17 +146,17 @@ def summarize(trials: Trials) -> dict[str, Any]:
         differences += [
             {"loss": loss, "what": f"{name} - {BASE}", **spread, "noise": verdicts},
             {"loss": loss, "what": f"{NUDGED} - {BASE}", **_spread(nudged)},
-            {"loss": loss, "what": BASE, **_spread(of[BASE])},
-            {"loss": loss, "what": name, **_spread(of[name])},
+            {"loss": loss, "what": BASE, **_spread(losses[BASE])},
+            {"loss": loss, "what": name, **_spread(losses[name])},
         ]
     repeat = {"seed": first, "differs from step": differs(trials[first][BASE], trials[first][AGAIN])}
     return {"differences": differences, AGAIN: repeat, "runs": runs}
 
 
 def differs(one: Run, two: Run) -> int | None:
-    """The first step at which loss or gradient norm differ in any bit.
+    """The first step at which loss or gradient norm differ in any bit; the last step if only the held-out loss does.
 
-    If only the held-out loss differs, the last step. If nothing differs, None.
+    None if nothing differs.
     """
     for a, b in zip(one.metrics, two.metrics, strict=True):
         if (a["loss"], a["grad_norm"]) != (b["loss"], b["grad_norm"]):

@@ -1,19 +1,19 @@
-"""task=estimate: time, bytes and memory of a stack of MoE layers on machines that nobody has here. Needs no GPU.
+"""task=estimate: time, bytes and memory of a stack of MoE layers on any machine. Needs no GPU.
 
     recipe x dispatcher x EP: ms of a layer's step, bytes sent, memory of a rank, tokens/s of the stack
 
-Times are rough. A stage takes its work (layer_cases.work) times the median us per byte or flop in the profiles that
-bench=layer wrote. A step takes the sum of its stages times a factor per recipe: the median of measured steps over
-such sums.
+Times are rough. A stage's time is its work (layer_cases.work) times the median us per byte or flop in profiles of
+bench=layer. A step's time is the sum of its stages times a factor for its recipe: the median of measured steps / sums
+of their stages.
 
-- Ranks of a group lie side by side. all_to_all takes as long as the slower of NVLink and network. The network reaches
-  the share of its nominal speed that NCCL reached on NVLink.
+- Ranks of a group are adjacent. all_to_all takes as long as the slower of NVLink and network. The network reaches the
+  share of its nominal speed that NCCL reached on NVLink.
 - Routing is even: A token needs a rank with e of E experts with probability 1 - C(E - e, K) / C(E, K).
 - Gradients of experts are reduced over their copies in a ring, while micro-batches compute. The longer of both counts.
 - FSDP shards weights, gradients and optimizer over the copies of experts. Weights are gathered for forward and again
   for backward of each micro-batch. Gradients are scattered once a step.
 - Memory counts experts only: weights and gradients in bf16, the optimizer, the tensors each layer keeps for backward,
-  one layer's temporaries, and the exchange buffers, which all layers share. Memory of libraries is not counted.
+  one layer's temporaries, and the exchange buffers, which all layers share. Libraries' memory does not count.
 
 T tokens a rank, D model dim, F hidden dim, E experts, K a token, e of a rank, N = T K pairs, R rows that fit, W ranks.
 """
@@ -53,7 +53,8 @@ GIB = 1 << 30
 RATES = Path(__file__).parents[2] / "docs" / "results"
 RENAMED = {"push": "dispatch", "return": "combine", "split fold": "fold for wgrad", "standard bf16": BASELINE}
 """Names in results of 21 November 2026 -> names now."""
-MEASURED_RANKS, MEASURED_ROWS, MOST_RANKS = 4, 2048, 512  # most ranks and fewest rows an expert of profiles; most tried
+# Most ranks and fewest rows an expert in profiles, most ranks of a layout.
+MEASURED_RANKS, MEASURED_ROWS, MOST_RANKS = 4, 2048, 512
 TABLE = Section(
     "ms and MB sent of a layer by layout and EP; ~: extrapolated (docs/guides/scaling.md)",
     ("layout",),
@@ -63,10 +64,10 @@ TABLE = Section(
 
 @dataclass(frozen=True)
 class Layout:
-    """A layer over W ranks, and its Traffic (comms) with even routing: rows on average.
+    """A layer over W ranks. It stands in for comms.Traffic, with mean numbers of rows for even routing.
 
-    what: a case of bench=layer. node: ranks that NVLink connects. nodes_per_token: most nodes of a token, if a
-    router limits them; for hierarchical.
+    what: a case of bench=layer. node: ranks that NVLink connects. nodes_per_token: most nodes of a token's experts, if
+    the router limits them; for hierarchical.
     """
 
     shape: Shape
@@ -91,7 +92,7 @@ class Layout:
 
     @property
     def needs(self) -> float:
-        """Probability that a token has an expert of a rank."""
+        """Probability that a token has an expert on a given rank."""
         others = self.shape.experts * (self.ranks - 1) // self.ranks
         return 1 - math.comb(others, self.shape.top_k) / math.comb(self.shape.experts, self.shape.top_k)
 
@@ -101,14 +102,14 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        """Rows that a rank of hierarchical sends to all nodes, its own included, used or not."""
+        """Rows that a rank sends to all nodes, its own included, with hierarchical. Unused slots count."""
         nodes, shape = self.ranks // self.near, self.shape
         share = share_of_node(nodes, min(self.nodes_per_token or nodes, nodes), shape.experts // nodes, shape.top_k)
         return nodes * slots_per_node(self.capacity, shape.tokens, share)
 
     @property
     def wire(self) -> tuple[float, float]:
-        """Bytes that a rank sends in a step over NVLink and over the network, on average; as many come back to it."""
+        """Mean bytes that a rank sends in a step: (over NVLink, over the network). It receives as many."""
         shape, nodes, dispatcher = self.shape, self.ranks // self.near, self.case.dispatcher
         row = 2 * (row_bytes(self.case.recipe, shape.dim) + row_bytes("bf16", shape.dim))
         each = shape.tokens * (shape.top_k / self.ranks if dispatcher == "all_to_all" else self.needs)
@@ -118,7 +119,7 @@ class Layout:
 
     @property
     def work(self) -> dict[str, float]:
-        """Bytes or flop of each stage; of "rest" and "gap", times."""
+        """Stage -> bytes or flop; for "rest" and "gap" a factor of their measured times."""
         case, rows, shape = self.case, self.most_pairs, self.shape
         like = case if case.baseline else Case(f"{MX}, {case.suffix}" if case.kept or case.kept_in_fp8 else MX)
         traffic = cast(Traffic, self)
@@ -136,13 +137,13 @@ class Layout:
         return todo
 
 
-TILE = 128  # rows of a GEMM's tile: half of one is lost in each group
+TILE = 128  # rows of a GEMM's tile: each group wastes half a tile
 
 
 @dataclass(frozen=True)
 class Rates:
-    """us: by (case, stage), of a byte, flop or time. steps: measured steps over sums of stages, by recipe. host: us of
-    a step's launches by case, the least that it takes eagerly."""
+    """us: (case, stage) -> us per byte or flop. steps: recipe -> measured steps / sums of their stages. host: case ->
+    us of a step's launches, the least time of an eager step."""
 
     us: Mapping[tuple[str, str], float]
     steps: Mapping[str, float]
@@ -156,7 +157,7 @@ class Rates:
             todo[stage] *= WIRE / nvlink
         copied, pairs = 0.0, shape.tokens * shape.top_k
         row, back = row_bytes(case.recipe, shape.dim), row_bytes("bf16", shape.dim)
-        if case.dispatcher == "all_to_all":  # each way a row is copied three times, and summed
+        if case.dispatcher == "all_to_all":  # in each direction a row is copied three times, and summed
             del todo["dispatch"], todo["combine"]
             todo |= {"NCCL": max(near, far), "gap": 1.0}
             sums = pairs + 2 * shape.tokens * min(shape.top_k, layout.ranks) + shape.tokens
@@ -178,7 +179,7 @@ class Rates:
 
 
 def read(files: Iterable[str]) -> list[Row]:
-    """All rows of results that bench=layer wrote, with "section", and names as they are now."""
+    """All rows in results of bench=layer, with their "section" and today's names."""
     rows = []
     for results in (json.loads(Path(file).read_text()) for file in files):
         for run in results.get("runs", [results]):
@@ -190,7 +191,7 @@ def read(files: Iterable[str]) -> list[Row]:
 
 
 def fit(rows: Sequence[Row]) -> Rates:
-    """Medians over profiles, and over times on most GPUs, with even routing. Raises ConfigError without any."""
+    """Medians over profiles, and over steps on the most GPUs, with even routing. Raises ConfigError without any."""
     rows = [row for row in rows if not row.get("skew") and "error" not in row]
     profiles: dict[Layout, dict[str, float]] = collections.defaultdict(dict)
     for row in rows:
@@ -206,7 +207,7 @@ def fit(rows: Sequence[Row]) -> Rates:
     if {MX, BASELINE} - {what for what, _ in ratios}:
         wanted = f"{MX} and {BASELINE}"
         raise ConfigError(f"estimate.rates: no section stages of {wanted}: wanted what bench=layer wrote")
-    # The fastest of NCCL: with few bytes it is latency.
+    # NCCL: the fastest, as few bytes measure latency.
     us = {key: min(each) if key[1] == "NCCL" else statistics.median(each) for key, each in ratios.items()}
     rates = Rates(us, {}, {})
     most, steps = max(layout.ranks for layout in profiles), {}
@@ -214,16 +215,16 @@ def fit(rows: Sequence[Row]) -> Rates:
         timed = [row for row in rows if row["section"] == "layer" and row["what"] == what and "ms" in row]
         layouts = {row["ms"]: Layout(Shape(*row["shape"]), most, what) for row in timed if row["ranks"] == most}
         if layouts:
-            steps[name] = statistics.median(1e3 * ms / sum(rates.stages(of).values()) for ms, of in layouts.items())
+            steps[name] = statistics.median(1e3 * ms / sum(rates.stages(one).values()) for ms, one in layouts.items())
     host = {row["what"]: 1e3 * row["ms"] for row in rows if row["section"] == "host" and "ms" in row}
     return Rates(rates.us, steps, host)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a layer of bf16 weights on Hopper.
+    """Bytes of a layer with bf16 weights on Hopper.
 
-    kept: until its backward. work: added at the peak, gradients and output included. buffers: of exchanges.
+    kept: from forward to backward. work: added at the peak, gradients and output included. buffers: of exchanges.
     """
 
     kept: float
@@ -232,7 +233,6 @@ class Memory:
 
 
 def memory(layout: Layout) -> Memory:
-    """Bytes that one layer of a layout needs on a rank."""
     (tokens, dim, hidden, experts, top_k), ranks, capacity = layout.shape, layout.ranks, layout.capacity
     own, recipe, dispatcher = experts // ranks, Recipe.named(layout.case.whole_recipe), layout.case.dispatcher
     quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
@@ -251,11 +251,11 @@ def memory(layout: Layout) -> Memory:
     row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
     copied = dispatcher in ("symmetric", "hierarchical")
     into_wgrad = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
-    again = dispatcher == "local" and (not quantized or top_k > 1)  # rows are made again from x
+    again = dispatcher == "local" and (not quantized or top_k > 1)  # backward gathers rows from x again
     saved = 0 if again else into_wgrad if quantized or few == rows else slots * row
-    gate_up, of_forward = 4 * rows * hidden, 2 * rows * dim  # besides at forward's peak
+    gate_up, at_peak = 4 * rows * hidden, 2 * rows * dim  # at_peak: other bytes at forward's peak
     if recipe.saved_gate_up == "fp8" or few < rows:
-        of_forward = max(gate_up, of_forward)
+        at_peak = max(gate_up, at_peak)
         gate_up = few * (2 * hidden + 1 if recipe.saved_gate_up == "fp8" else 4 * hidden)
     h, d_h = rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
     plan = 8 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
@@ -264,7 +264,7 @@ def memory(layout: Layout) -> Memory:
     amax = 4 * own * (dim + hidden) * quantized
     kept = saved + gate_up + plan + amax
     folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
-    # Backward, in order: (bytes still kept from forward, other bytes). The caller holds `out` throughout.
+    # Steps of backward, in order: (bytes still kept from forward, other bytes). The caller holds `out` throughout.
     w, d_rows, out = own * dim * hidden, 2 * rows * dim, 2 * tokens * dim
     d_gate_up = d_h if quantized else 2 * d_h  # quantized: in d_h's place
     d_y = (rows * (dim + 1), 0, folded * (dim + hidden)) if quantized else (d_rows,) * 3  # for d_h, then, for wgrad
@@ -273,14 +273,14 @@ def memory(layout: Layout) -> Memory:
     swiglu = h + d_gate_up * (not quantized)
     early = into_wgrad * (few < rows and (again or not quantized))  # rows made again from x or slots, for `rest`
     rest, rowwise = 4 * (rows - few) * hidden, 2 * w * quantized * (few < rows)  # of gate_up, and its weight
-    of_rest = max((dim + 1) * quantized, (2 * hidden + 1) * (recipe.saved_gate_up == "fp8")) * (rows - few)
+    rest_in_fp8 = max((dim + 1) * quantized, (2 * hidden + 1) * (recipe.saved_gate_up == "fp8")) * (rows - few)
     # Live during the last weight gradient: dx, and its rows if an exchange may still hold them.
     late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher == "all_to_all")
     operands = folded * (2 * hidden + dim)
-    forward = kept + h + of_forward + 1.5 * colwise  # where there is neither out yet nor slots any more
+    forward = kept + h + at_peak + 1.5 * colwise  # before out is allocated and after slots are freed
     backward = [
         (kept + early, 1.5 * colwise + rowwise + d_slots + d_y[0] + d_h),
-        (kept + early, colwise + rowwise + d_slots + d_y[1] + d_h + rest + of_rest),
+        (kept + early, colwise + rowwise + d_slots + d_y[1] + d_h + rest + rest_in_fp8),
         (kept + early, colwise + d_slots + d_y[1] + d_h + rest + swiglu),
         # Then down_proj's gradient, dx's rows, the gradient of gate_up_proj.
         (saved + early + plan, colwise + d_slots + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized)),
@@ -291,12 +291,12 @@ def memory(layout: Layout) -> Memory:
     if dispatcher == "all_to_all":  # rows gathered, joined, received and split
         backward.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w))
     called = max(forward, *(out + left + besides for left, besides in backward))
-    of_node = Buffer(layout.near if crossing else ranks, crossing or tokens, top_k, round_up(2 * dim, 16)).nbytes
-    return Memory(kept, called - kept, 2 * of_node * copied)
+    buffer = Buffer(layout.near if crossing else ranks, crossing or tokens, top_k, round_up(2 * dim, 16)).nbytes
+    return Memory(kept, called - kept, 2 * buffer * copied)
 
 
 def estimate(config: Config) -> Report:
-    """Estimate the model of `config.estimate`. Raises ConfigError for a model or rates that cannot be used."""
+    """Estimate the config's model. Raises ConfigError for a model or rates that cannot be used."""
     begin, wanted = time.monotonic(), config.estimate
     with _json_of("estimate.rates"):
         rates = fit(read(wanted.rates or [str(RATES / f"{name}-h200.json") for name in ("host", "layer")]))
@@ -315,7 +315,7 @@ def estimate(config: Config) -> Report:
 
 
 def sentence(found: list[Row], config: Config) -> str:
-    """Names the layout with the most tokens/s among those that fit into memory."""
+    """A sentence on the layout with the most tokens/s among those that fit into memory."""
     wanted, fit = config.estimate, [row for row in found if row["GiB"] <= config.estimate.memory]
     best = max(fit, key=lambda row: row["ktok/s"]) if fit else min(found, key=lambda row: row["GiB"])
     where = (
@@ -363,7 +363,7 @@ def moe_layers(found: Mapping[str, Any], layers: int) -> int:
 
 
 def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator[Row]:
-    """Rows of all layouts, the best of each recipe marked."""
+    """Yield rows of all layouts. The best one of each recipe is marked."""
     wanted = config.estimate
     node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
     sizes = [ep for ep in range(1, min(world, MOST_RANKS) + 1) if not (world % ep or shape.experts % ep)]
@@ -381,22 +381,22 @@ def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator
 
 
 def _row(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: bool = False) -> Row:
-    """The row of a layout. fsdp: weights, gradients and optimizer are sharded over copies of experts."""
+    """The row of a layout. fsdp: shard weights, gradients and optimizer over copies of experts."""
     wanted, shape, ep, dispatcher = config.estimate, layout.shape, layout.ranks, layout.case.dispatcher
     node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
     stages = rates.stages(layout, wanted.nvlink, wanted.network)
     ms = sum(stages.values()) / 1e3
     weights = 3 * shape.experts // ep * shape.dim * shape.hidden
     replicas, near = world // ep, max(1, node // ep)
-    once = 2 * weights * (replicas - 1) / replicas  # bytes of a gather, or a scatter, in bf16 that a rank sends
+    once = 2 * weights * (replicas - 1) / replicas  # bytes that a rank sends in a gather or a scatter, bf16
     ring = once * ((2 * wanted.micro_batches + 1) if fsdp else 2)
     lanes = [ring / wanted.nvlink if near > 1 else 0.0, ring / near / wanted.network if replicas > near else 0.0]
     grad_ms = rates.us[BASELINE, "NCCL"] * WIRE * max(lanes) / 1e3 / wanted.micro_batches
-    of_layer, parameters = memory(layout), {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
+    layer, parameters = memory(layout), {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
     sizes = {name: float(layers * weights * size) / (replicas if fsdp else 1) for name, size in parameters.items()}
-    sizes |= {"kept": layers * of_layer.kept, "work": of_layer.work}
+    sizes |= {"kept": layers * layer.kept, "work": layer.work}
     sizes |= {"gathered": 6.0 * weights} if fsdp else {}  # two layers' weights and the gradients of one are whole
-    sizes |= {"buffers": of_layer.buffers}
+    sizes |= {"buffers": layer.buffers}
     gib = sum(sizes.values()) / GIB
     if replicas > 1 and not fsdp and (wanted.fsdp or (wanted.fsdp is None and gib > wanted.memory)):
         return _row(config, rates, layout, layers, fsdp=True)

@@ -1,10 +1,10 @@
-"""Seconds of a first step with no compiled kernel on disk, and of the next process's.
+"""Seconds of a first step without compiled kernels on disk, and of the next process's first step.
 
     python integration/benchmarks/first_step.py RANKS [FILE.json]
 
 Eight MoE layers with residuals, Qwen3-30B's sizes: D 2048, F 768, 128 experts, top-8, 4096 tokens a rank, eager,
-forward and backward. Imports and the process group come before the clock starts. "one by one": as it would be without
-`mxep.ep.rehearse`. "full cache": the step of a second process. Each row has ranks of its own.
+forward and backward. Imports and the process group do not count. "one by one": without `mxep.ep.rehearse`. "full
+cache": the step of a second process. Each row has ranks of its own.
 """
 
 import hashlib

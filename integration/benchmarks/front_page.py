@@ -1,10 +1,8 @@
-"""The README's picture, from results that are kept: one layer of six models, and one whole model. And one of losses.
+"""The README's picture, and one of losses, from published results: `front_page.py docs/results` writes them there.
 
-    eager-*-h200.json       section "eager" of all six models: ms of forward + backward, lower is better
-    step-qwen3-h200.json    section "model": tokens/s of a model's training step, higher is better
-    parity-h200.json        losses in training, three seeds of bf16 and MXFP8
-
-python integration/benchmarks/front_page.py docs/results          writes front-page.svg and losses.svg there
+    front-page.svg    eager-*-h200.json       section "eager": ms of forward + backward of a layer of six models
+                      step-qwen3-h200.json    section "model": tokens/s of a model's training step
+    losses.svg        parity-h200.json        losses in training, three seeds of bf16 and MXFP8
 
 The same results give the same bytes, which a test compares. A browser picks colours for the reader's scheme.
 """
@@ -50,7 +48,7 @@ SERIES = {
 }
 """Series -> CSS class, legend."""
 
-# Okabe and Ito's colours: colour-blind readers can tell them apart. Each series also has its own place.
+# Okabe and Ito's colours, for colour-blind readers. Series also have a fixed order.
 STYLE = """
 svg { --page: #ffffff; --ink: #1f2328; --dim: #59636e; --line: #d1d9e0;
       --base: #8c8c8c; --fp8: #e69f00; --bf16: #56b4e9; --mxfp8: #0072b2 }
@@ -62,13 +60,13 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Arial, sans-serif; fon
 .dim { fill: var(--dim); font-size: 12px } .name { font-weight: 600 } .best { font-weight: 700 }
 .base { fill: var(--base) } .fp8 { fill: var(--fp8) } .bf16 { fill: var(--bf16) } .mxfp8 { fill: var(--mxfp8) }
 """
-WIDTH, MARGIN, LEFT = 640, 16, 222  # LEFT: where bars begin. Narrow: a phone shows all of it at once
-BAR, STEP, GAP = 13, 17, 16  # a bar's height, from bar to bar, between models
+WIDTH, MARGIN, LEFT = 640, 16, 222  # LEFT: where bars begin. The page is narrow enough for a phone
+BAR, STEP, GAP = 13, 17, 16  # height of a bar, distance between bars, gap between models
 ROOM = 115  # right of the longest bar, for its figure
 
 
 def layer_rows(results: Sequence[Row]) -> dict[str, list[Row]]:
-    """Model -> its rows of the layer, one a series."""
+    """Model -> its rows, one for each series."""
     models: dict[str, list[Row]] = {}
     for row in (row for result in results for row in result["sections"]["eager"]):
         if (named := in_series(row))["what"] in SERIES:
@@ -77,7 +75,7 @@ def layer_rows(results: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def in_series(row: Row) -> Row:
-    """The row with its series as `what`."""
+    """The row, with the name of its series as `what`."""
     return row | {"what": ALIASES.get(row["what"], row["what"])}
 
 
@@ -146,7 +144,7 @@ def times(row: Row) -> str:
 
 
 def front_page(layers: Sequence[Row], model: Row) -> str:
-    """The SVG of results as JSON has them: of layers, and of one model."""
+    """The SVG of JSON results: of layers, and of one model."""
     page = Page()
     models = layer_rows(layers)
     (gpus,) = {row["ranks"] for rows in models.values() for row in rows}

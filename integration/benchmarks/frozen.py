@@ -7,10 +7,10 @@ A layer with all its experts on one GPU and fixed, balanced routing, as a LoRA f
 - "grouped_mm" is `baseline.py`, "bf16" is `run_experts` with the same weights.
 - "mxfp8", "mxfp4" and "fp8_block" are `run_experts` with the weights frozen in that format, recipe mxfp8.
 - "+ lora" adds LoRA of rank 16 on both weights, and its gradients.
-- "GEMMs" is microseconds of gate_up_proj's forward and dgrad alone, of quantized rows and expanded weights.
-- "expand" is microseconds for one expansion of gate_up_proj, and its share of the speed of a copy of as many bytes.
+- "GEMMs" is microseconds of gate_up_proj's forward and dgrad alone, with quantized rows and expanded weights.
+- "expand" is microseconds of one expansion of gate_up_proj, and its speed / that of a copy of as many bytes.
 
-The host launches the calls in turn. Times are medians of five stretches.
+Calls are launched by the host. Times are medians of five stretches.
 """
 
 import functools
@@ -49,7 +49,6 @@ FROZEN = ("mxfp8", "mxfp4", "fp8_block")
 
 
 def microseconds(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Time the calls in turn: microseconds of each."""
     timer = Timer(torch.device("cuda"), seconds=0.05, rounds=5)
     rows = timer.compare({name: Alternative(lambda call=call: [call], "never") for name, call in calls.items()})  # type: ignore[misc]
     return {name: row["us"] for name, row in rows.items()}
@@ -127,7 +126,7 @@ def measure(name: str) -> dict[str, Any]:
         found[f"{fmt} bytes an element"] = round(w.nbytes / gate_up.numel(), 3)
         moved = gate_up.numel() + w.qdata.numel() + (w.scale.numel() if fmt == "mxfp4" else 0)
         source, target = torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda")
-        ways = {"rowwise": hopper.expand_rowwise} if fmt == "mxfp4" else {}  # others are stored so
+        ways = {"rowwise": hopper.expand_rowwise} if fmt == "mxfp4" else {}  # others are stored row-wise
         for way, expand in (ways | {"colwise": hopper.expand_colwise}).items():
             calls = {"expand": functools.partial(expand, w), "copy": functools.partial(target.copy_, source)}
             with torch.no_grad():

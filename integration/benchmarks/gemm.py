@@ -4,10 +4,10 @@
     steps      all three from bf16 operands, every              dgrad    da = dy w
                quantization included, the weights' too          wgrad    dw = dy^T a       2 M N K flop each
 
-- bf16 is torch's grouped mm, mxep bf16 ours on Hopper. fp8 row is torch's with a scale a row; its sums stay in the
-  tensor cores (fast), or are now and then moved out of them (slow). torchao's grouped mm builds on it.
+- bf16 is torch's grouped mm, mxep bf16 ours on Hopper. fp8 row is torch's with a scale per row, with use_fast_accum
+  (fast) or without (slow). torchao's grouped mm builds on it.
 - DeepGEMM has scales for 1 x 128 elements of rows and 128 x 128 of weights. Its wgrad adds to fp32.
-- The ceiling is a dense FP8 GEMM of the same M, N, K, with a scale a row or a tensor.
+- The ceiling is a dense FP8 GEMM of the same M, N, K, with a scale per row or per tensor.
 
 M rows, N out features, K in features, G groups.
 """
@@ -46,7 +46,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class At:
-    """A shape, and what measuring at it needs."""
+    """A shape, and the tools to measure it."""
 
     shape: tuple[int, ...]
     backend: Backend
@@ -54,7 +54,7 @@ class At:
     timer: Timer
 
     def problems(self, make: Callable[[Sequence[int], torch.Generator], T], nbytes: Callable[[T], int]) -> list[T]:
-        """Make so many problems that a problem has left L2 when its turn comes again. nbytes: bytes of one problem."""
+        """Make enough problems that each has left L2 when it is used again. nbytes: bytes of one problem."""
         first = make(self.shape, self.generator)
         sets = rotations(nbytes(first), self.timer.device)
         return [first, *(make(self.shape, self.generator) for _ in range(sets - 1))]
@@ -74,12 +74,12 @@ class At:
 
 
 def beside(row: Row, others: Mapping[str, Row]) -> Row:
-    """The row, and how many times as fast it is as the others."""
+    """Add to the row how many times as fast it is as the others."""
     return row | {name: other["us"] / row["us"] for name, other in others.items() if "us" in row and "us" in other}
 
 
 def sweep(bench: Bench, measured: Mapping[str, Callable[[At], Iterator[Row]]]) -> Iterator[tuple[str, Row]]:
-    """Yield (section, row), at the shapes of a section's name, else of "layers". If a shape fails, others still run."""
+    """Yield (section, row) at the shapes named as the section, else at "layers". A failed shape stops no others."""
     backend = backends.select(bench.config.backend or "auto", bench.device)
     timer = Timer(bench.device, seconds=0.15, rounds=4)
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
@@ -140,7 +140,7 @@ RECIPES = ("bf16", "mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x3
 
 @dataclass(frozen=True)
 class Problem:
-    """a (M, K), w (G, N, K), dy (M, N) bf16; offs (G,): ends of groups, multiples of 32 rows as equal as can be."""
+    """a (M, K), w (G, N, K), dy (M, N) bf16; offs (G,): ends of groups, with equal sizes up to multiples of 32 rows."""
 
     a: Tensor
     w: Tensor
@@ -176,7 +176,6 @@ Maker = Callable[[Problem], Call]
 
 
 def need_cuda(device: torch.device) -> None:
-    """Raise NotImplementedError on other devices."""
     if device.type != "cuda":
         raise NotImplementedError(f"needs CUDA, got {device}")
 
@@ -187,8 +186,8 @@ def bf16_product(product: str, p: Problem) -> Call:
 
 
 def _row_scaled(product: str, p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both operands' qdata and fp32 scales. Left: (rows, C), a scale a row. Right: (C, columns) or (G, C, columns), a
-    scale a column. C is contiguous in both."""
+    """Qdata of the left and right operand, then their fp32 scales. Left: (rows, C), a scale per row. Right: (C, n) or
+    (G, C, n), a scale per column. C is contiguous in both."""
     one, other = {"forward": (p.a, p.w), "dgrad": (p.dy, p.w), "wgrad": (p.dy, p.a)}[product]
     left = quantize(one, axis=-2, block_size=None).mT if product == "wgrad" else quantize(one, block_size=None)
     right = quantize(other, block_size=None).mT if product == "forward" else quantize(other, axis=-2, block_size=None)
@@ -209,7 +208,7 @@ def row_product(product: str, fast: bool, p: Problem) -> Call:
 
 
 def dense_product(product: str, rows: bool, p: Problem) -> Call:
-    """One GEMM of all rows with the first group's weight. rows: one scale a row, else one a tensor."""
+    """One GEMM of all rows with the first group's weight. rows: a scale per row, else per tensor."""
     left, right, left_scale, right_scale = _row_scaled(product, p)
     if product != "wgrad":
         right, right_scale = right[0], right_scale[0]
@@ -226,7 +225,7 @@ def deepgemm_product(product: str, p: Problem) -> Call:
     if product == "wgrad":
 
         def columns(x: Tensor) -> tuple[Tensor, Tensor]:
-            """Per group (features, rows), one behind the other; scales (features, row blocks of all)."""
+            """Groups of (features, rows), flattened and concatenated; scales (features, row blocks of all groups)."""
             parts = [utils.per_token_cast_to_fp8(part.T.contiguous(), False) for part in x.split(sizes)]
             return torch.cat([qdata.flatten() for qdata, _ in parts]), torch.cat([scale for _, scale in parts], 1)
 
@@ -245,7 +244,7 @@ def deepgemm_product(product: str, p: Problem) -> Call:
 
 
 def mxep_product(product: str, backend: Backend, name: str, p: Problem) -> Call:
-    """A GEMM of operands in the backend's form, by the recipe of this name. On Hopper MXFP8 is folded."""
+    """A GEMM in the recipe `name`, with operands in the backend's form: on Hopper MXFP8 is folded."""
     recipe = Recipe.named(name)
     how: dict[str, Any] = {"offs": p.offs, "out_dtype": torch.bfloat16}
     a = backend.quantize_rows(p.a, recipe.fmt, recipe)
@@ -288,9 +287,9 @@ def torchao_product(device: torch.device) -> Callable[..., Tensor]:
 
 
 def prequantized_step(backend: Backend, p: Problem) -> Call:
-    """A step with a and dy as MXTensors, and weights quantized already, as in later micro-batches.
+    """A step with MXTensors a and dy, and with quantized weights, as in later micro-batches.
 
-    `quantize_weights_once` would quantize again in each replay of the timer's graph, so this holds quantized weights.
+    It holds the quantized weights, because `quantize_weights_once` would quantize in each replay of the timer's graph.
     """
     recipe = Recipe.mxfp8()
     rowwise, colwise = backend.quantize_weight_rowwise(p.w, recipe)[0], backend.quantize_weight_colwise(p.w, recipe)
@@ -307,7 +306,7 @@ def prequantized_step(backend: Backend, p: Problem) -> Call:
 
 
 def products(product: str, backend: Backend) -> dict[str, Maker]:
-    """By name, the baseline first."""
+    """Makers of one GEMM by name, the baseline first."""
     return {
         "bf16": functools.partial(bf16_product, product),
         "fp8 row, fast": functools.partial(row_product, product, True),
@@ -321,7 +320,7 @@ def products(product: str, backend: Backend) -> dict[str, Maker]:
 
 
 def steps(backend: Backend) -> dict[str, Maker]:
-    """By name, the baseline first."""
+    """Makers of steps by name, the baseline first."""
 
     def mxep(recipe: str) -> Maker:
         return lambda p: _step(lambda a, w: grouped_mm(a, w, p.offs, recipe=recipe, backend=backend), p)

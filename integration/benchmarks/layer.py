@@ -1,27 +1,28 @@
 """bench=layer: mxep.ep's layer on all ranks, forward and backward, compared with the baseline in bf16, in one run.
 
-- layer: Every case of layer_cases, balanced routing. mxep's steps are replays of one CUDA graph.
-- eager: Some of the cases, launched by the host as a user's own loop does.
-- stages: Kernels of mxep and of the baseline, by stage, as the profiler sees them in a few steps. It runs at higher
-  clocks than sustained ones, so compare shares and not sums.
-- skew: Some cases; expert i has probability proportional to 1 / (i + 1).
+- layer: Balanced routing. mxep's steps are replays of one CUDA graph.
+- eager: Steps launched by the host, as in a training loop.
+- stages: Kernels by stage, as the profiler sees them in a few steps. Clocks are then higher than sustained ones, so
+  compare shares, not sums.
+- skew: Expert i has probability proportional to 1 / (i + 1).
 - memory: Peak memory, and memory kept for backward, by capacity.
-- host: Host time of the calls, back to back, at a small shape named "host".
+- host: Host time of calls back to back, at a small shape named "host".
 
 ms, fwd ms     forward and backward; forward alone. Medians over sustained stretches, of the slowest rank
 x bf16         how many times as fast as the baseline in bf16
-TF             flops of valid rows / ms; floor ms: the least possible time; of floor: floor / ms (layer_cases)
-dB             SNR of output and gradients against the baseline's, the least over tensors and ranks; a case
-               below its bound fails
-peak GiB       most memory of a step, without operands and parameters, in the allocator and outside of it
-outside GiB    of that, outside: peers' memory, libraries' buffers
+TF             flops of valid rows / ms
+floor ms       least possible time (layer_cases). of floor: floor ms / ms
+dB             SNR of output and gradients against the baseline's, the least over tensors and ranks. A case below its
+               bound fails
+peak GiB       most memory of a step, without operands and parameters, in and outside of torch's allocator
+outside GiB    the part outside: peers' memory, libraries' buffers
 kept GiB       in the allocator between forward and backward, without operands, parameters and the output
-launches, ...  in forward and backward (counts)
+launches, ...  counts for forward and backward
 
-us             of a stage: sum of its kernels' times in one step; mean over ranks. sum: of all stages. busy: when any
-               kernel runs. whole: from the first kernel's start to the last one's end
-bytes, flop    what the stage must move or compute (layer_cases.work); wire bytes if those bound it
-share          of the ceiling: the stage's rate / that of a copy, of a dense GEMM, or 450 GB/s
+us             time of a stage's kernels in one step, mean over ranks
+sum            time of all stages. busy: while any kernel runs. whole: from the first kernel's start to the last's end
+bytes, flop    least work of the stage (layer_cases.work); wire bytes if they bound it
+share          the stage's rate / its ceiling: a copy, a dense GEMM, or 450 GB/s
 left us        time that the stage would save at its ceiling
 """
 
@@ -59,8 +60,8 @@ CASES_OF = {
     "skew": (BASELINE, MX, "bf16/symmetric"),
     "host": (BASELINE, "bf16/symmetric", "fp8/symmetric", MX, "mxfp8/all_to_all", "mxfp8/local"),
 }
-"""Section -> its cases if the config names none."""
-HOST = "host"  # the model that section host takes, with the experts of a rank
+"""Section -> its default cases."""
+HOST = "host"  # name of section host's shapes, which count a rank's experts
 FORWARD_SECONDS = 0.5
 
 CASES = NAMES
@@ -80,7 +81,7 @@ SECTIONS = {
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """Yield (section, row), model by model. Collective, with the same rows on all ranks."""
     if bench.report.sections.keys() - {HOST}:
-        # The slowest rank's ceilings. All ranks measure at the same time, because they also compute at the same time.
+        # The slowest rank's. All ranks measure them at the same time, as they also compute at the same time.
         bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4)))
     for about, shape in models(bench, Shape):
         for name in bench.report.sections:
@@ -128,7 +129,7 @@ class At:
     def prepare(
         self, layer: Layer, call: Call, inspect: Callable[[Tensors], None] | None = None, seconds: float | None = None
     ) -> Run:
-        """Make a layer ready to be timed, in a graph if it can. Collective. Raises FailedOnRanks."""
+        """Prepare a layer for timing, in a graph if possible. Collective. Raises FailedOnRanks."""
         graph = "may" if layer.in_graph and self.section != "eager" else "never"
         return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, inspect))
 
@@ -172,8 +173,7 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _compare(case: Case, reference: list[Tensors], row: Row, got: Tensors) -> None:
-    """Add to the row each tensor's SNR, the least of any rank. The first call is for the baseline: its tensors become
-    the reference.
+    """Add to the row each tensor's least SNR over ranks. The first call is the baseline's, which becomes the reference.
 
     Raises FailedOnRanks if an SNR is below the case's bound. Collective.
     """
@@ -201,7 +201,7 @@ def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
-    """Each layer is closed before the next is made, so that shared memory counts for each."""
+    """Measure memory. Each layer is closed before the next is made, so that shared memory counts for each."""
     for name in names:
         row: Row = {"what": name}
         with ExitStack() as opened:
@@ -220,8 +220,8 @@ MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {"stages":
 
 
 def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
-    """Memory of a step launched by the host, in GiB beyond what was in use before; {} on a CPU. The measured step's
-    passes are replays. kept GiB: only if `forward` is given."""
+    """Memory of a step launched by the host, after warm-up, in GiB above the memory in use before; {} on a CPU. kept
+    GiB: only if `forward` is given."""
     if device.type != "cuda":
         return {}
     free_memory()
@@ -231,7 +231,7 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
         torch.cuda.reset_peak_memory_stats()
         step()
     torch.cuda.synchronize()
-    added = max(0, _outside() - outside)  # memory that earlier steps left outside is not this step's
+    added = max(0, _outside() - outside)
     peak = torch.cuda.max_memory_allocated() - allocated + added
     row: Row = {"peak GiB": peak / GIB, "outside GiB": added / GIB}
     if forward is not None:
@@ -270,7 +270,7 @@ STAGES: tuple[tuple[str, str], ...] = (
 
 
 Event = tuple[float, float, str]
-"""When a kernel began and ended, in us, and its name."""
+"""Start and end of a kernel, in us, and its name."""
 
 
 def stage_of(name: str) -> str:
@@ -297,7 +297,7 @@ def breakdown(events: Iterable[Event], steps: int = 1) -> tuple[dict[str, float]
 
 
 def profiled(call: Call, steps: int, device: torch.device, *activities: ProfilerActivity) -> list[Any]:
-    """The profiler's events of `steps` calls. Collective, if the call is."""
+    """The profiler's events of `steps` calls. Collective if the call is."""
     call()
     synchronize()
     with profile(activities=activities, acc_events=True) as seen:
@@ -310,8 +310,8 @@ def profiled(call: Call, steps: int, device: torch.device, *activities: Profiler
 
 
 def breakdown_of(call: Call, device: torch.device) -> tuple[dict[str, float], list[str]]:
-    """`breakdown` of the kernels in STEPS calls. On a CPU it takes the outermost operators of one call, as listing is
-    slow. Collective if the call is."""
+    """`breakdown` of the kernels in STEPS calls; on a CPU of the outermost operators of one call, as listing is slow.
+    Collective if the call is."""
     cuda = device.type == "cuda"
     activity, wanted = (ProfilerActivity.CUDA, DeviceType.CUDA) if cuda else (ProfilerActivity.CPU, DeviceType.CPU)
     steps = STEPS if cuda else 1
@@ -347,8 +347,8 @@ def stage_rows(
 
 
 def counts(call: Call, device: torch.device) -> Row:
-    """Count a call's launches (kernels, copies and fills), ops (nested ones too), and allocations by torch's allocator.
-    Launches and allocations are counted on a GPU only. Collective, if the call is."""
+    """Count a call's ops (nested ones too), and on a GPU its launches (kernels, copies and fills) and allocations by
+    torch's allocator. Collective if the call is."""
     cuda = device.type == "cuda"
     events = profiled(call, 1, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
     kernels = [each for each in events if each.device_type == DeviceType.CUDA]

@@ -2,25 +2,25 @@
 
     RECIPE/DISPATCHER              any of schema.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
                                    every step
-    RECIPE/DISPATCHER, kept        KEPT micro-batches within quantize_weights_once; figures are for one of them. For
-                                   forward alone, each call quantizes, as in the first micro-batch
+    RECIPE/DISPATCHER, kept        KEPT micro-batches in quantize_weights_once; figures are for one of them. Forward
+                                   alone quantizes in each call, as in the first micro-batch
     ..., worst_case; ..., exact    the same with these capacities
     ..., recompute                 room for the worst case; 1.25 times the balanced load is kept for backward
     RECIPE/DISPATCHER, gate_up_fp8 gate_up is kept in FP8 for backward
     baseline bf16                  baseline.BaselineLayer
-    baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire; GEMMs of torchao (rows and columns scaled) or
-                                   mxep.gemm.grouped_mm, which quantizes rows after they arrive
+    baseline fp8                   the same with torchao's GEMMs (scales for rows and columns)
+    baseline mxfp8                 the same with mxep.gemm.grouped_mm, which quantizes rows after they arrive in bf16
 
 A step is forward and backward, with gradients of x, the routing weights and both projections. Ids and weights are
 given, because the router would be the same in all cases.
 
-floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, one after the other:
+floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, without overlap:
 
-- flops = 18 R D F: three GEMMs, 2 flop each, with w13 (2F x D) and w2 (D x F). R: the valid rows of the busiest rank.
+- flops = 18 R D F: three GEMMs, 2 flop each, with w13 (2F x D) and w2 (D x F), for R valid rows of the busiest rank.
   The dense rate is that of a square GEMM in the same run: FP8, or bf16 for recipe bf16.
-- Wire bytes are the busiest sender's: a row in the recipe's format for each token and rank that needs it, and as many
-  sums back in bf16, in forward and in backward.
-- Memory bytes = 8 T D + 12 e D F (kept: 9 e D F), which no fusion can avoid: x, d_out and weights are read, out, dx and
+- Wire bytes of the busiest sender, in forward and in backward: a row in the recipe's format for each token and rank
+  that needs it, and as many sums back in bf16.
+- Memory bytes = 8 T D + 12 e D F (kept: 9 e D F), the least with any fusion: x, d_out and weights are read, out, dx and
   weight gradients written.
 
 T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, e experts of a rank.
@@ -78,7 +78,7 @@ class Problem:
     """Operands on this rank. Making one is collective if there are several ranks.
 
     x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D). w2: (e, D, F).
-    traffic: between all ranks. capacity: a plan's, in balanced loads. ranks_per_node: None means the ranks of a host.
+    traffic: between all ranks. capacity: as a multiple of the balanced load. ranks_per_node: None: the ranks of a host.
     """
 
     def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int, ranks_per_node: int | None = None) -> None:
@@ -113,7 +113,7 @@ class Case:
 
     @property
     def recipe(self) -> str:
-        """Of GEMMs, and of mxep's rows on the wire."""
+        """Recipe of the GEMMs, and of mxep's rows on the wire."""
         return self.name.split()[1] if self.baseline else self.name.split("/")[0]
 
     @property
@@ -156,7 +156,7 @@ class Case:
 
 
 class Layer:
-    """A layer on a problem. in_graph: whether a CUDA graph can capture it. leaves: x, weights, w13, w2."""
+    """A layer with a problem's operands. in_graph: whether a CUDA graph can capture it. leaves: x, weights, w13, w2."""
 
     micro_batches = 1  # in a step
     in_graph = False
@@ -232,7 +232,7 @@ class Mxep(Layer):
 
 
 class Baseline(Layer):
-    """The baseline. The host launches it, as it reads sizes in every step. Raises ImportError without torchao."""
+    """The baseline, launched by the host, as it syncs in every step. For fp8, raises ImportError without torchao."""
 
     def __init__(self, p: Problem, case: Case) -> None:
         product: Product = bf16_product
@@ -242,7 +242,7 @@ class Baseline(Layer):
             product = functools.partial(grouped_mm, recipe="mxfp8")
         self.p = p
         self.leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))
-        # Each layer has a group of its own. Otherwise only the first would be charged for what NCCL allocates.
+        # Each layer has a group of its own. Otherwise NCCL's memory would count for the first only.
         self.group = dist.new_group()
         pad = BLOCK if case.recipe == "mxfp8" else PAD
         self.layer = BaselineLayer(*self.leaves[2:], group=self.group, product=product, pad=pad)
@@ -269,20 +269,20 @@ def row_bytes(recipe: str, dim: int) -> int:
 
 
 def wire_bytes(shape: Shape, traffic: Traffic, recipe: str, *, pairs: bool = False) -> tuple[int, int]:
-    """(dispatched, combined) by the rank that sends most, forward and backward together. pairs: a row for each
-    (token, expert) pair."""
+    """Bytes (dispatched, combined) by the rank that sends most, forward and backward together. pairs: count a row for
+    each (token, expert) pair, not for each token and rank."""
     out, back = (traffic.leaving(combine=combine)[pairs] for combine in (False, True))
     return 2 * out * row_bytes(recipe, shape.dim), 2 * back * row_bytes("bf16", shape.dim)
 
 
 def rate(kind: str, case: Case, ceilings: Mapping[str, float]) -> float | None:
-    """The ceiling for a kind of work, in 1e12 a second; None if it was not measured on a GPU."""
+    """The ceiling for a kind of work, in 1e12 a second. None if it was not measured."""
     dense = f"dense {'bf16' if case.recipe == 'bf16' else 'fp8'} TF"
     return WIRE / 1e3 if kind == "wire bytes" else ceilings.get("copy TB/s" if kind == "bytes" else dense)
 
 
 def floor_ms(shape: Shape, ranks: int, traffic: Traffic, case: Case, ceilings: Mapping[str, float]) -> float | None:
-    """A step's floor; None without a GPU's rates."""
+    """A step's floor (module docstring). None without a GPU's rates."""
     weights = shape.experts // ranks * shape.dim * shape.hidden
     amounts = {"flop": flop(shape, traffic.most_pairs), "wire bytes": sum(wire_bytes(shape, traffic, case.recipe))}
     amounts["bytes"] = 8 * shape.tokens * shape.dim + (9 if case.kept else 12) * weights
@@ -291,10 +291,7 @@ def floor_ms(shape: Shape, ranks: int, traffic: Traffic, case: Case, ceilings: M
 
 
 def work(shape: Shape, ranks: int, traffic: Traffic, case: Case) -> Work:
-    """Work of each stage of bench=layer in a step of a case. Stages without a formula are missing.
-
-    R valid rows of the rank that has most, N = T K pairs.
-    """
+    """Least work of each stage of bench=layer in a step of a case. Stages without a formula are missing."""
     (tokens, dim, hidden, experts, top_k), rows = shape, traffic.most_pairs
     gemms: Work = {"GEMMs": ("flop", flop(shape, rows))}
     if case.baseline:
@@ -320,7 +317,7 @@ def work(shape: Shape, ranks: int, traffic: Traffic, case: Case) -> Work:
         "SwiGLU": ("bytes", (18 if case.kept_in_fp8 else 14) * rows * hidden),
         # Qdata of both operands of both weight gradients, read and written.
         "fold for wgrad": ("bytes", 2 * rows * (2 * dim + 3 * hidden)),
-        # bf16 read twice, as a column's scale needs all its rows first. Qdata of both orientations written.
+        # bf16 read twice, because a column's scale needs all rows first. Qdata of both orientations written.
         "quantize weights": ("bytes", 18 * experts // ranks * dim * hidden / (KEPT if case.kept else 1)),
     }
     return {stage: each for stage, each in found.items() if each[1]}

@@ -1,4 +1,4 @@
-"""Cost of sequence lengths that never come twice: ms a step (forward + backward) of a layer.
+"""Cost of sequence lengths that never repeat: ms per step (forward + backward) of a layer.
 
     python integration/benchmarks/lengths.py [FILE.json]
     torchrun --nproc-per-node 2 integration/benchmarks/lengths.py [FILE.json]
@@ -6,10 +6,10 @@
 D 2048, F 768, 64 experts, top-8, T drawn from 512 to 4096. Over several GPUs each rank draws its own lengths, and
 `max_tokens` is 4096. Times are the slowest rank's.
 
-- "called", "recorded", "first play", "second play": four steps of one length, for which there is no record yet. The
-  device is idle before each. Medians over lengths.
+- "called", "recorded", "first play", "second play": the first four steps of a length, with the device idle before
+  each. Medians over lengths.
 
-The others are ms a step over 100 lengths in a row:
+The others are ms per step over 100 lengths in a row:
 
 - "without records": replays are off. Median of three times.
 - "never before": the first 100 lengths of a new layer.
@@ -38,7 +38,7 @@ LENGTHS, LEAST, MOST = 100, 512, 4096
 
 
 class Case:
-    """A layer of which nothing is known yet, and its steps."""
+    """A new layer, without records, and its steps."""
 
     def __init__(self, recipe: str) -> None:
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ class Case:
         self.layer.zero_grad(set_to_none=True)
 
     def milliseconds(self, lengths: Sequence[int]) -> float:
-        """Of a step, over these lengths one after the other. Collective."""
+        """Mean ms of a step over these lengths. Collective."""
         return 1e3 * seconds(lambda: [self.step(length) for length in lengths]) / len(lengths)
 
 

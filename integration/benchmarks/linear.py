@@ -1,13 +1,13 @@
-"""bench=linear: `mxep.gemm.linear` beside F.linear and float8 peers, forward and backward, every quantization included.
+"""bench=linear: `mxep.gemm.linear`, F.linear and float8 peers, forward and backward, all quantization included.
 
 linear   x (T, K) -> (T, N): both gradients of one weight                                  shapes "linear"
 qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
-host     host time of a linear, and of q, k and v, with the GPU idle                       shapes "host"
+host     host time of a linear, and of q, k and v, with an idle GPU                        shapes "host"
 
-A weight is quantized at each call, once along K and once along N. Operands are bf16.
+Operands are bf16. A weight is quantized in each call, once along K and once along N.
 
 - `together` is `linear_together`; `auto` is the recipe that `auto_recipe` picks.
-- `scaled_mm row` is torch's three dense FP8 GEMMs with a scale a row, operands ready: the time if quantizing were free.
+- `scaled_mm row` is torch's three dense FP8 GEMMs with a scale per row, without the time to quantize operands.
 - `torchao rowwise` is torchao's float8 training linear, compiled.
 
 T tokens, K in features, N out features.
@@ -46,7 +46,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """x (T, K), one or several w (N, K), and a gradient (T, N) for each, bf16."""
+    """x (T, K), one or several weights (N, K), and an output gradient (T, N) for each, bf16."""
 
     x: Tensor
     weights: tuple[Tensor, ...]
@@ -71,7 +71,7 @@ class Problem:
         return sum(tensor.nbytes for tensor in (self.x, *self.weights, *self.gradients))
 
     def step(self, product: Callable[..., Sequence[Tensor]]) -> Call:
-        """Forward and backward of product(x, *weights), an output a weight; the result is all gradients."""
+        """Forward and backward of product(x, *weights), which returns an output for each weight. Returns gradients."""
         leaves = [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights)]
         return lambda: torch.autograd.grad(product(*leaves), leaves, self.gradients)
 
@@ -80,7 +80,7 @@ Maker = Callable[[Problem], Call]
 
 
 def scaled_mm(p: Problem) -> Call:
-    """torch's FP8 products with a scale a row, operands ready."""
+    """torch's FP8 GEMMs with a scale per row, operands ready."""
     gemm.need_cuda(p.x.device)
     calls = [
         gemm.dense_product(product, True, gemm.Problem.of(p.x, w[None], dy))
@@ -100,19 +100,18 @@ def torchao(p: Problem) -> Call:
     layers = module.convert_to_float8_training(layers, config=config)
     x = p.x.detach().requires_grad_()
     leaves = [x, *(layer.weight for layer in layers)]
-    torch.compiler.reset()  # else it makes one program of this shape and those before, for any
+    torch.compiler.reset()  # else a second shape makes a program for any shape
     forward = torch.compile(lambda x: [layer(x) for layer in layers], dynamic=False)
     return lambda: torch.autograd.grad(forward(x), leaves, p.gradients)
 
 
 def steps(backend: Backend, several: bool) -> dict[str, Maker]:
-    """By name, the baseline first. several: also ways to multiply one x by several weights."""
+    """Makers by name, the baseline first. several: also ways to multiply one x by several weights."""
 
     def each(recipe: Recipe) -> Maker:
         return lambda p: p.step(lambda x, *ws: [linear(x, w, recipe=recipe, backend=backend) for w in ws])
 
     def together(recipe: Recipe | str) -> Maker:
-        """One product each way."""
         return lambda p: p.step(lambda x, *ws: linear_together(x, ws, recipe=recipe, backend=backend))
 
     def quantized_once(x: Tensor, *weights: Tensor) -> list[Tensor]:
@@ -155,5 +154,5 @@ def _host(at: At) -> Iterator[Row]:
 
 
 MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "host": _host}
-"""Section -> what measures its rows, at a shape."""
+"""Section -> the function that measures its rows at a shape."""
 measure = functools.partial(sweep, measured=MEASURED)

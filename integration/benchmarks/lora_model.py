@@ -4,10 +4,10 @@
     python integration/benchmarks/lora_model.py --model qwen3-30b --kinds mxfp8 mxep_bf16 grouped_mm --layers 12
 
 Random weights of a published config. LoRA (PEFT, rank 16) on attention and on all experts, gradient checkpointing,
-AdamW on the adapters, one batch of --tokens in sequences of --length. Head and loss are computed in chunks of rows for
-all kinds (`optimize`), norms and RoPE are transformers' own, eager.
+AdamW on the adapters, one batch of --tokens in sequences of --length. For all kinds, head and loss are computed in
+chunks of rows (`optimize`), and norms and RoPE are transformers' own, eager.
 
-- `mxfp8`, `mxfp4`: Frozen experts, quantized as they are made, so that only one expert at a time is in bf16.
+- `mxfp8`, `mxfp4`: Frozen experts, quantized one by one as they are made.
 - `mxep_bf16`: Experts in bf16, computed by mxep, LoRA by its low-rank GEMMs.
 - `grouped_mm`: transformers' grouped_mm experts in bf16, LoRA by PEFT, which adds B A to the weights.
 
@@ -65,7 +65,7 @@ def quantized(experts: int, n: int, k: int, fmt: str, device: torch.device) -> M
 
 
 def build(config: Any, kind: str, device: torch.device) -> Any:
-    """The model on the device, its experts frozen where the kind is a format."""
+    """The model on the device. Experts are frozen if the kind is a format."""
     name = kind if kind not in FORMATS else "mxep_mxfp8"
     with torch.device("meta"):
         attention = "sdpa" if "qwen" in config.model_type else "eager"

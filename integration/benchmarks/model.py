@@ -1,4 +1,4 @@
-"""bench=model: whole training steps of models of transformers, on all ranks; NVIDIA's count of FLOPs.
+"""bench=model: whole training steps of transformers models, on all ranks.
 
     mxep task=bench bench=model parallel.ranks=2 'bench.changes=[optimize,forced]' bench.out=FILE.json
 
@@ -7,31 +7,29 @@ all ranks (EP), and FSDP2 shards the rest and gathers it once a step. Weights ar
 
 A case names the experts:
 
-    baseline       baseline.BaselineLayer, for Qwen3's and DeepSeek-V3's
-    transformers   its grouped_mm; on several ranks between its own all-to-alls (5.23 and newer)
-    mxep RECIPE    mxep.integration.transformers
+    baseline                baseline.BaselineLayer, in Qwen3 and DeepSeek-V3
+    transformers            its grouped_mm; on several ranks between its own all-to-alls (5.23 and newer)
+    mxep RECIPE             mxep.integration.transformers
     mxep RECIPE, linears    attention's projections and dense MLPs in this recipe, too (with `optimize`)
-    none           experts return their input. This measures the rest of the model
+    none                    experts return their input, to measure the rest of the model
 
 bench.changes apply to all cases:
 
     optimize       mxep.integration.transformers.optimize: loss in chunks, causal SDPA, decoder layers compiled.
-                   On several ranks BaselineLayer reads sizes on the host, so there it compiles only attention and norms
+                   On several ranks BaselineLayer syncs, so only attention and norms are compiled around it
     forced         every expert gets equally many tokens, as with Megatron's --moe-router-force-load-balancing (Qwen3)
     fp32_moments   AdamW's moments are fp32
     autograd_sums  autograd adds mxep's gradients of micro-batches, instead of the GEMM
     after_step     weights are quantized right after AdamW's step, instead of in the first micro-batch
-    checkpoint     each decoder layer keeps only its input, and is computed again in backward
+    checkpoint     each decoder layer keeps only its input, and is recomputed in backward
 
-Without `optimize` the model is as transformers makes it.
-
-ms            a step: median; slowest rank. fastest ms, slowest ms: of all steps
-TFLOP/s       of a GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
-peak GiB      most memory of a rank, states included
-most of mean  rows of the busiest GPU / mean, most over layers
+ms            median step of the slowest rank. fastest ms, slowest ms: of all steps
+TFLOP/s       per GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
+peak GiB      most memory of a rank, optimizer states included
+most of mean  rows of the busiest GPU / mean, the largest of all layers
 loss          of the first step
-shares        of a step: kernels of one profiled step, by name and by the autograd node that launched them, over `ms`;
-              `idle`: what is left of `ms`. Overlapping kernels each count in full
+shares        time of kernels in one profiled step / ms, by kernel and by the autograd node that launched it. idle: the
+              rest of ms. Overlapping kernels each count in full
 extrapolated  t(N) = t(N2) + (N - N2) (t(N2) - t(N1)) / (N2 - N1), for all N layers of the model, from the two highest
               numbers of layers measured; the optimizer is scaled with it
 
@@ -102,7 +100,7 @@ TINY = {
     "hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "moe_intermediate_size": 32, "intermediate_size": 32,
     "num_experts_per_tok": 2, "vocab_size": 512,
 }  # fmt: skip
-"""Sizes of models on a CPU. Experts are 8."""
+"""Sizes of models on a CPU, with 8 experts."""
 SHAPES = dict.fromkeys(MODELS, (1, 1, 1, 1))
 
 SHARES = {
@@ -116,13 +114,13 @@ SHARES = {
 }
 """Share of a step -> patterns in the names of its kernels, or of the autograd nodes that launched them. The first match
 counts. MXFP8 linears run the experts' GEMM kernels and count there. An eager head's GEMMs count as linears. `optimizer`
-has clipping and the sums of gradients, too. The rest are norms and other element-wise kernels."""
+includes clipping and sums of gradients. The rest are norms and other element-wise kernels."""
 REST, IDLE = "rest", "idle"
 FIGURES = "ms, fastest ms, slowest ms, tokens/s a GPU, TFLOP/s, x baseline, peak GiB, most of mean, loss"
 
 
 class Shape(NamedTuple):
-    """layers, and the micro-batches of a step: how many, and their sequences and length (tokens) on each rank."""
+    """Layers, micro-batches of a step, and the sequences and length (tokens) of a micro-batch on each rank."""
 
     layers: int
     micro_batches: int
@@ -131,7 +129,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a step and rank."""
+        """Tokens of a rank in a step."""
         return self.micro_batches * self.sequences * self.length
 
 
@@ -178,7 +176,7 @@ def _rows(bench: Bench, *, profile: bool) -> Iterator[tuple[str, Row]]:
 
 
 def extrapolated(at: list[tuple[Shape, float]], model: str, device: torch.device) -> Row:
-    """What all layers of a model would take, from (shape, ms) of fewer, sorted."""
+    """The row of a model with all its layers. at: sorted (shape, ms) of fewer layers."""
     (few, first), (many, last) = at[-2:]
     depth = MODELS[model][1]["num_hidden_layers"]
     ms = last + (depth - many.layers) * (last - first) / (many.layers - few.layers)
@@ -193,7 +191,7 @@ def _rate(config: Any, shape: Shape, ms: float) -> Row:
 
 
 def _step(bench: Bench, model: str, shape: Shape, case: str, changes: tuple[str, ...], *, profile: bool) -> Row:
-    """Figures of a case; `shares` is {} without `profile`. Collective. Raises FailedOnRanks."""
+    """Measure a case. `shares` is {} without `profile`. Collective. Raises FailedOnRanks."""
     torch._dynamo.reset()
     free_memory()
     began = time.perf_counter()
@@ -232,7 +230,7 @@ def config_of(model: str, shape: Shape, device: torch.device) -> Any:
 
 
 def baseline_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Experts' forward by the baseline, a layer that the module keeps."""
+    """Forward of experts by a BaselineLayer, which the module keeps."""
     w13, w2 = local_weight(experts.gate_up_proj), local_weight(experts.down_proj)
     layer = experts.__dict__.get("_baseline")
     if layer is None:
@@ -240,14 +238,14 @@ def baseline_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, t
         layer = experts.__dict__["_baseline"] = BaselineLayer(w13, w2, group=group)
     layer.w13, layer.w2 = w13, w2
     out: Tensor = layer(hidden_states, top_k_index.int(), top_k_weights.float())
-    layer.w13 = layer.w2 = None  # which would keep a graph
+    layer.w13 = layer.w2 = None  # they would keep an autograd graph
     return out
 
 
 def all_to_all_experts(
     ep: DeviceMesh, tp: DeviceMesh, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """transformers' own expert parallelism, on the experts that are here. tp: of this rank alone."""
+    """transformers' own expert parallelism, for this rank's experts. tp: a mesh of this rank alone."""
     here = copy.copy(experts)
     here.__dict__["_parameters"] = {name: local_weight(weight) for name, weight in experts.named_parameters()}
     here.num_experts = len(here.down_proj)
@@ -258,7 +256,7 @@ def all_to_all_experts(
 
 
 def register_experts(recipes: Iterable[str], **limits: Any) -> None:
-    """Register experts for transformers: `bench RECIPE`, `bench baseline`, and `bench none`, which do nothing."""
+    """Register implementations `bench RECIPE`, `bench baseline`, and `bench none`, which returns the input."""
     for recipe in recipes:
         register(Implementation(f"bench {recipe}", Recipe.named(recipe), **limits))
     ALL_EXPERTS_FUNCTIONS.register("bench baseline", baseline_experts)
@@ -266,7 +264,7 @@ def register_experts(recipes: Iterable[str], **limits: Any) -> None:
 
 
 def draw_weights(model: Any, device: torch.device, seed: int = 0) -> None:
-    """Move a model from meta to the device, with random weights. Only experts' differ from rank to rank."""
+    """Move a model from meta to the device, with random weights. Only experts differ between ranks."""
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
@@ -282,7 +280,7 @@ def draw_weights(model: Any, device: torch.device, seed: int = 0) -> None:
 
 
 class ForcedRouter(Qwen3MoeTopKRouter):
-    """Gives all experts equally many tokens, spreads a token's experts evenly, and weights them as the router would."""
+    """Gives all experts equally many tokens, spread evenly for each token, with the router's own weights."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
@@ -293,7 +291,7 @@ class ForcedRouter(Qwen3MoeTopKRouter):
 
 
 class AdamWFP32(torch.optim.Optimizer):
-    """AdamW of bf16 parameters with fp32 moments, one kernel per parameter. torch's has such moments for fp32 only."""
+    """AdamW for bf16 parameters with fp32 moments, one kernel per parameter. torch's moments have parameters' dtype."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "steps": 0})
@@ -394,7 +392,7 @@ class Subject:
         return changed
 
     def step(self) -> Tensor:
-        """A whole step; the mean loss."""
+        """Run a whole step. Returns the mean loss."""
         model, micro_batches = self.model, self.shape.micro_batches
         total = torch.zeros((), device=self.device, dtype=torch.float32)
         with contextlib.ExitStack() as stack:
@@ -422,7 +420,7 @@ class Subject:
 
     @torch.no_grad()
     def most_of_mean(self) -> list[float]:
-        """The rows of the busiest GPU divided by the mean, by layer with experts. Collective."""
+        """Rows of the busiest GPU / mean, by MoE layer. Collective."""
         experts = [*experts_in(self.model, "bench=model").values()]
         counts = torch.zeros(len(experts), ranks(), device=self.device, dtype=torch.float32)
 
@@ -447,7 +445,7 @@ class Subject:
 
 
 def shares(step: Callable[[], object], ms: float) -> dict[str, Any]:
-    """Shares by part of a step that takes `ms` without a profiler. Collective."""
+    """Shares of a step by part. ms: of the step without a profiler. Collective."""
     seconds(step)
     with torch.profiler.profile() as profile:
         step()
@@ -474,7 +472,7 @@ def shares(step: Callable[[], object], ms: float) -> dict[str, Any]:
 
 
 def part_of(*names: str) -> str:
-    """The part of a step that a kernel belongs to, by its name and those of what launched it."""
+    """The part of a step for a kernel, by names: the kernel's, its launcher's, and so on."""
     for part, pattern in SHARES.items():
         if any(re.search(pattern, name) for name in names):
             return part

@@ -1,4 +1,4 @@
-"""A whole model on batches padded to their longest sequence, whose length changes from step to step.
+"""A whole model on padded batches: the length of the longest sequence changes with each step.
 
     python integration/benchmarks/padded.py [FILE.json]
     torchrun --nproc-per-node 2 integration/benchmarks/padded.py [FILE.json]
@@ -8,12 +8,12 @@ Padding is counted as tokens. On several GPUs experts are spread over all ranks,
 
 Experts: "none" return their input, "baseline" is baseline.BaselineLayer, and the others are mxep's recipes.
 Lengths: "fixed" is the mean. "never before" are 30 steps of different lengths that the experts have not seen, and
-"again" are the same. "alike": all ranks have the same length. "by rank": each draws its own, so all wait for the
+"again" repeats them. "alike": all ranks have the same length. "by rank": each draws its own, so all wait for the
 longest. Experts "none" run each of the 120 lengths first, because torch itself takes 0.1 s for a new one.
 
-ms             a step: forward and backward, mean of 30, the slowest rank's
-tokens/s       of all ranks together
-of fixed       ms a token that the experts add, over the same at the fixed length
+ms             forward and backward, mean of 30 steps, slowest rank
+tokens/s       of all ranks
+of fixed       ms per token that the experts add / the same at the fixed length
 """
 
 import random
@@ -55,7 +55,7 @@ def make_model(device: torch.device) -> Any:
 
 
 def batch(longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids (4, longest), and the mask of those that are no padding: at least half of each sequence."""
+    """Ids (4, longest), and a mask that is 0 for padding, at most half of each sequence."""
     lengths = [longest, *(random.Random(longest).randint(longest // 2, longest) for _ in range(SEQUENCES - 1))]
     places = torch.arange(longest, device=device, dtype=torch.int64)
     mask = places < torch.tensor(lengths, device=device, dtype=torch.int64)[:, None]
@@ -63,7 +63,7 @@ def batch(longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def milliseconds(model: Any, lengths: list[int]) -> float:
-    """Of a step, over these lengths one after the other. Collective."""
+    """Mean ms of a step over these lengths. Collective."""
     batches = [batch(length, model.device) for length in lengths]
 
     def steps() -> None:

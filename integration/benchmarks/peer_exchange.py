@@ -1,11 +1,11 @@
-"""torch's symmetric-memory all-to-all on NVSHMEM (`all_to_all_vdev_2d`) beside NCCL's, on all ranks.
+"""torch's symmetric-memory all-to-all on NVSHMEM (`all_to_all_vdev_2d`), compared with NCCL's, on all ranks.
 
     NVSHMEM_DISABLE_NVLS=1 torchrun --nproc-per-node 2 integration/benchmarks/peer_exchange.py [FILE.json]
 
-bench=comms times mxep beside the same NCCL calls: a process has one kind of symmetric memory. (`bench.shapes.headline`
-takes these shapes; torch 2.11 has at most 15 experts a rank.) As there, rows are permuted before and nothing is
-unpermuted after; but the sizes are on the device, and dispatch lays out each expert's rows at a multiple of 32. Both
-directions are first compared with what was sent, bit by bit.
+A process has one kind of symmetric memory, so bench=comms compares mxep with the same NCCL calls in another process
+(with these shapes as `bench.shapes.headline`). torch 2.11 allows at most 15 experts a rank. As there, permuting rows
+does not count. But sizes are on the device, and dispatch starts each expert's rows at a multiple of 32. Both directions
+are first verified bit by bit.
 
 us      median over rounds of the slowest rank; vdev_2d is launched by the host, and NCCL is in a CUDA graph
 """
@@ -37,10 +37,9 @@ def group_name() -> Any:
 
 
 class VDev:
-    """Sends one row per (token, expert) pair to the expert's rank, grouped by expert, and back. Collective."""
+    """Sends a row per (token, expert) pair to the expert's rank, and back. Collective. sent: (T K, D), by expert."""
 
     def __init__(self, p: Problem, sent: Tensor) -> None:
-        """sent: (T K, D), by expert."""
         self.name, pairs, experts = group_name(), len(sent), p.shape.experts
         most = p.traffic.most_pairs + BLOCK * p.local_experts
         make: Any = lambda *shape, dtype: symm_mem.empty(*shape, dtype=dtype, device=p.device)  # noqa: E731
@@ -60,7 +59,7 @@ class VDev:
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(self.received, self.back, self.where, self.where_back, self.name)
 
     def check(self, p: Problem) -> None:
-        """Raise RuntimeError if a row differs. Collective."""
+        """Raise RuntimeError if either direction moves a wrong row. Collective."""
         self.back.zero_()
         self.dispatch()
         self.combine()
@@ -95,8 +94,8 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
         peer.check(p)
         calls = {
             f"{name} bf16{suffix}": Alternative(functools.partial(list, [call]), graph)
-            for name, of, graph in (("NCCL", nccl, "may"), ("vdev_2d", peer, "never"))
-            for suffix, call in (("", of.dispatch), (", combine", of.combine))
+            for name, exchange, graph in (("NCCL", nccl, "may"), ("vdev_2d", peer, "never"))
+            for suffix, call in (("", exchange.dispatch), (", combine", exchange.combine))
         }
         found = timer.compare(calls)
         rows += [{"shape": list(shape), "what": name, **row} for name, row in found.items()]

@@ -1,7 +1,7 @@
 """The layers that peers.py compares: the inputs, an fp64 reference, and one function per peer.
 
-Each peer gets the same values in the layout that it stores, and imports its package when it is made. Nothing of a
-peer's code is here. A peer that is not installed raises ImportError.
+Each peer gets the same values in its own layout, and imports its package when it is made. A peer that is not installed
+raises ImportError. No peer's code is copied here.
 
 T tokens, K experts a token, E experts, D model dim, F hidden dim.
 """
@@ -36,12 +36,12 @@ class Shape(NamedTuple):
     arriving: int = 1
 
     def flop(self, tokens: int) -> float:
-        """Number of floating-point operations in forward and backward."""
+        """Floating-point operations of forward and backward."""
         return 18.0 * tokens * self.arriving * self.top_k * self.dim * self.hidden
 
 
-# One rank of 8: E / 8 experts, T K token copies. A token of DeepSeek-V3 goes to 8 experts in 4 of 8 groups, so to 2 of
-# a rank: T tokens of each of 8 ranks bring 4 T tokens with 2 experts each. Qwen3's are taken alike.
+# One rank of 8: E / 8 experts, T K token copies. A token of DeepSeek-V3 goes to 8 experts in 4 of 8 groups, so to 2
+# experts on each of 4 ranks: 8 ranks with T tokens send a rank 4 T tokens with 2 experts each. Qwen3 is treated alike.
 SHAPES = {
     "Qwen3-30B, rank of 8": Shape(2048, 768, 16, 2, 4),
     "Qwen3-235B, rank of 8": Shape(4096, 1536, 16, 2, 4),
@@ -66,7 +66,7 @@ class Inputs:
 
     @classmethod
     def draw(cls, shape: Shape, tokens: int, device: torch.device) -> Inputs:
-        """The same values in every process on one kind of device. Experts are picked uniformly."""
+        """Draw the same values in every process on one kind of device. Experts are uniformly random."""
         generator = torch.Generator(device).manual_seed(1)
         tokens *= shape.arriving
 
@@ -86,7 +86,7 @@ class Inputs:
 
 
 def reference(given: Inputs) -> dict[str, Tensor]:
-    """All RESULTS, computed in fp64 expert by expert, in fp32 on the host."""
+    """All RESULTS, computed in fp64, as fp32 on the host."""
     x, d_out, weights, w13, w2 = (each.double() for each in (given.x, given.d_out, given.weights, given.w13, given.w2))
     found = moe_layer(Problem(x, d_out, given.ids, weights, w13, w2))
     return {name: getattr(found, field.name).float().cpu() for name, field in zip(RESULTS, dataclasses.fields(found))}
@@ -98,7 +98,7 @@ def same(w13: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """call: forward. leaves: x, weights, w13, w2. gate_first: a tensor like its w13 -> (E, 2F, D), gate first."""
+    """call: forward. leaves: x, weights, w13, w2. gate_first: changes w13's layout to (E, 2F, D), gate first."""
 
     call: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]
@@ -106,7 +106,7 @@ class Layer:
 
 
 Make = Callable[[Inputs, contextlib.ExitStack], Layer]
-"""Makes a layer. Contexts entered into the stack stay open as long as the layer lives."""
+"""Makes a layer. Contexts on the stack stay open as long as the layer lives."""
 
 
 def leaves(given: Inputs, w13: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -115,7 +115,7 @@ def leaves(given: Inputs, w13: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def pipeline(given: Inputs, product: Product = bf16_product, pad: int = PAD) -> Layer:
-    """The baseline's gathers, SwiGLU and weighted sum round a grouped GEMM."""
+    """The baseline's gathers, SwiGLU and weighted sum around a grouped GEMM."""
     x, weights, w13, w2 = leaves(given)
     layer = BaselineLayer(w13, w2, product=product, pad=pad)
     return Layer(lambda: layer(x, given.ids, weights), (x, weights, w13, w2))

@@ -18,13 +18,13 @@ OURS = "mxep"
 
 
 def worst(row: Row) -> float:
-    """dB of the worst result. The gradient of the routing weights does not count: some peers return it in bf16."""
+    """dB of the worst result, without the gradient of routing weights, which some peers return in bf16."""
     found = [db for name, db in row.get("dB", {}).items() if name != "d_weights"]
     return min(found) if found else float("-inf")
 
 
 def grouped(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows by SNR, the most exact group first. Each group spans at most CLOSE dB; its fastest row is first."""
+    """Group rows within CLOSE dB, the most exact group first. In a group, the fastest row is first."""
     groups: list[list[Row]] = []
     for row in sorted((row for row in rows if "ms" in row), key=worst, reverse=True):
         if groups and worst(groups[-1][0]) - worst(row) <= CLOSE:
@@ -46,9 +46,9 @@ def by_cell(results: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def losses(cell: str, rows: Sequence[Row], figure: str, form: str, unit: float) -> list[str]:
-    """Return a line for each peer ahead of every row of ours that is as exact.
+    """Return a line for each peer that is ahead of all of our rows that are as exact.
 
-    Rows with kept weights do not count: peers quantize in every step.
+    Rows with kept weights do not count, because peers quantize in every step.
     """
     lines = []
     timed = [row for row in rows if figure in row and "ms" in row and not row["peer"].endswith(", kept")]
@@ -101,7 +101,7 @@ def line_of(row: Row) -> str:
 
 
 def picture(results: Sequence[Row], tokens: int) -> str:
-    """An SVG: a bar a peer and shape, at one number of tokens."""
+    """An SVG with a bar for each peer and shape, at one number of tokens."""
     kinds = {"mxep bf16": "bf16", "mxep fp8": "fp8", "mxep mxfp8": "mxfp8", "mxep mxfp8, kept": "mxfp8"}
     page, found = Page(), by_cell(results)
     page.title(

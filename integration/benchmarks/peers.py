@@ -6,9 +6,10 @@
 docs/lab/peers.md lists the peers, their packages, and the method. Each run writes one JSON file; `table` makes OUT.md
 and OUT.svg from such files.
 
-layers: each peer has one process for the whole run. At each shape and number of tokens one more process computes the
-layer in fp64. Then each peer makes the same inputs from the same seed, compiles, runs, and reports SNR and memory. Then
-all are timed in turn, `rounds` times, in shuffled orders. A peer that exceeds its limit is ended, and its row says so.
+layers: each peer has one process for the whole run. For each shape and number of tokens, another process computes the
+layer in fp64. Each peer then makes the same inputs from the same seed, compiles, runs, and reports SNR and memory.
+Finally all are timed in turn, `rounds` times, in shuffled orders. A peer over its time limit is ended, and its row says
+so.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Row = dict[str, Any]
 REFERENCE = "reference"
 WARM_STEPS = 4  # after the first; mxep replays from the third call of a shape on
 LEAD_SECONDS = 0.1  # of a stretch, not timed
-LEAST_FREE = 0.45  # of the device; with less, a process gives its inputs back until its next stretch
+LEAST_FREE = 0.45  # share of device memory; with less, a process frees its inputs until its next stretch
 LATE = "no answer within"
 CACHES = {"TRITON_CACHE_AUTOTUNING": "1", "QUACK_CACHE_AUTOTUNING": "1"}
 """Environment of a measurement: peers cache their autotuning for the next run."""
@@ -58,7 +59,7 @@ worker: Worker  # of this process
 
 
 class Worker:
-    """A peer within its own process, at one shape and number of tokens at a time."""
+    """A peer in its own process, at one shape and number of tokens at a time."""
 
     def __init__(self, peer: str, device: torch.device) -> None:
         self.peer, self.device, self.cuda = peer, device, device.type == "cuda"
@@ -68,7 +69,7 @@ class Worker:
         self.d_out: Tensor | None = None
 
     def refer(self, shape: str, tokens: int, file: str) -> Row:
-        """Write the exact results into a file."""
+        """Write the fp64 reference's results into a file."""
         torch.serialization.set_crc32_options(False)  # gigabytes
         torch.save(reference(Inputs.draw(SHAPES[shape], tokens, self.device)), file)
         return self.release()
@@ -105,7 +106,7 @@ class Worker:
         return row
 
     def stretch(self, seconds: float) -> Row:
-        """Milliseconds of a step. The host waits every five steps, as a training loop does more often."""
+        """Milliseconds of a step. The host syncs every five steps; training loops do so more often."""
         if self.layer is None:
             self._make()
             for _ in range(WARM_STEPS):
@@ -140,7 +141,7 @@ class Worker:
         return self.layer
 
     def _make_room(self) -> None:
-        """Give the allocator's cache back, and the inputs too if other processes could run short."""
+        """Free the allocator's cache, and also the inputs if other processes could run out of memory."""
         if self.cuda:
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
@@ -149,7 +150,7 @@ class Worker:
 
 
 def begin(peer: str, device: str, log: str) -> None:
-    """Start a peer's process. What libraries print goes to the file `log`."""
+    """Start a peer's process. The file `log` gets everything that it prints."""
     global worker
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -169,26 +170,26 @@ def call(method: str, *args: Any) -> Row:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, cut to 160 characters, as it stands in a table."""
+    """The last nonempty line, at most 160 characters, for a cell of a table."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:160].replace("|", "/") if lines else "no message"
 
 
 class Process:
-    """A peer's process, started when it is first asked, and again after it was ended."""
+    """A peer's process. `ask` starts it if it does not run."""
 
     def __init__(self, peer: str, device: str, logs: Path) -> None:
         self.peer, self.device, self.log = peer, device, logs / f"{peer.replace(' ', '_')}.log"
         self.pool: ProcessPoolExecutor | None = None
 
     def ask(self, limit: float, method: str, *args: Any) -> Row:
-        """The answer; {"error": why} if there is none within `limit` seconds."""
+        """Run a method of Worker. Returns {"error": why} if it takes more than `limit` seconds or the process ends."""
         if self.pool is None:
             given = self.peer, self.device, str(self.log)
             self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin, given)
         try:
             answer = self.pool.submit(call, method, *args).result(limit)
-            ended = "CUDA error" in answer.get("error", "")  # which stays
+            ended = "CUDA error" in answer.get("error", "")  # the process cannot recover from it
         except (TimeoutError, BrokenProcessPool) as error:
             late = isinstance(error, TimeoutError)
             why = f"{LATE} {limit:.0f} s" if late else f"the process ended: {last_line(self._said())}"
@@ -200,7 +201,6 @@ class Process:
         return answer
 
     def _said(self) -> str:
-        """The last 2000 characters of its log."""
         return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class Process:
 
 
 def cells(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Shapes and token counts, the middle one first: Liger tunes its kernels once per width, at the first count."""
+    """Shapes and token counts, the middle count first: Liger tunes its kernels once per width, at the first count."""
     counts = sorted(given.tokens)
     counts.insert(0, counts.pop(len(counts) // 2))
     return ((shape, tokens) for shape in given.shapes for tokens in counts)
@@ -243,7 +243,7 @@ def cell(
     tokens: int,
     file: str,
 ) -> list[Row]:
-    """Rows of all peers at a shape and number of tokens. late: (peer, shape) that are not tried again -> why."""
+    """Rows of all peers at a shape and number of tokens. late: (peer, shape) that timed out -> its row."""
     sizes = SHAPES[shape]
     name = {"shape": shape, "sizes": list(sizes), "tokens": tokens}
     name["rows an expert"] = tokens * sizes.arriving * sizes.top_k / sizes.experts
@@ -259,7 +259,7 @@ def cell(
         log(f"{shape}, {tokens}: {peer} {json.dumps(shortened(row))}")
     times: dict[str, list[float]] = {peer: [] for peer, row in rows.items() if "error" not in row}
     for turn in range(given.rounds):
-        for peer in random.Random(turn).sample(list(times), len(times)):  # other neighbours, other heat
+        for peer in random.Random(turn).sample(list(times), len(times)):
             if "error" not in rows[peer]:
                 row = processes[peer].ask(given.limit, "stretch", given.seconds)
                 times[peer] += [row["ms"]] if "ms" in row else []
@@ -295,7 +295,6 @@ def table(given: argparse.Namespace) -> None:
 
 
 def names_in(text: str) -> list[str]:
-    """Names with a semicolon between them."""
     return [name.strip() for name in text.split(";")]
 
 

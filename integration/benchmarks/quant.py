@@ -1,13 +1,13 @@
-"""bench=quant: kernels of mxep.quant beside a plain copy.
+"""bench=quant: kernels of mxep.quant, compared with a plain copy.
 
 A case calls ops of `torch.ops.mxep`. `moved` is the least number of bytes to move: inputs read once and outputs written
 once, scales, indices and offs included.
 
-of copy    bytes a second over those of a plain copy, measured before the cases; measured again after them
-target     the share to reach, if one is set; none for shapes of kind "small", where starting takes the time
+of copy    bytes per second / those of a plain copy, which is measured before and after the cases
+target     the share to reach; none for kind "small", where the launch takes most of the time
 
 Rows are Gaussian, E4M3, RCEIL, blocks of 32. A gathered case takes every stored row once, in random order, from slots
-where qdata and scales lie side by side. Groups are of random size, some empty; all rows are valid.
+that hold qdata and then scales. Groups have random sizes, some are empty; all rows are valid.
 
 r rows, k width (of gate and up together, for SwiGLU), e experts, n rows of an expert.
 """
@@ -43,7 +43,7 @@ ops = torch.ops.mxep
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of the cases, for one shape, on the generator's device."""
+    """Draws inputs of the cases for one shape, on the generator's device."""
 
     shape: tuple[int, ...]
     generator: torch.Generator
@@ -57,23 +57,23 @@ class Inputs:
         return {"generator": self.generator, "device": self.generator.device}
 
     def values(self, *shape: int) -> Tensor:
-        """Gaussian, bf16, of another shape if given."""
+        """Gaussian, bf16. shape: the inputs' if not given."""
         return torch.randn(shape or self.shape, dtype=torch.bfloat16, **self._where)
 
     def mx(self) -> tuple[Tensor, Tensor]:
-        """Qdata and scales of values, blocked along rows."""
+        """Qdata and scales, in blocks along a row."""
         qdata, scale = ops.quantize_rows(self.values(), *HOW, BLOCK)
         return qdata, scale
 
     def mxfp4(self) -> tuple[Tensor, Tensor]:
-        """Random E2M1 codes and scales within 2^8: to quantize values to E2M1 takes long, without a kernel."""
+        """Random E2M1 qdata and scales within 2^8. Quantizing values to E2M1 would take long."""
         rows, k = self.shape
         codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, **self._where)
         scale = torch.randint(116, 124, (rows, k // BLOCK), dtype=torch.uint8, **self._where)
         return codes.view(E2M1.dtype), scale.view(SCALE_DTYPE)
 
     def slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Qdata and scales side by side in rows of 16-byte multiples, and an index of all rows in random order."""
+        """Qdata and scales as parts of rows padded to 16 bytes, and an index of all rows in random order."""
         qdata, scale = self.mx()
         k, scales = qdata.shape[1], scale.shape[1]
         buffer = qdata.new_empty((self.rows, round_up(k + scales, 16)), dtype=torch.uint8)
@@ -89,7 +89,7 @@ class Inputs:
         return torch.nn.functional.pad(cuts, (0, 1), value=self.rows).int()
 
     def weight(self) -> Tensor:
-        """One per row."""
+        """Routing weights, one per row."""
         return torch.rand(self.rows, **self._where, dtype=torch.float32)
 
 
@@ -110,8 +110,8 @@ def _both_per_row(x: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """kind: of its shapes. target: share of the copy to reach. moved(*shape): bytes. make(Inputs): arguments.
-    call(*arguments): the measured call."""
+    """kind: of shapes. target: share of the copy's speed to reach. moved(*shape): bytes. make(Inputs): arguments of
+    call. call: the measured call."""
 
     kind: str
     target: float | None
@@ -179,7 +179,7 @@ CASES = {
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    """All cases at all their shapes, case by case."""
+    """Measure all cases at all their shapes, case by case."""
     timer = Timer(bench.device, seconds=0.02, rounds=7)
     bench.ceilings["copy TB/s"] = copy_tb_s(timer)
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
@@ -204,7 +204,7 @@ def _calls(name: str, inputs: Inputs, sets: int) -> list[Call]:
 
 
 def lines(bench: Bench) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
-    """(case, shape, target) of every row."""
+    """Yield (case, shape, target) for each row."""
     for name in bench.config.cases or CASES:
         for kind, shapes in bench.config.shapes.items():
             if CASES[name].kind == ("weights" if kind == "weights" else "rows"):

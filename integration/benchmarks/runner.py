@@ -1,4 +1,4 @@
-"""Runs a bench, from its config to its report, in this process or on all ranks."""
+"""Run a bench, from its config to its report, in this process or on all ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .script import free_memory
 
 T = TypeVar("T")
 ANY = "*"
-"""Key of SHAPES for any name."""
+"""Key of SHAPES that stands for any name."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Arguments of a bench. report: gets the ceilings. Rows are yielded instead. ranks_per_node: for layers."""
+    """Arguments of a bench, which adds its ceilings to report and yields its rows. ranks_per_node: for layers."""
 
     rank: Rank
     config: BenchConfig
@@ -54,15 +54,14 @@ def load(name: str) -> Any:
 
 
 def on_ranks(name: str) -> bool:
-    """Whether a bench runs on all ranks."""
     return name in ("comms", "layer", "model")
 
 
 def complaints(config: BenchConfig) -> Iterator[str]:
-    """One message for each setting that the bench of `config` does not have.
+    """Yield a message for each setting that the bench of `config` does not have.
 
-    Its module has SHAPES: names in bench.shapes (ANY: any) -> the number that each size must be a multiple of, and
-    SIZES, the names of these sizes. It may have names of CASES, BACKENDS and CHANGES.
+    The bench's module has SHAPES: name in bench.shapes (or ANY) -> the number that each size must be a multiple of.
+    SIZES are the names of these sizes. CASES, BACKENDS and CHANGES, if any, are names that settings may have.
     """
     module = load(config.name)
     if config.device == "cpu" and not config.cpu_shapes:
@@ -93,10 +92,10 @@ def run(
     *,
     quiet: bool = False,
 ) -> Report:
-    """Measure what `config` names; rank None: in this process alone.
+    """Run the bench of `config`. rank: None runs it in this process alone. Collective, with one report for all ranks.
 
-    After each row, rank 0 writes all rows so far into `files`, so that a run that is ended early loses none. Unless
-    `quiet`, it also logs the row as JSON. Collective, with one report for all ranks.
+    After each row, rank 0 writes all rows so far into `files`, so that a stopped run loses none. Unless `quiet`, it
+    also logs the row as JSON.
     """
     module, begin = load(config.name), time.monotonic()
     rank = rank or Rank(0, 1, torch.device(config.device))
@@ -114,11 +113,11 @@ def run(
 
 
 def models(bench: Bench, shape_of: Callable[..., T]) -> Iterator[tuple[Row, T]]:
-    """Yield (labels for all of its rows, shape) of each shape of the models that the config names."""
+    """Yield (labels of its rows, shape) of each shape of the config's models."""
     for model in bench.config.models or bench.config.shapes:
         for sizes in bench.config.shapes[model]:
             if bench.device.type == "cuda":
-                # Compiled code has one shape's widths as constants. With a second shape they would become variables.
+                # Compiled code has widths as constants. After a second shape they would become variables.
                 importlib.import_module("torch._dynamo").reset()
             yield {"model": model, "shape": list(sizes), "ranks": bench.rank.world_size}, shape_of(*sizes)
             free_memory()

@@ -1,4 +1,4 @@
-"""What scripts share: the ranks that torchrun started, a clock over all of them, a JSON file. Imports no hydra."""
+"""Helpers of scripts: ranks under torchrun, times over all ranks, a JSON file of results. Does not import hydra."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ranks() -> int:
 
 @contextlib.contextmanager
 def started_ranks() -> Iterator[torch.device]:
-    """A process group of the ranks that torchrun started, none of one process. Yields this rank's device."""
+    """Open a process group for the ranks that torchrun started, if there are several. Yields this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -57,7 +57,7 @@ def free_memory() -> None:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """The slowest rank's time of a call, which all ranks begin together, until its GPU is done. Collective."""
+    """The slowest rank's time for a call that all ranks begin together, until its GPU is done. Collective."""
     synchronize()
     if ranks() > 1:
         dist.barrier()
@@ -69,7 +69,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def busy(intervals: Iterable[tuple[float, float]]) -> float:
-    """How long any of the intervals (start, end) runs."""
+    """Length of the union of the intervals (start, end)."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, until))
@@ -78,7 +78,7 @@ def busy(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def save(file: str | Path | None, rows: Sequence[dict[str, Any]], **about: Any) -> None:
-    """Write rows, where they were made, and the command, on rank 0 and if there is a file."""
+    """Write rows with their provenance and `about`, on rank 0, if there is a file."""
     if file and rank() == 0:
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         write_json(provenance(command, None) | {"ranks": ranks()} | about | {"rows": rows}, [Path(file)])

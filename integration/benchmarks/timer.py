@@ -1,13 +1,13 @@
-"""How long calls take: a round robin of alternatives, in one process or on all ranks.
+"""Time calls: a round robin of alternatives, in one process or on all ranks.
 
 - prepare: Warm up, capture a CUDA graph of calls that take the sets of inputs in turn, and check its results.
-- measure: In each round, time a stretch of each alternative: as many replays as fill `seconds`, between two events. The
-  order is shuffled anew, alike on all ranks. A figure is the median over rounds of the slowest rank's time per call.
-  spread: how much longer the longest round took than the shortest. On CPUs a stretch makes each call once.
+- measure: In each round, time a stretch of each alternative: as many replays as fill `seconds`, between two events.
+  Each round has another order, the same on all ranks. `us` is the median over rounds of the slowest rank's time per
+  call; `spread` is the longest round / the shortest - 1. On CPUs a stretch makes each call once.
 
-The speed of a chip at its power limit depends on how warm the previous calls left it. So each stretch first warms the
-chip itself, for LEAD_SECONDS, and the order changes. Inputs that would fit the L2 cache come in several sets
-(`rotations`), so that a call finds nothing in the cache, as in a model.
+At its power limit, a chip's speed depends on how warm the previous calls left it. So each stretch first warms the chip
+for LEAD_SECONDS, and the order changes. Inputs that would fit the L2 cache come in several sets (`rotations`), so that
+a call finds nothing in the cache, as in a model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEAD_SECONDS = 0.2
 GRAPH_CALLS = 200
 COPY_BYTES = 1 << 30
 COPIES = 10
-L2_SIZES = 4  # before a set of inputs comes again, so many L2 caches' worth of bytes pass
+L2_SIZES = 4  # bytes between two uses of a set of inputs, in L2 caches
 
 Call = Callable[[], Any]
 
@@ -49,13 +49,13 @@ def nothing(*_: object) -> None:
 class Alternative:
     """One of several calls to compare.
 
-    make: gets everything ready and returns the calls, one for each set of inputs, to be run in turn. Raises
-        ImportError or NotImplementedError if they cannot run here.
-    graph: whether the calls "must", "may" or "never" be in a CUDA graph. If the capture of a "may" fails, the host
+    make: prepares and returns the calls, one for each set of inputs, to run in turn. Raises ImportError or
+        NotImplementedError if they cannot run here.
+    graph: whether calls "must", "may" or "never" run in a CUDA graph. If the capture of a "may" fails, the host
         launches the calls, and a note says so.
     seconds: length of a stretch, instead of the timer's.
     check: raises errors that happened on the device.
-    inspect: gets the result of the last call before timing. Collective, may raise FailedOnRanks.
+    inspect: called with the last result before timing. Collective, may raise FailedOnRanks.
     """
 
     make: Callable[[], Sequence[Call]]
@@ -67,8 +67,8 @@ class Alternative:
 
 @dataclass
 class Run:
-    """An alternative, ready to be timed. calls: their number in a `replay`. repeats: timed replays in a stretch. lead:
-    untimed ones before them. kept: the calls, which hold the operands; a graph does not."""
+    """An alternative, ready to be timed. calls: number of calls in a `replay`. repeats, lead: timed replays of a
+    stretch, and untimed ones before them. kept: the calls, which hold the operands; a graph does not."""
 
     alternative: Alternative
     replay: Call
@@ -83,9 +83,8 @@ class Run:
 class Timer:
     """Times alternatives.
 
-    seconds: length of a stretch. start: called on all ranks before a stretch. graph_calls: most calls in a graph.
-    host: measure host time instead, of `repeats` calls back to back, without a graph.
-    shared: a failure in a round ends all other alternatives, too.
+    seconds: length of a stretch. start: called on all ranks before a stretch. graph_calls: most calls in a graph. host:
+    measure the host time of `repeats` calls without a graph. shared: a failure in a round ends all alternatives.
     """
 
     device: torch.device
@@ -99,12 +98,12 @@ class Timer:
 
     def __post_init__(self) -> None:
         self.cuda = self.device.type == "cuda"
-        # Graphs share memory, as they never run side by side. A pool ends with its last graph.
+        # Graphs never run at the same time, so they share memory. A pool ends with its last graph.
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._pool: Any = None
 
     def compare(self, alternatives: Mapping[str, Alternative]) -> dict[str, Row]:
-        """Time alternatives. A row for each: us and spread, or a note or an error. Collective."""
+        """Time alternatives. Returns a row for each: us and spread, or a note or an error. Collective."""
         ready: dict[str, Run] = {}
         rows: dict[str, Row] = {name: {} for name in alternatives}
         for name, alternative in alternatives.items():
@@ -138,7 +137,7 @@ class Timer:
         return run
 
     def _warm(self, run: Run) -> Any:
-        """Make the calls of `run`, and warm them up, launched by the host. Returns the last result."""
+        """Make the calls of `run` and warm them up without a graph. Returns the last result."""
         calls = run.kept = run.alternative.make()
         result = None
 
@@ -158,7 +157,7 @@ class Timer:
         """Capture a graph of at least `count` calls for `run`, and replay it once. Returns the last result."""
         calls, sets, alternative = run.kept, len(run.kept), run.alternative
         total = -(-count // sets) * sets
-        results: deque[Any] = deque(maxlen=sets)  # while a result is here, its memory is not used again
+        results: deque[Any] = deque(maxlen=sets)  # keeps their memory from reuse
 
         def capture() -> torch.cuda.CUDAGraph:
             gc.collect()
@@ -181,7 +180,7 @@ class Timer:
         return results[-1] if alternative.inspect else None
 
     def measure(self, runs: Mapping[str, Run]) -> dict[str, Row]:
-        """Time runs. A row for each. A failed run is not timed again. Collective. If `shared`, raises FailedOnRanks."""
+        """Time runs, failed ones no further. Returns a row for each. Collective. If `shared`, raises FailedOnRanks."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         rows: dict[str, Row] = {}
         for turn in range(self.rounds):
@@ -202,7 +201,7 @@ class Timer:
         return rows
 
     def _stretch(self, run: Run) -> float:
-        """Time a stretch, in us a call on this rank."""
+        """Time a stretch on this rank, in us per call."""
         synchronize()
         if self.host or not self.cuda:
             self.start()
@@ -227,13 +226,12 @@ class Timer:
 
 
 def failure(error: FailedOnRanks) -> Row:
-    """The row of a failed run."""
     return {"note" if error.unsupported else "error": str(error)}
 
 
 def copy_tb_s(timer: Timer) -> float:
-    """TB/s, read and written, of a plain copy, outside a graph. In a graph the copy becomes a memcpy node, which is
-    much slower: 2.77 instead of 4.25 TB/s on an H200."""
+    """TB/s, read and written, of a plain copy outside a graph. In a graph it is a memcpy node, which is slower: 2.77
+    instead of 4.25 TB/s on an H200."""
     a = torch.ones(COPY_BYTES, dtype=torch.uint8, device=timer.device)
     b = torch.empty_like(a)
     row = timer.compare({"copy": Alternative(lambda: [lambda: b.copy_(a)] * COPIES, "never")})["copy"]

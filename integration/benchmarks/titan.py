@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 integration/benchmarks/titan.py --model qwen3-30b --case mxfp8 --out titan.jsonl
 
 The model is torchtitan's with fewer layers. The text is Python's standard library, split into words, so that losses
-fall. Figures are the trainer's own logs: tokens/s from log to log, losses, memory. docs/lab/models.md lists packages.
+fall. Tokens/s, losses and memory are from the trainer's logs. docs/lab/models.md lists packages.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from torch import Tensor
 from mxep.integration.launch import NO_MULTICAST
 
 MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 16), "deepseek-16b": ("deepseek_v3", "16B", 16)}
-"""Name -> torchtitan's model, its flavor, layers unless given."""
+"""Name -> torchtitan's model, its flavor, default number of layers."""
 DEBUG = {"qwen3-debug": ("qwen3", "debugmodel_moe", 2), "deepseek-debug": ("deepseek_v3", "debugmodel", 2)}
 LINEAR = "-linear"
 CASES = ("torchtitan", "torchtitan-fp8", "bf16", "mxfp8", "fp8", f"mxfp8{LINEAR}", f"fp8{LINEAR}")
-"""Its own experts and dispatcher, these with torchao's FP8 products, and mxep's recipes, of experts, of linears too."""
+"""torchtitan's experts, these with torchao's FP8 GEMMs, mxep's recipes for experts, and for linears, too."""
 LOG_EVERY, WARM_UP = 10, 20
 
 
 class Words:
-    """torchtitan's dataloader of a rank: windows of a text, the same in every run."""
+    """A rank's dataloader: windows of a text, the same in every run."""
 
     def __init__(self, text: Tensor, batch: int, length: int, rank: int) -> None:
         self.text, self.batch, self.length = text, batch, length
@@ -120,14 +120,13 @@ def make_config(args: argparse.Namespace) -> Any:
 
 
 def make_trainer(args: argparse.Namespace) -> Any:
-    """torchtitan's trainer for a case."""
     from torchtitan.train import Trainer
 
     return Trainer(make_config(args))
 
 
 def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Train, and what to remember of it: tokens/s of all ranks, the median of logs after the warm-up."""
+    """Train. Returns a row of figures; tokens/s are of all ranks, the median of logs after the warm-up."""
     logged = trainer.metrics_processor.logger = Logged()
     trainer.train()
     speeds = [found["tokens"] for step, found in logged.steps.items() if step > WARM_UP]

@@ -6,7 +6,7 @@ from .launch import end_on_signals
 
 
 def main() -> None:
-    """Run `app.main`. A Ctrl-C has an answer before anything slow is imported."""
+    """Run `app.main`. Ctrl-C is handled before anything slow is imported."""
     end_on_signals()
     try:
         from .app import main as run

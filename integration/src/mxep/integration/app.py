@@ -8,8 +8,8 @@
 Exit codes: 0 done, 1 failed (one message on stderr; a failed rank's traceback is in the run folder), 130 stopped by
 Ctrl-C with a checkpoint to resume from.
 
-This module imports nothing heavy: a wrong command line is answered first, then the ranks' fork server and this process
-import torch side by side.
+This module imports nothing heavy: a wrong command line is reported first, then the ranks' fork server and this process
+import torch in parallel.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command; ends the process with its exit code. `mxep help` is `mxep --help`."""
+    """Run the command and end the process with its exit code. `mxep help` is `mxep --help`."""
     if "--version" in sys.argv[1:]:
         print(f"mxep {__version__}, torch {version('torch')}")
         return
@@ -94,8 +94,8 @@ def main() -> None:
 
 
 def register() -> None:
-    """Register with Hydra the config's types, under the name that configs/config.yaml starts from, and the resolver
-    that names run folders. Like ``now``, it resolves once per config."""
+    """Register with Hydra the schema of configs/config.yaml, and the resolver that names run folders. Like ``now``, it
+    resolves once per config."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("new_folder", new_folder, replace=True, use_cache=True)
 
@@ -120,9 +120,9 @@ def _hydra_raises() -> Iterator[None]:
 
 
 def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
-    """Run one composed config; `-m` calls it once for each. done: gets the folder and overrides of those that end well.
+    """Run one composed config; `-m` calls it once for each. done: successful jobs append their folder and overrides.
 
-    The folder stays empty, and is removed, until all mistakes that need no rank are found.
+    The folder stays empty until all checks that need no rank have passed. If one fails, the folder is removed.
     """
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
@@ -130,7 +130,7 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
         end_on_signals(lambda: _remove_empty(folder))
         config, checkpoints = prepare(raw, overrides)
         if not under_torchrun() and config.task.name != "estimate":  # estimate has no ranks
-            # Imports of transformers, such as torchao, may start CUDA, and a forked rank could not use it then.
+            # Imports of transformers, such as torchao, may start CUDA. A forked rank could not use it then.
             early = config.model.transformers is not None and not gpu_count()
             start_fork_server(*["mxep.integration.transformers.model"] * early)
             atexit.register(end_fork_server)  # so that the command leaves nothing behind
@@ -161,7 +161,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
-    """The checkpoint of each run to start from, by the run's name. Raises ValueError for an unknown recipe."""
+    """The checkpoint that each run starts from, by run name. Raises ValueError for an unknown recipe."""
     import torch
 
     from .model import linear_recipe, make_recipe, recipes
@@ -284,7 +284,7 @@ RUN: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {
 
 
 def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, device: str | None = None) -> Any:
-    """Result of ``fn(Rank, *args)`` on rank 0; under torchrun on this rank. device: None is parallel.device."""
+    """Result of ``fn(Rank, *args)`` on rank 0; under torchrun on this rank. device: None: parallel.device."""
     how: Any = {"device": device or config.parallel.device, "steps": config.task.name in ("train", "compare")}
     if under_torchrun():
         return run_in_place(fn, args, **how)
@@ -293,7 +293,7 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
 
 
 def _finish(results: Report, config: Config, folder: Path) -> int:
-    """Write and show a task's results on the process that reports. Returns the exit code: 1 if some of them failed."""
+    """Write and show a task's results on the process that reports. Returns the exit code: 1 if any row failed."""
     if reports():
         from .results import write_json
 
@@ -313,7 +313,7 @@ def _command() -> str:
 
 
 def _resume_command(folder: Path) -> str:
-    """The command that resumes this run as it ran: it repeats the arguments that a checkpoint does not keep."""
+    """The command that resumes this run. It repeats the arguments that a checkpoint does not keep."""
     overrides = HydraConfig.get().overrides.task
     keys = {one: override_key(one) for one in overrides}
     repeated = [
@@ -323,7 +323,7 @@ def _resume_command(folder: Path) -> str:
 
 
 def _how_to_resume(config: Config, folder: Path) -> str:
-    """How to resume the failed run, in one line; empty if it left no checkpoint."""
+    """A line on how to resume the failed run; "" if it left no checkpoint."""
     if config.task.name != "train" or not (step := _newest(folder)):
         return ""
     return f"\ngo on from {_short(step)} with: {_resume_command(folder)}"
@@ -348,7 +348,7 @@ def _failed(message: str) -> int:
 
 
 def _short(path: Path) -> str:
-    """Relative to the working directory if it lies there."""
+    """``path``, relative to the working directory if it lies there."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)

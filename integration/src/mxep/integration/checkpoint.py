@@ -7,15 +7,14 @@
                                  metrics.jsonl               one line a step so far
                                  tokenizer.json              if the text was read as tokens
 
-Every rank writes its part. One rank writes what several hold alike. Any number of ranks can load a checkpoint, at any
+Every rank writes its part; one rank writes a part that several hold. Any number of ranks can load a checkpoint, at any
 expert-parallel degree, with or without parallel.fsdp.
 
-The ranks write into a hidden folder. Rank 0 waits until it is on disk, renames it, waits until the name is, too, and
-then deletes older checkpoints. So the newest folder is complete whenever the power fails. A save that fails leaves
-nothing behind. Tensors that are not finite are neither saved nor loaded, and changed files are not loaded. Reading
-executes no code.
+The ranks write into a hidden folder. Rank 0 syncs it to disk, renames it, syncs the name, and then deletes older
+checkpoints. So the newest folder is complete even after a power failure. A save that fails leaves nothing behind.
+Tensors that are not finite are neither saved nor loaded, and changed files are not loaded. Reading executes no code.
 
-Imports torch only to save and to load: the command looks for a checkpoint before torch is imported.
+Only saving and loading import torch: the command looks for a checkpoint before torch is imported.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 
 def new_folder(wanted: str) -> str:
-    """Make the folder ``wanted``, or if it exists, one with -2, -3 and so on at its end. Returns the name."""
+    """Make the folder ``wanted``, with -2, -3 and so on appended if it exists. Returns the name."""
     folder, number = wanted, 1
     while True:
         try:
@@ -65,15 +64,15 @@ def new_folder(wanted: str) -> str:
 def take(folder: Path, config: str, *, resumed: Path | None) -> TextIO:
     """Write ``config`` to config.yaml of ``folder`` and lock it. The lock lasts while the returned file is open.
 
-    resumed: the checkpoint or run folder that the run goes on from. If it is in ``folder``, the run may go on there.
+    resumed: the checkpoint or run folder to resume from. If it is in ``folder``, the run continues there.
 
-    Raises ValueError, and leaves everything as it is, if the folder belongs to another run, ended or not.
+    Raises ValueError, and changes nothing, if the folder belongs to another run, ended or not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     taken = f"hydra.run.dir: got {folder}, which has a run, wanted a folder of its own: leave it out, or name another"
     file = (folder / "config.yaml").open("a+")
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: then only runs that ended are noticed
+        with contextlib.suppress(OSError):  # without file locks, only its content counts
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -92,7 +91,7 @@ def take(folder: Path, config: str, *, resumed: Path | None) -> TextIO:
 
 @dataclass(frozen=True)
 class State:
-    """A checkpoint's content besides its tensors.
+    """A checkpoint without its tensors.
 
     run: the recipe's name. step: steps done. config: the whole config, plain JSON values. digest: the text's.
     metrics: one dict a step done.
@@ -122,10 +121,7 @@ def steps(folder: Path) -> list[Path]:
 
 
 def find(path: Path) -> dict[str, Path]:
-    """The newest checkpoint of each run, by the run's name. ``path`` is a run folder, or itself a checkpoint.
-
-    Raises ValueError if there is none.
-    """
+    """The newest checkpoint of each run, by run name. path: a run folder or a checkpoint. ValueError if none."""
     if (path / "state.json").is_file():
         return {read_state(path).run: path}
     found = {folder.name: made[-1] for folder in sorted(path.glob("*/")) if (made := steps(folder))}
@@ -242,8 +238,7 @@ def save(
 def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill model and optimizer in place from ``folder/step-N``; each rank takes its part. Collective.
 
-    Raises ValueError, naming it, for a file that is missing or changed, and for a tensor that does not fit the model or
-    is not finite.
+    Raises ValueError for a missing or changed file, and for a tensor that does not fit the model or is not finite.
     """
     import torch
     import torch.distributed as dist
@@ -275,7 +270,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
-    """Name a tensor that is not finite on some rank; None if there is none. Same on all ranks. Collective."""
+    """The name of a tensor that is not finite on some rank, or None. Same on all ranks. Collective."""
     import torch
 
     from .mesh import all_gather, local
@@ -317,8 +312,8 @@ def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _difference(folder: Path, tensors: dict[str, Tensor], ranks: int) -> str:
-    """Say which tensor the folder does not hold completely; "" if there is none. tensors: whole or this rank's parts.
-    ranks: how many wrote the folder."""
+    """Say which tensor the folder does not hold completely, or "". tensors: DTensors or whole ones. ranks: the number
+    that wrote the folder."""
     from safetensors import SafetensorError
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 

@@ -4,8 +4,8 @@
         -> hydra checks keys and types against schema.py
         -> `resolve` -> Config, plain data, goes to the ranks
 
-Names (recipe, dispatcher, data source, task) pick from tables in code, so no config can make anything that mxep does
-not name; `choices` has these tables. Imports nothing heavy: a mistake is answered before torch is there.
+Names (recipe, dispatcher, data source, task) pick from tables in code, so no config can make an arbitrary object.
+Nothing here imports torch, so mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from .schema import (
 )
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
-"""Sections that `resume` takes from a checkpoint: names, numbers, and one path to read, `data.path`. All other settings
-come from the command line, and so do those of NOT_RESTORED. No checkpoint says where to write."""
+"""Sections that `resume` takes from a checkpoint, except for NOT_RESTORED. None has a path to write to. All other
+settings come from the command line."""
 
 NOT_RESTORED = ("model.pretrained", "train.wandb")
-"""The checkpoint has the weights already, and somebody else's checkpoint must not start an upload."""
+"""A checkpoint has its weights already, and somebody else's checkpoint must not start an upload."""
 
 TRANSFORMERS_ONLY = {
     "parallel.fsdp": False,
@@ -58,15 +58,15 @@ TRANSFORMERS_ONLY = {
     "train.activation_checkpointing": False,
     "train.compile": False,
 }
-"""Keys that only models of transformers have -> what mxep's own decoder has instead."""
+"""Keys that only transformers models may change -> their value for mxep's own decoder."""
 
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-"""In mxep's repository; no wheel has it."""
+"""Exists in a clone of the repository, not in wheels."""
 
 
 class ConfigError(ValueError):
-    """The config asks for something that does not exist or does not fit; the message says what, for the user."""
+    """A setting that does not exist or does not fit. The message is for the user."""
 
 
 def find_benchmarks() -> None:
@@ -81,15 +81,14 @@ def find_benchmarks() -> None:
 
 
 def load_benchmark(module: str) -> Any:
-    """A module of integration/benchmarks. Most import torch."""
     find_benchmarks()
     return importlib.import_module(f"benchmarks.{module}")
 
 
 def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
-    """Check a composed config. `ranks`: how many there are already, under torchrun.
+    """Check a composed config and fill in `parallel`. ranks: the world size under torchrun, else None.
 
-    Raises ConfigError with one line for the user, which has all that does not fit.
+    Raises ConfigError with one line that names every setting that does not fit.
     """
     if missing := OmegaConf.missing_keys(raw):
         raise ConfigError(f"no value for {', '.join(sorted(missing))}: give it as {min(missing)}=...")
@@ -104,10 +103,10 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
 
 
 def restore(raw: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
-    """`raw` with the RESTORED sections of a saved config, except for the keys that `overrides` names.
+    """``raw`` with the RESTORED sections of a saved config, except for the keys in ``overrides``.
 
-    The saved config is data of unknown origin: plain values of known keys are taken, and none is interpolated. Raises
-    ConfigError for others.
+    The saved config is untrusted. Raises ConfigError for an unknown key, and for a value that is not plain or would be
+    interpolated.
     """
     config = copy.deepcopy(raw)
     given = {override_key(override) for override in overrides}
@@ -136,13 +135,12 @@ def _refuse_unless_plain(key: str, value: Any, *, nested: bool = False) -> None:
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """A Config as plain JSON values."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
 
 
 def sizes_on_host(config: Config) -> bool:
-    """Whether a layer waits for the host to read how many rows there are."""
+    """Whether layers need a device-to-host sync of their row counts."""
     loops = config.backend == "reference"
     return config.dispatcher.name == "all_to_all" or config.dispatcher.capacity == "exact" or loops
 
@@ -163,7 +161,7 @@ def _refuse(complaints: Iterator[str]) -> None:
 
 
 def _check_ranks(config: Config) -> Iterator[str]:
-    """How the run's ranks share experts and batch."""
+    """Yield a line for each size that the ranks cannot share evenly."""
     experts, ranks, ep = config.model.experts, config.ranks, config.ep
     if ranks % ep:
         cure = f"parallel.ep={math.gcd(ranks, ep)} or parallel.ranks={ep * (ranks // ep + 1)}"
@@ -173,12 +171,12 @@ def _check_ranks(config: Config) -> Iterator[str]:
         yield f"model.experts must be a multiple of {ep} (parallel.ep), got {experts}: try {cure}"
     if config.data.batch % (pieces := ranks * config.train.micro_batches):
         cure = f"data.batch={pieces * (config.data.batch // pieces + 1)}"
-        of = "parallel.ranks" if pieces == ranks else "parallel.ranks times train.micro_batches"
-        yield f"data.batch must be a multiple of {pieces} ({of}), got {config.data.batch}: try {cure}"
+        factors = "parallel.ranks" if pieces == ranks else "parallel.ranks times train.micro_batches"
+        yield f"data.batch must be a multiple of {pieces} ({factors}), got {config.data.batch}: try {cure}"
     if config.dispatcher.name == "local" and ep != 1:
         yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}"
-    if (of_node := config.dispatcher.ranks_per_node) is not None and ep % of_node:
-        yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {of_node}"
+    if (per_node := config.dispatcher.ranks_per_node) is not None and ep % per_node:
+        yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {per_node}"
     if config.dispatcher.name == "nvshmem" and ep != ranks:
         yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
 
@@ -317,7 +315,7 @@ def unknown(key: str, got: Iterable[str], known: Iterable[str]) -> Iterator[str]
 
 
 def _alignment(recipe: str) -> int:
-    """Sizes must be multiples of this. It is 1 for "auto", as that takes bf16 where MXFP8 does not fit."""
+    """Sizes must be multiples of this: 1 for "auto", which takes bf16 where MXFP8 does not fit."""
     return ALIGNMENT.get(recipe.partition("_")[0], 1)
 
 
@@ -331,8 +329,7 @@ TASK_SECTIONS = ("bench", "compare", "estimate", "verify")
 def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
     """The config to run, and the checkpoint folder of each run to start from.
 
-    A resumed job takes from its checkpoint what `restore` says, except for ``overrides``. Raises ConfigError, or
-    ValueError for a bad checkpoint.
+    Resuming restores sections from the checkpoint (`restore`). Raises ConfigError, or ValueError for a bad checkpoint.
     """
     given = {override_key(override) for override in overrides}
     for key in sorted(given):
@@ -349,8 +346,7 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
 
 
 def _fit_bench(raw: DictConfig, given: set[str]) -> None:
-    """A shape on the command line selects its model. On a CPU a bench has its own shapes and backend, unless the
-    command line names others."""
+    """Shapes on the command line select their models. On CPUs, shapes and backend have other defaults."""
     if raw.task.name == "bench" and raw.bench.device == "cuda" and not gpu_count():
         cure = "; bench.device=cpu tries small shapes without one" if raw.bench.cpu_shapes else ""
         raise ConfigError(f"bench={raw.bench.name} needs a CUDA device, and there is none here{cure}")
@@ -373,7 +369,7 @@ def _fit_bench(raw: DictConfig, given: set[str]) -> None:
 
 
 def _fit_model_to_checkpoint(raw: DictConfig, given: set[str]) -> None:
-    """Take the sizes in `model`, except for the number of layers, from the model that it starts from."""
+    """Take the sizes in `model` that are not given from the config.json of model.pretrained."""
     file = Path(raw.model.pretrained) / "config.json"
     if raw.resume is not None:
         raise ConfigError("model.pretrained: the checkpoint that resume names has the weights: leave it out")
@@ -396,7 +392,7 @@ def _fit_model_to_checkpoint(raw: DictConfig, given: set[str]) -> None:
 
 
 def _fit_vocabulary(raw: DictConfig, given: set[str]) -> None:
-    """A new model of transformers has as many tokens as the data, unless the command line says how many."""
+    """Give a new transformers model the data's vocabulary size, unless the command line gives one."""
     section, model = raw.data, raw.model
     named = section.get("tokenizer") is not None or section.get("vocabulary") is not None
     if not named or model.transformers is None or model.pretrained is not None:

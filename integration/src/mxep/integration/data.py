@@ -3,13 +3,13 @@
     files, sorted -> joined bytes -> every 16th chunk held out for validation -> (tokens) -> windows of S + 1
 
     data.vocabulary=N      byte-level BPE of N tokens, trained on what is not held out, on rank 0
-    data.tokenizer=FILE    a tokenizer.json of the library tokenizers, such as models of transformers come with
+    data.tokenizer=FILE    a tokenizer.json of the tokenizers library, as transformers models have
     neither                a token is a byte: no library is needed
 
-A batch depends only on (seed, step), and each rank takes its share of it. So a run sees the same tokens after a resume
-or on another number of ranks. In this file a tokenizer is the text of its tokenizer.json.
+A batch depends only on (seed, step), and each rank takes its part. So a run sees the same tokens after a resume or on
+another number of ranks. In this file a tokenizer is the text of its tokenizer.json.
 
-B sequences a step over all ranks, b = B / ranks of them here, S tokens a sequence.
+B sequences a step over all ranks, b = B / ranks on this rank, S tokens a sequence.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read(config: DataConfig) -> tuple[str, bytes]:
 
 
 def least_bytes(length: int) -> int:
-    """Minimum size of a text: two sequences in each of HELD_OUT chunks."""
+    """Minimum size of a text in bytes: two sequences in each of HELD_OUT chunks."""
     return 2 * (length + 1) * HELD_OUT
 
 
@@ -107,7 +107,7 @@ def tokenizer_complaint(config: DataConfig) -> str | None:
 
 
 def vocabulary_of(config: DataConfig) -> int:
-    """How many token ids the section's tokenizer may give."""
+    """Number of token ids of the section's tokenizer."""
     if config.tokenizer is None:
         return config.vocabulary or VOCABULARY
     found: dict[str, Any] = json.loads(Path(config.tokenizer).read_text())
@@ -140,7 +140,7 @@ def encode(tokenizer: str, texts: Sequence[str]) -> list[list[int]]:
     from tokenizers import Tokenizer
 
     made = Tokenizer.from_str(tokenizer)
-    made.no_truncation()  # tokenizer.json may have been saved with them
+    made.no_truncation()  # tokenizer.json may ask for both
     made.no_padding()
     return [each.ids for each in made.encode_batch(texts, add_special_tokens=False)]
 
@@ -150,9 +150,8 @@ class Text:
     """A text, cut into training and held-out parts.
 
     name: its source. train, valid: (N,), (M,), uint8 bytes or int32 tokens. bytes_per_token: mean.
-    digest: sha256 of all bytes, by which a resumed run notices that the text changed.
-    entropy: unigram entropy of the tokens, in nats per byte: the loss of a model that knows only frequencies.
-    tokenizer: tokenizer.json as text, or None for bytes.
+    digest: SHA-256 of all bytes; a resumed run compares it. tokenizer: tokenizer.json as text, or None for bytes.
+    entropy: unigram entropy in nats per byte, the loss of a model that knows only token frequencies.
     """
 
     name: str
@@ -165,9 +164,9 @@ class Text:
 
 
 def read_text(config: DataConfig) -> Text:
-    """The text that ``config`` names. Raises ValueError if it is too short.
+    """Read the text that ``config`` names. Raises ValueError if it is too short.
 
-    With a tokenizer, collective over the default group (if any): rank 0 makes the tokenizer.
+    With a tokenizer this is collective over the default group (if any): rank 0 makes the tokenizer.
     """
     import torch
     import torch.distributed as dist
@@ -211,10 +210,10 @@ def _entropy(tokens: Tensor) -> float:
 def make_batch(
     text: Tensor, *, seed: int, step: int, batch: int, length: int, rank: int = 0, ranks: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Rank ``rank``'s part of batch ``step``: inputs and targets, int64 (b, S), the targets one token further."""
+    """A rank's part of batch ``step``: inputs and targets, int64 (b, S). Targets are inputs shifted by one token."""
     import torch
 
-    # torch's CPU generator uses only 32 bits of a seed: mix both numbers into these.
+    # torch's CPU generator uses only 32 bits of a seed, so a hash mixes both numbers.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
     starts = torch.randint(0, len(text) - length, (batch,), generator=generator)
     here = starts.view(ranks, -1)[rank]

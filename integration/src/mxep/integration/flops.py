@@ -9,11 +9,11 @@ Each matrix product counts 6 times its multiply-adds: 2 FLOPs each, in forward, 
     attention           Dq S / 2 for the scores and as many for the values: causality halves both
                         in a layer with a window W < S: W (W + 1) / 2 + (S - W) W scores in place of S^2 / 2
                         in a layer with chunks of C: C^2 / 2 a chunk
-    linear attention    of a gated delta net: its convolution, and 4 Hv Dv^2 for Hv heads of Dv values
-    experts             3 D F K, and as much for a shared expert of that size; 3 D Fd in a dense layer
+    linear attention    gated delta net: its convolution, and 4 Hv Dv^2 for Hv heads of Dv values
+    experts             3 D F K, and 3 D F for each shared expert of that size; 3 D Fd in a dense layer
     head                D * V, V padded to a multiple of 128
 
-Routers, embedding, norms, RoPE, softmax, loss, optimizer and whatever checkpointing computes again count nothing.
+Not counted: routers, embedding, norms, RoPE, softmax, loss, optimizer, and recomputation by checkpointing.
 
 Source: `transformer_flops` in Megatron-LM's megatron/training/training.py (d98e8a6); windows as in Megatron-Bridge's
 training/utils/flop_utils.py (067f987). Megatron-LM ignores windows and chunks.
@@ -37,13 +37,12 @@ GATED = "afmoe", "qwen3_5_moe_text", "qwen3_next"
 
 
 def flops_per_token(config: Any, length: float) -> dict[str, float]:
-    """FLOPs of a token in forward and backward, by part; their sum is the model's.
+    """FLOPs of a token in forward and backward, by part of the model.
 
-    config: config of a transformers decoder, or any object with its attributes. length: S; of packed sequences the mean
-    over tokens of the length of their sequence, sum(L^2) / sum(L).
+    config: config of a transformers decoder, or any object with its attributes. Without a model_type it is counted as
+    a decoder like Qwen3-MoE or DeepSeek-V3. length: S; sum(L^2) / sum(L) for packed sequences of lengths L.
 
-    ValueError for a model type that was not checked against its GEMMs, and for layers of an unknown type. A config
-    without a model type is taken for a decoder as Qwen3-MoE's or DeepSeek-V3's.
+    Raises ValueError for a model type that is not in COUNTED, and for layers of an unknown type.
     """
     kind = getattr(config, "model_type", None)
     if kind is not None and kind not in COUNTED:
@@ -86,12 +85,12 @@ def flops_per_token(config: Any, length: float) -> dict[str, float]:
 
 
 def count_name(config: Any, length: int) -> str:
-    """The sizes on which a figure in TFLOP/s depends most. Name them with it."""
+    """Words to print with a figure in TFLOP/s: the way of counting, and the sizes that matter most."""
     return f"Megatron's count, {config.num_hidden_layers} layers, vocabulary {config.vocab_size}, sequence {length}"
 
 
 def top_k_of(config: Any) -> int:
-    """K, by the names that configs of transformers have for it. Raises ValueError if there is none."""
+    """K, under any of its names in transformers configs. Raises ValueError if there is none."""
     for name in ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"):
         if top_k := getattr(config, name, None):
             return int(top_k)
@@ -99,7 +98,6 @@ def top_k_of(config: Any) -> int:
 
 
 def _is_sparse(config: Any, i: int) -> bool:
-    """Whether a layer has experts."""
     if (chosen := getattr(config, "moe_layers", None)) is not None:
         return i in chosen
     if (start := getattr(config, "moe_layer_start_index", None)) is not None:

@@ -8,11 +8,11 @@
   process is left. A job over its time limit ends in the same way, with the stack of each rank that still runs.
 - SIGINT (Ctrl-C) and SIGTERM reach the ranks as SIGUSR1, which sets `Rank.stop`: "stop after this step". A second
   signal kills the ranks at once. So does the first one before they have started, or in a job without steps.
-- Each rank leads a process group of its own, so the terminal's Ctrl-C does not hit it, and its children end with it.
+- Each rank leads a process group of its own: the terminal's Ctrl-C does not reach it, and its children end with it.
   It ends itself when the caller is gone, even by SIGKILL.
 
-`start_processes` of torch.distributed.elastic reports the first failed rank only, leaves children of ranks behind,
-shows no stacks at a time limit, and ends ranks on Ctrl-C instead of after their step.
+torch.distributed.elastic's `start_processes` reports only the first failed rank, leaves children of ranks behind, shows
+no stacks at a time limit, and kills ranks on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ STOPPED = 130
 """Exit code of a job that a signal stopped."""
 OUT_OF_MEMORY = "most likely out of memory: the system ends a process that takes the last of it by SIGKILL"
 GRACE = 0.3
-"""Seconds after the first failure in which the other ranks may still report theirs."""
+"""Seconds after the first failure in which other ranks may still report theirs."""
 PRELOAD = "MXEP_PRELOAD"
-"""Environment variable that only the fork server has: further modules that it imports."""
+"""Environment variable of the fork server: further modules to import."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 PR_SET_PDEATHSIG = 1
 
 
 class RanksFailed(RuntimeError):
-    """Some ranks raised, died or ran out of time; the message holds every traceback, in order of arrival.
+    """Some ranks raised, died or ran out of time. The message holds every traceback, in order of arrival.
 
-    ranks: the numbers of the ranks that failed, in the same order. first: the first failure in one line.
+    ranks: the failed ranks, in the same order. first: the first failure in one line.
     """
 
     def __init__(self, message: str, ranks: Sequence[int], first: str) -> None:
@@ -75,11 +75,10 @@ class StopFlag:
     requested = False
 
     def request(self, number: int, frame: object) -> None:
-        """A signal handler."""
         self.requested = True
 
     def agreed(self) -> bool:
-        """Whether any rank shall stop: one answer for all. A collective on the host (gloo)."""
+        """Whether any rank was asked to stop: the same answer on all. Collective on the host (gloo)."""
         import torch
         import torch.distributed as dist
 
@@ -122,8 +121,8 @@ def gpu_count() -> int:
 
 
 def end_on_signals(clean_up: Callable[[], None] = lambda: None) -> None:
-    """Make SIGINT and SIGTERM end this process and its fork server at once, with a line. A start has nothing to save,
-    and an exception in the middle of an import would show a traceback, or be lost."""
+    """Make SIGINT and SIGTERM end this process and its fork server at once, with a line. For use before a job starts:
+    there is nothing to save, and an exception in the middle of an import would show a traceback or be lost."""
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)
@@ -144,8 +143,8 @@ def raise_on_signals() -> None:
 
 
 def start_fork_server(*modules: str) -> None:
-    """Start the fork server of ranks if it does not run. It imports torch, mxep and `modules` in the background, and
-    ends by itself when this process is gone."""
+    """Start the ranks' fork server if it does not run yet. It imports torch, mxep and `modules` in the background, and
+    ends when this process does."""
     server: Any = forkserver
     server.set_forkserver_preload([__name__])
     resource_tracker.ensure_running()  # first, as it unblocks both signals
@@ -177,12 +176,12 @@ def _kill_fork_server() -> None:
 def _preload() -> None:
     """Import modules in the fork server, so that each rank starts with them in memory.
 
-    A module that fails to import is skipped: the rank that needs it imports it again and reports the error with its own
-    traceback. Here it would only show as a broken pipe.
+    A module that fails to import is skipped: here the error would only show as a broken pipe. The rank that needs it
+    imports it again and reports the error.
     """
-    # torch._dynamo: every custom op imports it at its first call, for seconds.
+    # torch._dynamo: a custom op imports it at its first call, which takes seconds.
     own = "torch._dynamo", "mxep.integration.train", "mxep.integration.verify"
-    # Imported objects stay, and garbage collections would scan them again and again: a fifth of the import time.
+    # Garbage collections would scan the imported objects again and again, for a fifth of the import time.
     gc.disable()
     for name in (*own, *os.environ.pop(PRELOAD).split()):
         with contextlib.suppress(Exception):
@@ -275,7 +274,7 @@ def resolve_device(device: str, world_size: int) -> str:
 
 
 def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | None, limit: float) -> None:
-    """Wait until all ranks have returned; raise RanksFailed after the first failure or at `limit` (`timeout` s)."""
+    """Wait for all ranks. Raise RanksFailed after the first failure, or at `limit` (`timeout` s after the start)."""
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}  # the fork server reports ends
     failures: list[tuple[int, int, str, str]] = []  # when, rank, failure in one line, with traceback
     while running:
@@ -301,7 +300,7 @@ def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | Non
 
 
 def _failure(rank: int, process: ForkServerProcess, folder: Path) -> tuple[int, int, str, str]:
-    """Return (when it raised, or 0 if it died; its number; the failure in one line; the same with the traceback)."""
+    """Return (time it raised, or 0 if it died; rank; failure in one line; failure with traceback)."""
     if (error := folder / f"error-{rank}").exists():
         when, line, story = pickle.loads(error.read_bytes())
         return when, rank, f"rank {rank} raised: {line}", f"rank {rank} raised:\n{story}"
@@ -320,7 +319,7 @@ def _stack(rank: int, folder: Path) -> str:
 @contextlib.contextmanager
 def _forward_signals(ranks: Sequence[ForkServerProcess], folder: Path) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks the ranks to stop after their step. The second raises KeyboardInterrupt here.
-    The first one does if ranks are missing or not ready."""
+    Without ranks, or before all are ready, the first one does, too."""
     stopping = False
 
     def forward(number: int, frame: object) -> None:
@@ -406,14 +405,14 @@ def _rank_main(
     environment: dict[str, str],
     limit: float | None,
 ) -> None:
-    """Run a rank. It writes ready-r, then value-r or error-r: (when, error in one line, with the
-    traceback), and stack-r at `limit`, a time of the monotonic clock."""
+    """Run a rank. It writes ready-r, then value-r or error-r (time, error in one line, traceback), and stack-r at
+    `limit`, a time of the monotonic clock."""
     import torch
     import torch.distributed as dist
 
     os.setsid()
     _die_with_caller()
-    os.environ.clear()  # the fork server has those of the first call
+    os.environ.clear()  # the fork server has the first call's environment
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     # Wait for all: a function that ends at once would close connections while other ranks still open theirs.

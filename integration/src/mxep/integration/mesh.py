@@ -4,11 +4,10 @@
 
 The loss is the mean over all ranks' tokens. Gradients of parameters on every rank (attention, norms, router, shared
 experts) are averaged over all ranks. An expert's gradient is already the mean over its ep group, and is averaged over
-the dp group. So they equal those of one process with the whole batch. Experts that are spread over ranks are DTensors,
-and each rank holds its own experts.
+the dp group. So gradients equal those of one process with the whole batch. Experts that are spread over ranks are
+DTensors, and each rank holds its own experts.
 
-Host collectives follow, for every rank's values and for failures that all ranks must raise. Without a process group, a
-process is the only rank.
+Host collectives gather values, and raise one rank's failure on all ranks. Without a process group there is one rank.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from mxep.ep.dtensors import local_tensor
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in the grid. `ep`: the group that shares experts with this rank. `dp`: the group that holds the
-    same experts. Both are dimensions of `grid`."""
+    """This rank's place in the grid. ep: ranks that share one set of experts with it. dp: ranks that hold the same
+    experts. Both are dimensions of grid."""
 
     rank: int
     ranks: int
@@ -61,16 +60,16 @@ def part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def share(own: Tensor, like: Tensor) -> Tensor:
-    """A tensor that is spread over ranks as ``like`` is. This rank's part is ``own``."""
+    """A tensor that is spread over ranks like ``like``, with ``own`` as this rank's part."""
     if not isinstance(like, DTensor):
         return own
     return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False)
 
 
 class Gradients:
-    """The gradients of a model in flat buffers: for each dtype, one for experts and one for the rest.
+    """A model's gradients in flat buffers, cleared and reduced by one call each.
 
-    A step clears and reduces each buffer with one call. Every ``p.grad`` is a view: never set it to None.
+    There are two buffers for each dtype: one for experts, one for the rest. ``p.grad`` is a view: never set it to None.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -123,7 +122,7 @@ T = TypeVar("T")
 
 
 class FailedOnRanks(RuntimeError):
-    """Something failed on some ranks, and all ranks raise this. unsupported: this machine cannot do it."""
+    """Raised on all ranks when something failed on some. unsupported: this machine cannot do it."""
 
     def __init__(self, message: str, *, unsupported: bool = False) -> None:
         super().__init__(message)

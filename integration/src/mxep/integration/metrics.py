@@ -1,10 +1,10 @@
 """Numbers of a run: progress line, metrics.jsonl, TensorBoard and W&B, speed of a step, SNR of tensors.
 
 tokens_per_s   of all ranks
-tflops         of a rank, 10^12 model FLOPs a second as Megatron-LM counts them: without padding and without what
-               checkpointed blocks recompute. Compare it only at equal vocabulary and sequence length
-mfu            tflops over the peak of this GPU in bf16, whatever the recipe; none if no peak is known
-peak_gib       the most memory that torch's tensors took on any rank since the run began; none on CPUs
+tflops         10^12 model FLOPs a second of a rank, as Megatron-LM counts them: no padding, no recomputation.
+               Compare it only at equal vocabulary and sequence length
+mfu            tflops / this GPU's bf16 peak, whatever the recipe; none if the peak is unknown
+peak_gib       largest memory of torch's tensors on any rank since the run began; none on CPUs
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[Callable[[int, dict[str, Any]], None]]:
     """Show the progress of run ``name`` over ``steps`` steps on stderr, if ``shown``.
 
-    Yields advance(step, row): ``step`` steps are done, and ``row`` has the metrics of the last one.
+    Yields advance(step, row). step: the number of steps done. row: the metrics of the last one.
     """
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeRemainingColumn
@@ -68,9 +68,9 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A step's metrics in a few words: 80 columns with the steps. load: tokens of the busiest expert / mean.
+    """A step's metrics in one line, short enough for 80 columns with the step count.
 
-    Speed is MFU if the GPU's peak is known, else TFLOP/s of a rank. On GPUs, peak memory follows.
+    load: tokens of the busiest expert / mean. Speed is MFU if the GPU's peak is known, else TFLOP/s of a rank.
     """
     if row.get("skipped"):
         return f"skipped {row['skipped']}"
@@ -82,7 +82,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def log_backend(name: str, rank: Rank) -> None:
-    """Log on rank 0's stderr what backend "auto" is on its device. Raises RuntimeError if ``name`` cannot run there."""
+    """Log on rank 0's stderr which backend "auto" picks. Raises RuntimeError if ``name`` cannot run on the device."""
     logger = logging.getLogger("mxep.gemm")
     if rank.rank == 0 and not logger.handlers:
         handler = logging.StreamHandler()
@@ -99,11 +99,10 @@ NOT_METRICS = ("run", "step", "skipped")
 def log(
     folder: Path, name: str, before: Iterable[dict[str, Any]], config: Config, *, shown: bool
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields write(row) of run ``name``: a line of ``folder/metrics.jsonl``, and its numbers in ``folder/tensorboard``.
+    """Yields write(row), which logs a row of run ``name`` to ``folder/metrics.jsonl``, TensorBoard and W&B.
 
     before: rows of a resumed run. They are written first, and replace this run's rows in ``folder``.
-    shown: True on rank 0; other ranks write nothing. With W&B the run is in the project WANDB_PROJECT or
-    "mxep", in a group named after ``folder``.
+    shown: True on rank 0; other ranks write nothing. W&B's project is WANDB_PROJECT or "mxep", its group the folder.
     """
     if not shown:
         yield lambda row: None
@@ -142,7 +141,7 @@ def log(
 
 
 def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield a row's numbers by name, and those of a list by name and index. Leaves out None."""
+    """Yield a row's numbers by name, a list's by name and index. Leaves out None."""
     for key, value in row.items():
         if key in NOT_METRICS or value is None:
             continue
@@ -162,11 +161,11 @@ PEAKS = {
     "H100": 989.4,
     "A100": 312.0,
 }
-"""Part of a device's name -> dense bf16 TFLOP/s in its vendor's data sheet. The first part that matches counts."""
+"""Part of a device's name -> dense bf16 TFLOP/s in its data sheet. The first part that matches counts."""
 
 
 def sizes_of(model: Transformer | CausalLM, config: Config) -> Any:
-    """Sizes of a model under the names of transformers, as `flops_per_token` reads them."""
+    """A model's sizes under their names in transformers, for `flops_per_token`."""
     m = config.model
     if m.transformers is not None:
         decoder: Any = model.model
@@ -182,10 +181,7 @@ def peak_of(name: str) -> float | None:
 
 
 class Speed:
-    """Speed of a run's steps on this rank. Creating it starts the count of peak memory.
-
-    count: in words, what its TFLOP/s count and depend on.
-    """
+    """Speed of a run's steps on this rank. Creating it resets peak memory. count: see `flops.count_name`."""
 
     def __init__(self, model: Transformer | CausalLM, config: Config, device: torch.device) -> None:
         self.tokens = config.data.batch * config.data.length
@@ -222,10 +218,9 @@ CHUNK = 1 << 26  # elements compared at a time: weight gradients are large
 
 
 def snr(reference: Tensor, got: Tensor) -> float:
-    """10 log10(sum reference^2 / sum (reference - got)^2) in dB, within -LIMIT and LIMIT. -LIMIT if it is not finite.
-    Computed on the device of `got`.
+    """10 log10(sum reference^2 / sum (reference - got)^2) in dB, clipped to +-LIMIT. -LIMIT if it is not finite.
 
-    Raises ValueError for tensors of different shapes.
+    Computed on the device of `got`. Raises ValueError for tensors of different shapes.
     """
     if reference.shape != got.shape:
         raise ValueError(f"got shape {tuple(got.shape)}, wanted {tuple(reference.shape)}")

@@ -1,11 +1,11 @@
-"""A language model of bytes or tokens: a decoder with mixtures of experts as feed-forward layers.
+"""A language model over bytes or tokens: a decoder with mixtures of experts as feed-forward layers.
 
     tokens (b, S) -> embedding -> [ x + attention(norm(x)) ; x + moe(norm(x)) ] x layers -> norm -> logits (b, S, V)
 
-Weights, attention and the residual stream are fp32 and tokens enter each MoE in bf16, whatever the recipe: so both runs
-that are compared differ in the recipe alone. Attention's projections are torch's, or have a recipe. On CPUs without
-bf16 matrix units bf16 attention is also 3 to 6 times slower than fp32 (measured: 2048 x 192 x 576 at 102 against 26
-GFLOPS on one core). Weights in fp32 are the master weights: there is no second copy, and a recipe quantizes from them.
+Weights, attention and the residual stream are fp32, and tokens enter each MoE in bf16. So two runs that are compared
+differ only in the recipe. The fp32 weights are the master weights: recipes quantize from them, and there is no second
+copy. Attention's projections are nn.Linear, or mxep's linears in a recipe. On CPUs without bf16 matrix units, bf16
+attention is also 3 to 6 times slower than fp32 (2048 x 192 x 576 on one core: 26 GFLOPS in bf16, 102 in fp32).
 
 b sequences of S tokens on this rank, D model dim, H heads.
 """
@@ -41,8 +41,10 @@ def auto(config: Config) -> tuple[Recipe, str]:
 
 
 def linear_recipe(config: Config, recipe: Recipe) -> Recipe | str | None:
-    """The recipe of linears beside experts of `recipe`, or "auto": None where they stay torch's, as they do in a bf16
-    baseline."""
+    """The recipe of linears, or "auto". None: they stay nn.Linear, as in the bf16 run that a recipe is compared with.
+
+    recipe: the experts'.
+    """
     name = config.recipe.linear
     if name is None or recipe != make_recipe(config):
         return None
@@ -50,13 +52,12 @@ def linear_recipe(config: Config, recipe: Recipe) -> Recipe | str | None:
 
 
 def recipes(config: Config) -> list[Recipe]:
-    """Recipes that task=train trains: bf16 first with train.compare, then the config's recipe."""
+    """The recipes that task=train trains: with train.compare bf16, then the config's."""
     recipe = make_recipe(config)
     return [Recipe.bf16(), recipe] if config.train.compare and recipe.scaling != "none" else [recipe]
 
 
 def make_dispatch(config: Config) -> Dispatch:
-    """How the config's layers dispatch tokens."""
     section = config.dispatcher
     return Dispatch(
         section.name,
@@ -69,7 +70,6 @@ def make_dispatch(config: Config) -> Dispatch:
 
 
 def make_capacity(config: Config) -> Capacity:
-    """The bound on a rank's rows."""
     if config.dispatcher.capacity == "factor":
         return Capacity.factor(config.dispatcher.factor, config.dispatcher.overflow)
     return Capacity.exact() if config.dispatcher.capacity == "exact" else Capacity.worst_case()
@@ -93,13 +93,13 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: ``x`` (b, H, S, d) with its halves rotated by the angles (S, d / 2) of their position."""
+    """Rotary positions. x: (b, H, S, d). cos, sin: (S, d / 2), of each position's angles."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 class Block(nn.Module):
-    """Attention, then the experts, each on a normed copy and added back."""
+    """Attention, then the experts, both with a pre-norm and a residual connection."""
 
     def __init__(self, attention: Attention, moe: MoE, dim: int) -> None:
         super().__init__()
@@ -117,10 +117,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The model of the module's docstring.
 
-    config: sizes. dispatcher: how tokens reach the experts, one for all layers. recipe, backend: the MoE layers'.
-    linear: recipe of the attention's projections, or "auto"; None: they are nn.Linear. vocabulary: V, how many tokens.
+    dispatcher: shared by all layers. recipe, backend: the MoE layers'. linear: recipe of attention's projections, or
+    "auto"; None: they are nn.Linear. vocabulary: V.
 
-    Draws from the default generator: after one seed every rank has the same model and its share of the same experts.
+    Weights come from the default generator: with one seed, all ranks have the same model and parts of the same experts.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Layers that write to the residual stream start small, by the number of them."""
+        """Layers that write to the residual stream start smaller, by the square root of their number."""
         small = (2 * len(self.blocks)) ** -0.5
         self.embedding.weight.normal_(std=1.0)
         self.head.weight.zero_()
@@ -180,10 +180,6 @@ class Transformer(nn.Module):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a token."""
         return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-
-    @property
-    def experts(self) -> list[Experts]:
-        return [moe.experts for moe in self.moes]
 
     @property
     def moes(self) -> list[MoE]:

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Section:
-    """title: the table's subject. labels: columns that name a row. figures: the others, with their format."""
+    """A table. labels: columns that name a row. figures: name of each other column -> its format."""
 
     title: str
     labels: tuple[str, ...]
@@ -49,12 +49,11 @@ class Section:
     rows: list[Row] = field(default_factory=list)
 
     def empty(self) -> Section:
-        """The same without rows."""
         return dataclasses.replace(self, rows=[])
 
     @property
     def filled(self) -> list[str]:
-        """The figures that any row has."""
+        """Names of figures that at least one row has."""
         return [name for name in self.figures if any(row.get(name) is not None for row in self.rows)]
 
     def texts(self, row: Row, names: Iterable[str]) -> list[str]:
@@ -62,8 +61,8 @@ class Section:
         return ["" if row.get(name) is None else format(row[name], self.figures[name]) for name in names]
 
     def show(self, console: Console) -> None:
-        """Print the table, a rule between rows that differ in more than the last label. No figure is cut: the console
-        is widened for them. A column that has none is left out."""
+        """Print the table. A rule separates rows that differ in more than the last label. Columns without figures are
+        left out. The console is widened if figures would be cut."""
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for name in self.labels:
             table.add_column(name, no_wrap=True)
@@ -99,8 +98,8 @@ def _label(value: Any) -> str:
 
 @dataclass
 class Report:
-    """title: the subject. ceilings: rates to compare with, by name. seconds: the duration of all. about: its settings.
-    remarks: sentences below the tables."""
+    """Results of a task. ceilings: name -> rate to compare with. seconds: total duration. about: settings. remarks:
+    sentences below the tables."""
 
     title: str
     ceilings: dict[str, float]
@@ -111,16 +110,14 @@ class Report:
 
     @property
     def lines(self) -> list[Row]:
-        """The rows of all sections."""
         return [row for section in self.sections.values() for row in section.rows]
 
     @property
     def failed(self) -> int:
-        """How many rows have an error."""
         return sum("error" in row for row in self.lines)
 
     def add(self, section: str, row: Row) -> Row:
-        """Append a row, floats rounded to five digits. Returns it as it was added."""
+        """Append a row with floats rounded to five digits, and return it."""
         self.sections[section].rows.append(shortened(row))
         return self.sections[section].rows[-1]
 
@@ -144,7 +141,7 @@ class Report:
 
 # Training
 
-LAST = 20  # steps that the training loss at the end is averaged over
+LAST = 20  # the final training loss is the mean over these last steps
 TABLES = {
     "Loss in nats per byte": {
         "valid_loss": ("held-out text", ".4f"),
@@ -171,14 +168,14 @@ TABLES = {
         "seconds": ("seconds", ",.1f"),
     },
 }
-"""Title -> key of the summary -> column, format. On CPUs some columns have no figure."""
-# Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a deviation of 0.025.
+"""Title -> key of the summary -> column, format."""
+# Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a standard deviation of 0.025.
 NOTE = "Rounding alone moves the loss of so short a run by a few hundredths, either way."
 EMULATED = "CPUs emulate MXFP8: these speeds say nothing of GPUs."
 
 
 def summarize(outcome: Outcome) -> dict[str, Any]:
-    """The outcome in numbers: losses in nats per byte, rows over all steps, layers and ranks."""
+    """The outcome in numbers: losses in nats per byte, row counts over all steps, layers and ranks."""
     runs = [_summarize(run) for run in outcome.runs]
     summary: dict[str, Any] = {"text": outcome.text, "unigram_entropy": outcome.entropy, "runs": runs}
     if len(runs) == 2 and not outcome.stopped:
@@ -188,7 +185,7 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
 
 
 def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[str, Any]:
-    """summary.json and report.html into ``folder``; returns the summary."""
+    """Write summary.json and report.html into ``folder``, and return the summary."""
     summary = summarize(outcome) | {"provenance": provenance(command, None)}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     (folder / "report.html").write_text(page(outcome, summary, config))
@@ -196,7 +193,7 @@ def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[
 
 
 def tables(summary: dict[str, Any]) -> list[Section]:
-    """Losses, rows and speed, a row for each run."""
+    """Tables of losses, token copies and speed, with a row for each run."""
     rows = [{**run, "unigram_entropy": summary.get("unigram_entropy")} for run in summary["runs"]]
     if "valid_loss_difference" in summary:
         keys = "valid_loss", "train_loss"
@@ -211,7 +208,7 @@ def tables(summary: dict[str, Any]) -> list[Section]:
 
 
 def details(runs: Sequence[Run], summary: dict[str, Any]) -> list[Section]:
-    """Routing and speed with a row for each run, expert load with a row for each layer."""
+    """Tables of token copies and speed by run, and of expert load by layer."""
     _, routing, speed = tables({"runs": summary["runs"]})
     counts = "; ".join(dict.fromkeys(run.tflops_count for run in runs))
     speed = dataclasses.replace(speed, title=f"{speed.title} (TFLOP/s: {counts})")
@@ -234,15 +231,11 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 def _remarks(runs: Sequence[Row]) -> list[str]:
-    """Sentences about the runs of a summary."""
     return [NOTE] * (len(runs) > 1) + [EMULATED] * all(run.get("peak_gib") is None for run in runs)
 
 
 def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | None = None) -> None:
-    """Print one table of all jobs of a sweep: what each set, and the losses of those that trained.
-
-    jobs: the folder of each, and its overrides.
-    """
+    """Print one table of all jobs of a sweep: overrides that differ, and losses. jobs: (folder, overrides) of each."""
     common = set.intersection(*(set(overrides) for _, overrides in jobs))
     figures = {"held-out": ".4f", "training": ".4f", "tokens/s": ",.0f"}
     table = Section("Sweep: loss in nats per byte", ("job", "run"), figures)
@@ -263,7 +256,7 @@ def _summarize(run: Run) -> dict[str, Any]:
     last = run.taken[-LAST:]
 
     def mean(key: str) -> float | None:
-        """Over the time of all steps; None if some have no such number, as a checkpoint's may not."""
+        """Time-weighted mean over all steps. None if a step lacks the number, as those of a checkpoint may."""
         if not run.metrics or any(row.get(key) is None for row in run.metrics):
             return None
         return float(sum(row[key] * row["seconds"] for row in run.metrics) / max(run.seconds, 1e-9))
@@ -313,13 +306,13 @@ summary { margin-top: 2.5rem } summary h2 { display: inline }
 """
 STYLES = (("#0072B2", "", 2.5), ("#D55E00", "9 4", 1.5), ("#888888", "2 4", 1.2))
 """Color, dashes and width of each run and of the reference curve. Colors are Okabe and Ito's, for color-blind readers.
-Curves often overlap, so each is narrower than those below."""
+Curves often overlap, so those on top are narrower."""
 WIDTH, LEFT, HEIGHT = 470, 48, 250
 POINTS = 800  # per curve, at most
 
 
 class Curve(NamedTuple):
-    """Points (step, value) in a style of `STYLES`. label: None of one without a legend; faint: a raw curve."""
+    """Points (step, value) in a style of `STYLES`. label: None: not in the legend. faint: not smoothed."""
 
     label: str | None
     style: tuple[str, str, float]
@@ -328,7 +321,7 @@ class Curve(NamedTuple):
 
 
 def page(outcome: Outcome, summary: dict[str, Any], config: Config) -> str:
-    """Return report.html. summary: the result of `summarize`, with "provenance"."""
+    """Return the text of report.html. summary: of `summarize`, with "provenance"."""
     runs, last = outcome.runs, outcome.runs[-1]
     title = " and ".join(run.name for run in runs) + ", trained alike" * (len(runs) > 1)
     stopped = [f"Stopped: {last.name}, step {last.steps} of {config.train.steps}."] * outcome.stopped
@@ -356,7 +349,6 @@ def page(outcome: Outcome, summary: dict[str, Any], config: Config) -> str:
 
 
 def _tiles(runs: Sequence[Row]) -> Iterator[str]:
-    """Headline figures: held-out loss and speed."""
     tiles = ("valid_loss", "held-out loss", "nats per byte", ".3f"), ("tokens_per_s", "speed", "tokens/s", ",.0f")
     for (key, what, unit, form), run in itertools.product(tiles, runs):
         if run.get(key) is not None:
@@ -364,7 +356,7 @@ def _tiles(runs: Sequence[Row]) -> Iterator[str]:
 
 
 def charts(runs: Sequence[Run], entropy: float) -> Iterator[str]:
-    """SVGs: losses in nats per byte, raw and smoothed, then other runs minus the first. Skipped steps have no loss."""
+    """SVGs of losses in nats per byte: raw and smoothed, then other runs minus the first. Skipped steps have none."""
     curves = [[(row["step"], row["loss"]) for row in run.taken] for run in runs]
     last = max((step for curve in curves for step, _ in curve), default=1)
     drawn = []
@@ -372,9 +364,9 @@ def charts(runs: Sequence[Run], entropy: float) -> Iterator[str]:
         drawn += [Curve(None, style, curve, faint=True), Curve(run.name, style, smooth(curve))]
     level = Curve(f"unigram entropy, {entropy:.2f}", STYLES[-1], [(1, entropy), (last, entropy)])
     yield chart("loss in nats per byte, by step", [*drawn, level])
-    of_base, zero = dict(curves[0]), Curve(None, STYLES[-1], [(1, 0.0), (last, 0.0)])
+    base, zero = dict(curves[0]), Curve(None, STYLES[-1], [(1, 0.0), (last, 0.0)])
     for run, curve, style in zip(runs[1:], curves[1:], STYLES[1:]):
-        both = [(step, loss - of_base[step]) for step, loss in curve if step in of_base]
+        both = [(step, loss - base[step]) for step, loss in curve if step in base]
         if both:
             name = f"{run.name} - {runs[0].name}"
             title = f"{name} in nats per byte, smoothed"
@@ -382,7 +374,7 @@ def charts(runs: Sequence[Run], entropy: float) -> Iterator[str]:
 
 
 def chart(title: str, curves: Sequence[Curve]) -> str:
-    """Curves over steps, as SVG: a legend above, ticks of round numbers."""
+    """Curves over steps as SVG, with a legend above and ticks at round numbers."""
     points = [point for each in curves for point in each.points if math.isfinite(point[1])]
     (x0, x1), (y0, y1) = ((min(values), max(values)) for values in zip(*points))
     room = 0.05 * (y1 - y0) or 0.5
@@ -421,7 +413,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def smooth(curve: Sequence[tuple[float, float]], weight: float = 0.8) -> list[tuple[float, float]]:
-    """The curve of means, weighted by ``weight ** distance`` to both sides, so that it follows without a lag."""
+    """Smooth a curve by means with weights ``weight ** distance``. Both sides count, so there is no lag."""
     values = [value for _, value in curve]
     ahead, back = _sums(values, weight), _sums(values[::-1], weight)[::-1]
     means = ((a + b - value) / (m + n - 1) for (a, m), (b, n), value in zip(ahead, back, values, strict=True))

@@ -1,4 +1,4 @@
-"""JSON files of results, and what they say of where they were made. Imports no hydra."""
+"""Write results as JSON, with their provenance: device, versions, commit, command. Does not import hydra."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from typing import Any
 import torch
 
 PACKAGES = "triton", "torchao", "transformers", "tokenizers"
-"""Results name their versions, where they are installed, and torch's."""
+"""Results give these packages' versions, if they are installed, after torch's."""
 
 
 def shortened(value: Any) -> Any:
-    """The same with floats rounded to five digits."""
+    """``value`` with floats rounded to five digits."""
     if isinstance(value, dict):
         return {key: shortened(each) for key, each in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def write_json(report: Mapping[str, Any], files: Sequence[Path]) -> None:
-    """Write the report as JSON to each file."""
     for file in files:
         file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def provenance(command: str, commit: str | None) -> dict[str, Any]:
-    """Device, driver, versions, date, commit and command. commit: what to say instead of git's answer."""
+    """Device, driver, versions, date, commit and command. commit: replaces git's answer."""
     cuda = torch.cuda.is_available()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
@@ -52,13 +51,13 @@ def provenance(command: str, commit: str | None) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The repository's commit, with "-dirty" if files differ from it. None outside of a repository."""
+    """The repository's commit, with "-dirty" if files differ from it. None outside a repository."""
     return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
 
 
 @functools.cache
 def _output(*command: str) -> str | None:
-    """The first line that a command prints, None if it fails."""
+    """The first line that a command prints. None if it fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
         return done.stdout.splitlines()[0].strip()

@@ -3,8 +3,8 @@
     lr: Annotated[float, Range(0, 1, above=True)]      name: Annotated[str, OneOf(TASKS)]
 
 Each type has the range of its values, or the names it may have. No range has NaN or an infinity. config.py checks
-settings against each other. Names of what needs torch are known here without it; a test compares them with the
-tables that import torch. Imports nothing heavy, so that a command line with a mistake is answered at once.
+settings against each other. Nothing here imports torch, so mistakes are reported at once: names of backends,
+dispatchers and recipes are copies, and a test compares them with the real tables.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
 RECIPES = ("bf16", "fp8", "mxfp8")
 ALIGNMENT = {"bf16": 1, "fp8": 16, "mxfp8": 32}  # of sizes that a recipe multiplies
 KEPT_IN_FP8 = "gate_up_fp8"
-"""A change that bench=layer and task=estimate know, too."""
+"""A change of a recipe, for bench=layer and task=estimate."""
 CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:4] for recipe in RECIPES)
 BENCHES = ("quant", "gemm", "linear", "comms", "layer", "model")
 VOCABULARY = 256
-"""Tokens of a text without a tokenizer: bytes."""
+"""Without a tokenizer, tokens are bytes."""
 TASKS = ("train", "compare", "verify", "bench", "estimate")
 
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from ``least`` to ``most``. above, below: without these two."""
+    """Finite numbers from least to most. above, below: exclude least, most."""
 
     least: float
     most: float = math.inf
@@ -53,8 +53,6 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of ``names``."""
-
     names: tuple[str, ...]
 
     def __contains__(self, value: str) -> bool:
@@ -74,7 +72,7 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]  # torch's generator on CPUs drops hi
 
 
 def out_of_bounds(section: Any, prefix: str = "") -> Iterator[str]:
-    """A line for each value in ``section``, a dataclass, that its key may not have: the key, the value, the bounds."""
+    """Yield a line for each value in ``section`` (a dataclass) that is out of bounds: key, value and bounds."""
     for name, hint in get_type_hints(type(section), include_extras=True).items():
         yield from _out_of_bounds(f"{prefix}{name}", getattr(section, name), hint)
 
@@ -82,7 +80,7 @@ def out_of_bounds(section: Any, prefix: str = "") -> Iterator[str]:
 def _out_of_bounds(key: str, value: Any, hint: Any) -> Iterator[str]:
     if type(None) in get_args(hint):
         hint = get_args(hint)[0]
-    item_hint = get_args(hint)[-1] if get_args(hint) else hint  # for Any, Any
+    item_hint = get_args(hint)[-1] if get_args(hint) else hint  # Any has no arguments
     if dataclasses.is_dataclass(value):
         yield from out_of_bounds(value, f"{key}.")
     elif isinstance(value, list):
@@ -100,20 +98,17 @@ def _out_of_bounds(key: str, value: Any, hint: Any) -> Iterator[str]:
 
 @dataclass
 class TaskConfig:
-    """name: what to do, one of the tasks in app.py."""
-
     name: Annotated[str, OneOf(TASKS)]
 
 
 @dataclass
 class ModelConfig:
-    """A decoder of `layers` blocks: attention with `heads` heads, then an MoE of `experts` routed experts of which a
-    token takes `top_k`, and `shared_experts` that all tokens take. `dim` is D, `hidden_dim` is F of one expert.
-    balance_rate: how far a router's bias moves a step towards balance.
+    """A decoder of `layers` blocks: attention with `heads` heads, then an MoE. Each token takes `top_k` of `experts`
+    routed experts and all `shared_experts`. `dim` is D, `hidden_dim` is F of one expert. balance_rate: how far a
+    router's bias moves towards balance in a step.
 
-    transformers: the config of a model of transformers with these sizes, with its `model_type`. null is mxep's own
-    decoder. pretrained: a folder of `save_pretrained` with such a model to start from. Its config.json says the sizes.
-    `layers` may be fewer."""
+    transformers: config of a transformers model with these sizes and its `model_type`. null: mxep's own decoder.
+    pretrained: a `save_pretrained` folder of such a model to start from, maybe with more layers."""
 
     dim: Count
     layers: Count
@@ -141,7 +136,7 @@ class DataConfig:
 
 @dataclass
 class RecipeConfig:
-    """Recipes of experts, and of the linears beside them."""
+    """Recipes of experts (name), and of attention's and dense MLPs' linears (linear)."""
 
     name: str
     linear: str | None = None
@@ -162,7 +157,7 @@ class DispatcherConfig:
 
 @dataclass
 class ParallelConfig:
-    """Number of ranks, and of ranks that share one set of experts. The ranks / ep sets are data-parallel."""
+    """`ep` ranks share one set of experts. The ranks / ep sets are data-parallel."""
 
     ranks: Count | None
     ep: Count | None
@@ -186,7 +181,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    """How a run trains; task=compare trains like this, too."""
+    """How task=train and task=compare train."""
 
     steps: Count
     micro_batches: Count
@@ -213,7 +208,7 @@ class CompareConfig:
 
 @dataclass
 class VerifyConfig:
-    """The layer and the linear that task=verify checks, `tokens` a rank."""
+    """The layer that task=verify checks, with `tokens` tokens a rank."""
 
     tokens: Count
     dim: Count
@@ -225,7 +220,7 @@ class VerifyConfig:
 
 @dataclass
 class BenchConfig:
-    """Settings of task=bench. shapes: kind of shape -> shapes; cpu_shapes: those of device "cpu"."""
+    """Settings of task=bench. shapes, cpu_shapes: kind -> shapes on GPUs, on CPUs."""
 
     name: Annotated[str, OneOf(BENCHES)]
     device: Annotated[str, OneOf(("cuda", "cpu"))]
@@ -242,7 +237,7 @@ class BenchConfig:
 
 @dataclass
 class EstimateConfig:
-    """Machines, and the layers to place on them. The sections `model` and `dispatcher` are used, too."""
+    """Machines, and the layers to place on them. task=estimate reads `model` and `dispatcher`, too."""
 
     model: str | None
     layers: Count | None
@@ -261,8 +256,6 @@ class EstimateConfig:
 
 @dataclass
 class Config:
-    """Everything."""
-
     task: TaskConfig
     model: ModelConfig
     data: DataConfig
@@ -296,7 +289,7 @@ class Config:
 
 
 def configs_dir() -> Path:
-    """configs/ beside this file: in the repository a link to the folder at its top, in sdists and wheels a copy."""
+    """configs/ beside this file: a link in the repository, a copy in sdists and wheels."""
     return Path(__file__).resolve().parent / "configs"
 
 
@@ -309,32 +302,35 @@ SIZE_NAMES = {
     "hidden_dim": ("moe_intermediate_size", "intermediate_size"),
     "shared_experts": ("n_shared_experts",),
 }
-"""Key of the section `model` -> its names there, of which the first that is there counts."""
+"""Key of the section `model` -> its names in transformers configs. The first one present counts."""
 
 
 def sizes_of(found: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes that there are, by key of the section `model`."""
+    """The sizes in a transformers config, by key of the section `model`."""
     pairs = [(key, name) for key, names in SIZE_NAMES.items() for name in reversed(names)]
     return {key: found[name] for key, name in pairs if isinstance(found.get(name), int)}
 
 
 CAPTURED = "deepseek_v3", "mixtral", "qwen3_moe"
-"""Models of transformers with steps captured on a GPU, without attention windows. Others may read from it."""
+"""Types of transformers models with steps captured as CUDA graphs, if no layer has a window. Others may sync."""
 
 
 def attends_to_all(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a token attends to all before it in every layer of a model of transformers."""
+    """Whether a token attends to all earlier tokens in every layer of a transformers model."""
     kinds = set(hf_config.get("layer_types") or ["full_attention"])
     return not hf_config.get("sliding_window") and kinds == {"full_attention"}
 
 
 def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a model of transformers is one of CAPTURED that `attends_to_all`."""
+    """Whether a transformers model is one of CAPTURED and `attends_to_all`."""
     return hf_config["model_type"] in CAPTURED and attends_to_all(hf_config)
 
 
 def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
-    """Message for a task without `task=`, an unknown key (Hydra would advise a `+`) or choice; else None."""
+    """Return the message for a task without `task=`, an unknown key or an unknown choice, or None.
+
+    For an unknown key, Hydra's own message would advise a `+`.
+    """
     own = any(argument.startswith(("-cd", "--config-", "hydra.searchpath")) for argument in arguments)
     for argument in arguments:
         if argument in tasks:
@@ -353,7 +349,7 @@ def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> st
 
 
 def _unknown_choice(group: str, choice: str) -> str | None:
-    """Return the message for an unknown choice of a group, such as recipe=mxpf8. Lists are Hydra's to read."""
+    """Return the message for an unknown choice of a group, such as recipe=mxpf8, or None. Hydra checks lists."""
     known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
     if not known or choice in known or not re.fullmatch(r"\w+", choice):
         return None
@@ -369,13 +365,13 @@ def override_key(override: str) -> str:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The end of a message: the name that is meant, if one is near."""
+    """The end of a message: the nearest of ``known``, or ""."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _alike(key: str) -> str:
-    """The keys that may be meant."""
+    """The end of a message: the keys that may be meant."""
     known, last = list(_keys()), key.rpartition(".")[2]
     same = [one for one in known if one.rpartition(".")[2] == last]
     near = same or difflib.get_close_matches(key, known, n=1)

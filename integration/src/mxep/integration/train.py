@@ -4,15 +4,15 @@
                          balance ] x steps
                        -> save -> loss on held-out text
 
-    On GPUs, if nothing syncs with the host, backward (with the loss) and reduce (with clip) are a CUDA graph each.
+    On GPUs, if nothing syncs with the host, forward and backward are one CUDA graph, reduce and clip another.
 
-A step is taken only if loss and gradient norm are finite and no row was lost, on all ranks. A bad step is left out or
-ends the run (train.skip_bad_steps), on all ranks alike: it changes no weight and no checkpoint.
+A step is taken only if loss and gradient norm are finite and no row was lost, on all ranks. A bad step changes no
+weight and no checkpoint. It is skipped, or ends the run (train.skip_bad_steps), on all ranks alike.
 
-Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
+Every rank runs this. Rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 
-N micro-batches have the loss and the gradients of one batch, as each has equally many tokens. They, and what
-checkpointing recomputes, share one quantization of each weight. Each has its own auxiliary loss of routers.
+Micro-batches have equally many tokens, so their mean loss and gradients are those of one batch. All of them, and
+recomputation by checkpointing, share one quantization of each weight. Routers' auxiliary losses are per micro-batch.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 class Run:
     """One finished or stopped training run.
 
-    name: the recipe's. steps: their number so far. metrics: a dict for each step, as in metrics.jsonl.
-    stopped: whether a signal came, before the last step or during the loss on held-out text.
-    valid_loss: nats per byte on held-out text, None if stopped. tflops_count: what its TFLOP/s count.
+    name: the recipe's. steps: steps done. metrics: a dict for each step, as in metrics.jsonl. stopped: whether a signal
+    came, before the last step or during the loss on held-out text. valid_loss: nats per byte on held-out text, None if
+    stopped. tflops_count: see `flops.count_name`.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def taken(self) -> list[dict[str, Any]]:
-        """The metrics of the steps that were not skipped."""
+        """Metrics of the steps that were not skipped."""
         return [row for row in self.metrics if not row.get("skipped")]
 
     @property
@@ -95,7 +95,7 @@ class Outcome:
 
 
 def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) -> Outcome:
-    """Train all runs of ``config`` on this rank; collective over the default group.
+    """Train all runs of ``config`` on this rank. Collective over the default group.
 
     folder: the run folder. resume: checkpoint folders by run name; a run without one starts at step 0.
 
@@ -123,8 +123,7 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
 class Trainer:
     """One run on this rank: model, optimizer, steps done and their metrics. Every method is collective.
 
-    mesh: how the ranks share the experts. text: what to learn. folder: the run folder; checkpoints go to
-    ``folder / recipe.name``.
+    folder: the run folder. Checkpoints go to ``folder / recipe.name``.
     """
 
     def __init__(self, rank: Rank, config: Config, recipe: Recipe, mesh: Mesh, text: Text, folder: Path) -> None:
@@ -159,7 +158,7 @@ class Trainer:
         self.step, self.metrics, self.saved = state.step, state.metrics, folder
 
     def run(self) -> Run:
-        """Run the remaining steps, or until a signal, and save. If no signal came, compute the held-out loss."""
+        """Run the remaining steps, or until a signal, and save. Without a signal, compute the held-out loss."""
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
         written = log(self.folder, self.name, self.metrics, self.config, shown=self.rank.rank == 0)
@@ -236,7 +235,7 @@ class Trainer:
         return (clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip),)
 
     def _bad(self, row: dict[str, Any], lost: Exception | None, overflowed: bool) -> Exception | None:
-        """Return an exception for a bad step, the same on all ranks. overflowed: any rank has `lost` something."""
+        """Return an exception for a bad step, the same on all ranks. overflowed: whether any rank lost rows."""
         step = f"{self.name}, step {self.step + 1}"
         if overflowed:
             return CapacityExceeded(f"{step}: {_messages_of_all_ranks(lost)}")
@@ -248,7 +247,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """Mean loss on held-out text, the same batches for every run; None if a signal came before its end."""
+        """Mean loss on held-out text, in nats per byte, on the same batches for every run. None if a signal came."""
         self.model.eval()
         train = self.config.train
         # Seed 0 whatever config.seed is, so that runs of several seeds are comparable.
@@ -268,7 +267,7 @@ class Trainer:
         return loss
 
     def _lost_rows(self) -> CapacityExceeded | None:
-        """Return the error of rows that overflowed in any layer since the last call. Raises other device errors."""
+        """Return the error if rows overflowed in any layer since the last call. Raises other device errors."""
         lost = None
         for moe in {moe.dispatcher: moe for moe in self.model.moes}.values():
             try:
@@ -284,7 +283,7 @@ class Trainer:
         return inputs.to(device), targets.to(device)
 
     def save(self) -> None:
-        """A checkpoint of the steps done so far. Raises FloatingPointError, on all ranks, if it would hold a NaN."""
+        """Save a checkpoint. Raises FloatingPointError, on all ranks, if a weight or moment is not finite."""
         folder = self.folder / self.name
         state = State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
         of: Any = {"model": self.model, "optimizer": self.optimizer, "mesh": self.mesh}
@@ -298,17 +297,17 @@ def _messages_of_all_ranks(error: Exception | None) -> str:
 
 
 WARM_UP = 2
-"""Calls before capture. They make buffers, load kernels and connect communicators."""
+"""Calls before capture, which make buffers, load kernels and connect communicators."""
 COUNTS = ("routed", "sent", "computed", "padding", "dropped", "invalid")
-"""Keys of `Routing.stats`, in the order of the vector of row counts."""
+"""Keys of `Routing.stats`, in the order of row counts."""
 KNOWN_TO_ALL = ("dropped", "invalid")
 """Counts that are already summed over the ranks that share experts."""
 
 
 def backward(model: Any, inputs: Tensor, targets: Tensor, micro_batches: int) -> tuple[Tensor, Tensor]:
-    """Run each of ``micro_batches`` parts of a batch. Returns the mean loss, 0-d, and row counts (len(COUNTS),) int64.
+    """Forward and backward of a batch in ``micro_batches`` parts. Gradients accumulate. No host sync.
 
-    Gradients accumulate. No host sync.
+    Returns the mean loss, 0-d, and row counts (len(COUNTS),) int64.
     """
     device = inputs.device
     loss = torch.zeros((), device=device, dtype=torch.float32)
@@ -336,9 +335,9 @@ def _rows(model: Any) -> Tensor:
 def measure(
     model: Any, mesh: Mesh, loss: Tensor, norm: Tensor, rows: Tensor, *, overflowed: bool, memory: int
 ) -> tuple[dict[str, Any], bool, int]:
-    """A step's metrics over all ranks and layers, whether rows overflowed on any rank, and the ranks' largest `memory`.
+    """Return a step's metrics over all ranks and layers, whether rows overflowed on any rank, and the largest `memory`.
 
-    Same result on all ranks, by one reduction and one copy to the host.
+    All ranks get the same result, by one all-reduce and one copy to the host.
     """
     counts = rows.double()
     for key in KNOWN_TO_ALL:
@@ -364,7 +363,7 @@ def measure(
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norms and the embedding do not."""
+    """AdamW, without weight decay for norms, biases and the embedding."""
     constant = {p for name, p in model.named_parameters() if p.dim() <= 1 or "embed" in name}
     groups = []
     for group in parameter_groups(model):
@@ -375,7 +374,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Linear warm-up, then half a cosine from ``lr`` to ``lr * final``."""
+    """Linear warm-up, then cosine decay from ``lr`` to ``lr * final``."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     share = (step - config.warmup) / max(1, steps - config.warmup)
@@ -383,7 +382,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> Transformer | CausalLM:
-    """Make the model of section `model` on ``device``, with experts of ``recipe`` spread over ``mesh.ep``."""
+    """Make the config's model on ``device``, with experts in ``recipe``, spread over ``mesh.ep``."""
     if config.model.transformers is not None:
         from .transformers.model import CausalLM
 
@@ -397,7 +396,7 @@ def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device)
 
 @contextlib.contextmanager
 def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """`torch.cuda.graph(graph, **options)` of a new graph. An error inside is raised unchanged."""
+    """`torch.cuda.graph` with a new graph. An error inside is raised unchanged."""
     graph = torch.cuda.CUDAGraph()
     raised: BaseException | None = None
     try:
@@ -417,8 +416,8 @@ def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
 class Graphed:
     """Call fn(*inputs) directly WARM_UP times, then replay a CUDA graph of it in one launch.
 
-    Inputs must have the same shapes at each call. Results, and all that fn keeps on the device, lie in the graph's
-    memory: the next call overwrites them. Raises RuntimeError if fn syncs. Collective if fn is.
+    Inputs must have the same shapes at each call. The next call overwrites results, and everything else that fn keeps
+    on the device. Raises RuntimeError if fn syncs. Collective if fn is.
     """
 
     def __init__(self, fn: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -452,7 +451,7 @@ class Graphed:
         self._graph, self._inputs, self._results = None, (), ()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        gc.collect()  # or garbage may be freed within the capture, by calls that wait for the device
+        gc.collect()  # garbage freed during the capture may sync with the device
         # Other threads, such as NCCL's, may still query events.
         try:
             with capturing(stream=self._stream, capture_error_mode="thread_local") as graph:
@@ -468,7 +467,7 @@ class Graphed:
 
 
 def in_graph(config: Config, device: torch.device) -> bool:
-    """Whether a step runs as CUDA graphs. train.graph decides. null: yes if a step on a GPU never syncs."""
+    """Whether steps run as CUDA graphs. train.graph=null: yes if a step on this GPU never syncs."""
     if device.type != "cuda":
         return False
     if config.train.graph is not None:
@@ -476,15 +475,15 @@ def in_graph(config: Config, device: torch.device) -> bool:
     hf_config = config.model.transformers
     if hf_config is not None and (config.parallel.fsdp or not is_causal_alone(hf_config)):
         return False
-    # On other GPUs torch's grouped GEMM (of bf16 and dequant) is a loop over sizes that the host reads.
+    # On other GPUs torch's grouped GEMM (recipe bf16, backend dequant) reads sizes on the host.
     return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @contextlib.contextmanager
 def deterministic(config: Config, device: torch.device) -> Iterator[None]:
-    """Make GPUs repeat a run to the last bit, as CPUs do. Otherwise attention's backward would add in any order.
+    """Make runs on GPUs bitwise repeatable, as on CPUs. Otherwise attention's backward adds in any order.
 
-    It does nothing for models of transformers, which may have no deterministic version.
+    Does nothing for transformers models: some of their ops may have no deterministic version.
     """
     if device.type != "cuda" or config.model.transformers is not None:
         yield

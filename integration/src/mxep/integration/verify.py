@@ -2,14 +2,14 @@
 
     problem from (seed, rank) -> MoE(recipe, dispatcher), forward and backward
                               -> moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
-    one block of features is WIDE times as large in x and d_out and as small in weights; results are scaled back
+    in one block of features, x and d_out are WIDE times as large, weights as small; results are scaled back
     SNR of the MoE against the exact layer  >=  SNR of the quantized reference against it - 0.3 dB
 
 The wide block tells MXFP8 from FP8: FP8 has one scale a row and loses the row's small values, so layers reach 18 dB
 instead of 23. A backend that folds MXFP8 to one scale a row loses as much, so its data has no wide block.
 
-For recipes that do not quantize, the bound is bf16 itself: about 55.5 dB for one rounding of Gaussian data. Forward
-rounds gate_up, h, a row, a slot's sum, a node's sum (if there are several nodes) and the owner's sum. gate_up counts
+For recipes that do not quantize, the bound follows from bf16: one rounding of Gaussian data gives about 55.5 dB.
+Forward rounds gate_up, h, a row, a slot's sum, a node's sum (with several nodes) and the owner's sum. gate_up counts
 about 3 times, as it enters through a product of two factors, one of them curved. dx has as many roundings. For 9
 roundings the bound is 55.5 - 10 log10(9) = 46.0 dB, less 1 dB for chance.
 
@@ -22,8 +22,8 @@ The reference is in plain fp32, expert by expert, with quantizers where a recipe
     y = h @ rows(w2)^T                              dx = d_gate_up @ cols(w13);  dw13 = tokens(d_gate_up)^T @ tokens(x)
     out = sum of y over a token's experts
 
-With `EXACT` quantizers this is the dense layer. With `quantizers(recipe)` it is the best that a layer of that recipe
-can do, as the recipe is its only error. It shares no code with mxep.ep.
+With `EXACT` quantizers this is the dense layer. With `quantizers(recipe)` the recipe is its only error, so no layer of
+that recipe can do better. It shares no code with mxep.ep.
 
 T tokens, K experts a token, D model dim, F hidden dim, E experts.
 """
@@ -77,7 +77,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a forward and a backward: out, dx (T, D), d_weights (T, K), and the gradients of both projections."""
+    """A layer's results: out, dx (T, D), d_weights (T, K), and the gradients of both projections."""
 
     out: Tensor
     dx: Tensor
@@ -88,8 +88,8 @@ class Results:
 
 @dataclass(frozen=True)
 class Quantizers:
-    """A recipe's roundings, each fp32 -> fp32. activation, gradient: along rows. rows, cols: weights along the last
-    axis, or the one before. Others: activations and gradients along tokens, for the weight gradients."""
+    """A recipe's roundings, each fp32 -> fp32. activation, gradient: blocks along features. rows, cols: weights, blocks
+    along the last axis, the one before. activation_tokens, gradient_tokens: blocks along tokens, for wgrad."""
 
     activation: Quantizer
     gradient: Quantizer
@@ -107,7 +107,7 @@ EXACT = Quantizers(_exact, _exact, _exact, _exact, _exact, _exact)
 
 
 def quantizers(recipe: Recipe) -> Quantizers:
-    """The recipe's roundings. They cover 1x32 weights and wgrad "mx" only, which all CASES have."""
+    """The recipe's roundings, for weights in 1x32 blocks and wgrad "mx" only, as in all CASES."""
     if recipe.scaling == "none":
         return EXACT
 
@@ -117,7 +117,7 @@ def quantizers(recipe: Recipe) -> Quantizers:
         )
 
     def along_tokens(fmt: MXFormat) -> Quantizer:
-        if recipe.scaling == "row":  # wgrad multiplies the row-scaled qdata as they are
+        if recipe.scaling == "row":  # wgrad multiplies the row-scaled qdata again
             return _exact
         return lambda x: rounding(fmt, axis=-2)(F.pad(x, (0, 0, 0, -len(x) % recipe.group_alignment)))
 
@@ -180,10 +180,7 @@ class Check:
 
 
 def report(config: Config, results: dict[str, list[Check]]) -> Report:
-    """All checks by case, as the command shows and writes them. A failed check is an error.
-
-    The table has the SNR of each tensor, and the case's least margin over a bound.
-    """
+    """A table of checks: for each case, the SNR of each tensor and the least margin. A failed check is an error."""
     sizes = to_json(config)["verify"]
     device = torch.device(resolve_device(config.parallel.device, config.ranks))
     backend = select(config.backend, device)
@@ -210,10 +207,7 @@ def report(config: Config, results: dict[str, list[Check]]) -> Report:
 
 
 def verify(rank: Rank, config: Config) -> dict[str, list[Check]]:
-    """The checks of each case, one for each field of `Results`. Collective.
-
-    All ranks return the same: each check is that of the rank with the least to spare.
-    """
+    """The checks of each case, one for each field of `Results`, on the rank with the least margin. Collective."""
     log_backend(config.backend, rank)
     mesh = Mesh.make(rank.world_size, rank.device)
     names = config.verify.cases or CASES
@@ -222,8 +216,8 @@ def verify(rank: Rank, config: Config) -> dict[str, list[Check]]:
 
 
 def make_problem(config: Config, rank: int, wide: float) -> Problem:
-    """Tokens of rank ``rank`` (higher ranks have fewer), and weights that all ranks share. Values are Gaussian in bf16.
-    In the first block of features, tokens are `wide` times as large, and weights `wide` times as small."""
+    """Tokens of rank ``rank`` (higher ranks have fewer), and weights that all ranks share. Values are Gaussian, bf16.
+    In the first block of features, tokens are multiplied by `wide`, and weights divided by it."""
     sizes, randn = config.verify, functools.partial(torch.randn, dtype=torch.float32)
     generator = torch.Generator().manual_seed(config.seed)
     w13 = randn(sizes.experts, 2 * sizes.hidden_dim, sizes.dim, generator=generator) * sizes.dim**-0.5
@@ -240,7 +234,7 @@ def make_problem(config: Config, rank: int, wide: float) -> Problem:
 
 
 def wide_of(backend: Backend) -> float:
-    """How many times as large the first block of features is."""
+    """Factor of the first block of features."""
     return 1.0 if backend.wants_rowwise else WIDE
 
 
@@ -254,7 +248,7 @@ def levelled(results: Results, wide: float) -> Results:
 
 
 def compare(got: Results, exact: Results, quantized: Results, rank: int) -> list[Check]:
-    """One check for each tensor of ``got``. Its bound follows from the SNR of ``quantized`` against ``exact``."""
+    """One check for each tensor of ``got``. Its threshold follows from the SNR of ``quantized`` against ``exact``."""
     checks = []
     for field in dataclasses.fields(got):
         reference, bound = getattr(exact, field.name), getattr(quantized, field.name)
@@ -267,8 +261,8 @@ def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, con
     """Run the MoE layer on this rank's tokens. Weight gradients are those of this rank's experts."""
     recipe, kind = case.split("/")
     (experts, dim, hidden_dim), ranks = problem.down_proj.shape, mesh.ranks
-    of_node = config.dispatcher.ranks_per_node or (1 if ranks % 2 else ranks // 2)
-    nodes: DispatchFields = {"ranks_per_node": of_node} if kind == "hierarchical" else {}
+    ranks_per_node = config.dispatcher.ranks_per_node or (1 if ranks % 2 else ranks // 2)
+    nodes: DispatchFields = {"ranks_per_node": ranks_per_node} if kind == "hierarchical" else {}
     dispatcher = make_dispatcher(kind, experts, dim=dim, group=mesh.ep, **nodes)
     moe = MoE(
         dim,
@@ -296,7 +290,6 @@ def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, con
 
 
 def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
-    """Run a case, and compare its results with the exact and the quantized reference."""
     wide = wide_of(select(config.backend, device))
     got, exact, quantized = (levelled(each, wide) for each in _run_case(name, config, mesh, device, wide))
     return compare(got, exact, quantized, mesh.rank)

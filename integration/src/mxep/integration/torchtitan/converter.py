@@ -1,9 +1,7 @@
-"""Routed experts for torchtitan 0.2, as a model converter. For 0.3, see `overrides.py`.
+"""Routed experts for torchtitan 0.2, as a model converter. `__init__.py` shows the command.
 
-    --job.custom_config_module mxep.integration.torchtitan.converter --model.converters mxep --mxep.recipe mxfp8
-
-gives each MoE and its experts another class. Parameters, their names, sharding and initialisation stay torchtitan's.
-torchtitan's dispatch does not run: its hooks are around the call of the experts' module, which is not called here.
+Each MoE and its experts get another class. Parameters, their names, sharding and initialisation stay torchtitan's.
+torchtitan's dispatch does not run: it is in hooks on the experts' forward, which is not called here.
 """
 
 from dataclasses import dataclass, field
@@ -28,11 +26,8 @@ TOGETHER = ("wq", "wk", "wv"), ("wq", "wkv_a"), ("wq_a", "wkv_a"), ("w1", "w3")
 
 @dataclass(frozen=True, kw_only=True)
 class ConverterOptions(Options):
-    """Options of routed experts, and one more.
-
-    linear: recipe for linears of attention, dense MLPs and shared experts: a name, or "auto". None: they stay
-        torchtitan's.
-    """
+    """Options of routed experts, and linear: recipe for linears of attention, dense MLPs and shared experts, by name or
+    "auto". None: they stay torchtitan's."""
 
     linear: str | None = None
 
@@ -45,7 +40,7 @@ class JobConfig:
 
 
 class Scores:
-    """(T, K) fp32, hidden in an object, because FSDP2 casts all tensors that a module is called with."""
+    """Holds scores (T, K) fp32. FSDP2 would cast them if they were a module's argument."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
@@ -91,7 +86,7 @@ class RoutedMoE(MoE):  # type: ignore[misc]
 class Converter:
     """Converts all MoEs of a model.
 
-    Raises ValueError for experts that mxep cannot compute, for TP, and beside torchtitan's own quantization.
+    Raises ValueError for experts that mxep cannot compute, for TP, and if torchtitan also quantizes the same modules.
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
@@ -136,9 +131,9 @@ class Converter:
 
 
 def convert_linears(model: nn.Module, recipe: str, backend: str) -> None:
-    """Convert the layers' linears, except routers and those that MXFP8 cannot take. Those of TOGETHER become one GEMM.
+    """Convert the layers' linears, except for routers and sizes that MXFP8 cannot take. TOGETHER lists joined GEMMs.
 
-    torchtitan calls converters before it checkpoints activations, compiles and shards.
+    torchtitan calls converters before activation checkpointing, compilation and sharding.
     """
     linears = ((name, x) for name, x in model.named_modules() if name.startswith("layers.") and is_linear(x))
     chosen = {f"{name}.weight" for name, x in linears if not reason_to_leave(name, x, 0, Recipe.mxfp8())}
@@ -148,7 +143,7 @@ def convert_linears(model: nn.Module, recipe: str, backend: str) -> None:
 def build_metrics_processor(
     job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
 ) -> LoadMetrics:
-    """For `build_metrics_processor_fn` of a TrainSpec: torchtitan's, which also logs `moe_load/layers.N`."""
+    """A TrainSpec's `build_metrics_processor_fn`: torchtitan's metrics, and `moe_load/layers.N`."""
     return LoadMetrics(job_config, parallel_dims, tag)
 
 

@@ -1,7 +1,4 @@
-"""Parts of both torchtitan adapters: options, the routed experts' computation, the hook before steps, expert loads.
-
-`overrides.py` has the overrides for torchtitan 0.3, `converter.py` the model converter for 0.2.
-"""
+"""Parts of both torchtitan adapters: options, the routed experts' computation, the hook before steps, expert loads."""
 
 from __future__ import annotations
 
@@ -31,14 +28,14 @@ class Options:
     Attributes:
         recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`. "auto" is MXFP8 if it pays for
             max_tokens, else bf16.
-        dispatcher, max_tokens, timeout, ranks_per_node, nodes_per_token: as in :class:`mxep.ep.Dispatch`, between the
+        dispatcher, max_tokens, timeout, ranks_per_node, nodes_per_token: as in :class:`mxep.ep.Dispatch`, for the
             ranks of the ep mesh. Without EP nothing travels. Set max_tokens to local_batch_size * seq_len / context
             parallel degree. torch.compile with EP needs max_tokens.
-        capacity: rows that fit on a rank, in balanced loads. None: the worst case.
-        overflow: what happens to rows over the capacity: "raise" before the optimizer steps, "drop", or "recompute",
-            which drops none and keeps less than the worst case for backward.
-        dtype: the activations': "bfloat16", or "float32" if training.mixed_precision_param is float32.
-        backend: the grouped GEMM's.
+        capacity: rows that fit on a rank, as a multiple of the balanced load. None: the worst case.
+        overflow: for rows over the capacity, "raise" before the optimizer steps, "drop", or "recompute", which drops
+            none and saves less for backward than the worst case.
+        dtype: of activations: "bfloat16", or "float32" if training.mixed_precision_param is float32.
+        backend: of the grouped GEMM.
         quantize_once: whether the micro-batches of a step share quantized weights.
     """
 
@@ -74,7 +71,7 @@ class Options:
         self.dispatch()
 
     def dispatch(self) -> Dispatch:
-        """The options of dispatch. Raises ValueError as `Dispatch` does."""
+        """The options as a `Dispatch`. Raises ValueError as it does."""
         capacity: Capacity | float | None = self.capacity
         if self.overflow != "raise" and isinstance(capacity, int | float):
             capacity = Capacity.factor(capacity, self.overflow)
@@ -82,7 +79,7 @@ class Options:
         return Dispatch(capacity=capacity, **{name: getattr(self, name) for name in names})
 
     def make_dispatcher(self, num_experts: int, dim: int, group: dist.ProcessGroup | None) -> TokenDispatcher:
-        """Make a group's dispatcher. Layers that are alike share it, and it is checked before each optimizer step."""
+        """Make a group's dispatcher, which equal layers share. It is checked before each optimizer step."""
         dispatch = self.dispatch()
         if group is None:
             dispatch = Dispatch("local", dispatch.capacity, dispatch.max_tokens)
@@ -104,10 +101,10 @@ class Options:
     ) -> Tensor:
         """x (T, D) -> (T, D).
 
-        recipe: the option's, or "auto". expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D),
-        or DTensors of them. layer: from ``dispatcher.number_layer()``; 0 if compiled, as graphs serve all layers.
+        expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D), or DTensors of them. layer: from
+        ``dispatcher.number_layer()``; 0 if compiled, as one graph serves all layers.
 
-        Gradients of weights are sums over the tokens of all ranks, as torchtitan divides the loss by all tokens.
+        Gradients of weights are sums over all ranks' tokens, because torchtitan divides the loss by all tokens.
         """
         if torch.compiler.is_compiling() and self.max_tokens is None and dispatcher.world_size > 1:
             raise ValueError("torch.compile with expert parallelism needs mxep's max_tokens")
@@ -122,7 +119,6 @@ class Options:
 
 
 def check_backend(backend: str) -> None:
-    """Raise ValueError for an unknown name."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend: got {backend!r}, want one of auto, {', '.join(BACKENDS)}")
 
@@ -131,7 +127,7 @@ _checked: weakref.WeakSet[TokenDispatcher] = weakref.WeakSet()
 
 
 def check_before_steps(dispatcher: TokenDispatcher) -> None:
-    """While the dispatcher lives, let all of torchtitan's optimizers call `dispatcher.check()` before they step."""
+    """While the dispatcher lives, call its `check` before each step of torchtitan's optimizers."""
     if dispatcher in _checked:
         return
     _checked.add(dispatcher)
@@ -146,7 +142,7 @@ def check_before_steps(dispatcher: TokenDispatcher) -> None:
 
 
 class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
-    """Also logs the busiest expert of each layer since the last log: its tokens / mean, over ranks of the ep mesh."""
+    """Also logs `loads` over the ep mesh."""
 
     def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
         mesh = self.parallel_dims.get_optional_mesh("ep")
@@ -155,10 +151,7 @@ class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
-    """Busiest expert's tokens / mean, by layer, since the last call. A collective of the group.
-
-    Experts count tokens in their load_E, which this clears.
-    """
+    """Busiest expert's tokens / mean, by layer, since the last call: clears the experts' load_E. Collective."""
     modules = [named for part in model_parts for named in part.named_modules()]
     layers = {name: module.load_E for name, module in modules if isinstance(getattr(module, "load_E", None), Tensor)}
     if not layers:

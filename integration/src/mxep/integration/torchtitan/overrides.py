@@ -36,7 +36,7 @@ from .options import Options, check_backend
 
 
 def override(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torchtitan's decorator, for a function that users name `mxep.integration.torchtitan.FUNCTION`."""
+    """torchtitan's decorator. Users then name the function `mxep.integration.torchtitan.FUNCTION`."""
 
     def decorate(factory: Callable[..., Any]) -> Callable[..., Any]:
         factory.__module__ = __package__
@@ -47,7 +47,7 @@ def override(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 class Routed(NamedTuple):
-    """Routing of tokens. counts_E: how many of this rank's tokens each expert gets."""
+    """Routing of this rank's tokens. counts_E: tokens of each expert."""
 
     expert_ids_TK: Tensor
     scores_TK: Tensor
@@ -135,7 +135,7 @@ def routed_experts(config: Any, **options: Any) -> Any:
 
 
 class QuantizedLinear(Linear):  # type: ignore[misc]
-    """A linear with torchtitan's parameters, whose GEMMs use a recipe."""
+    """A linear with torchtitan's parameters and GEMMs in a recipe."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):  # type: ignore[misc]
@@ -158,8 +158,8 @@ class QuantizedLinear(Linear):  # type: ignore[misc]
 def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
     """Linears by mxep. Linears with sizes that the recipe cannot take, and a model's own classes, stay unchanged.
 
-    Raises ValueError for an unknown recipe or backend. Raises it also beside torchtitan's own converters (Float8, MX,
-    NVFP4), which take the linears first; with exact=True this would go unnoticed.
+    Raises ValueError for an unknown recipe or backend, and for linears that torchtitan's own converters (Float8, MX,
+    NVFP4) took first. With exact=True these would go unnoticed.
     """
     chosen = Recipe.named(recipe)
     check_backend(backend)
@@ -184,5 +184,5 @@ class LoadMetrics(options.LoadMetrics):
 
 @override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")
 def metrics(config: Any) -> Any:
-    """Log loads of the experts that mxep runs with torchtitan's metrics."""
+    """torchtitan's metrics, and loads of the experts that mxep runs."""
     return derive(config, LoadMetrics.Config)

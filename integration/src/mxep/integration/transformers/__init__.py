@@ -1,16 +1,17 @@
-"""mxep in transformers' models: one argument, not a model, changes.
+"""Run the experts of transformers models by mxep: one argument changes, the model's code does not.
 
     import mxep.integration.transformers
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="mxep_mxfp8")
 
-Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and others with transformers, as
-implementations of experts and, where transformers has expert parallelism of its own, of expert parallelism.
-docs/guides/transformers.md is the page to paste from.
+Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and others with transformers, for
+`experts_implementation=` and, if transformers has expert parallelism of its own, for `ep_implementation=`.
+docs/guides/transformers.md has examples to paste.
 
-Files: `experts` runs experts, and `routed` those that transformers' registry does not reach.
-`quantized`, `lora` and `export` are for quantized experts. `replay` is for the routing of a rollout, `parallel` for
-expert parallelism. `optimize` speeds up the loss and all other parts, `callback` has a Trainer's checks, and `model`
-the models of the `mxep` command.
+    experts, routed            run experts; experts that transformers' registry does not reach
+    quantized, lora, export    quantized experts: load, fine-tune, save
+    parallel, replay           expert parallelism; the routing of a rollout
+    optimize, callback         speed of all other parts; a Trainer's checks
+    model                      models of the `mxep` command
 """
 
 from importlib.util import find_spec

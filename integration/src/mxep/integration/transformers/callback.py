@@ -1,8 +1,8 @@
 """A Trainer's callback, and its checks: device errors, expert load, and whether mxep computes the experts.
 
 transformers takes `experts_implementation="mxep_mxfp8"` for every model, but applies it only to classes of experts that
-`@use_experts_implementation` decorates. Other classes run their own code. So do modules with a forward that another
-library replaced. So `check` looks at modules and calls, not at the name in a config.
+`@use_experts_implementation` decorates. Other classes run their own code, as do modules with a forward that another
+library replaced. Therefore `check` looks at modules and calls, not at the name in a config.
 
 The callback also loads weights that a Trainer does not find in its own checkpoint:
 
@@ -12,7 +12,7 @@ The callback also loads weights that a Trainer does not find in its own checkpoi
 This happens with `train(resume_from_checkpoint=)` and `load_best_model_at_end` in transformers 5. `restore` reads
 such weights as `from_pretrained` does, and copies them into the model's own parameters.
 
-A Trainer also loads whole tensors into a model of DTensors, which torch refuses. `take_parts` cuts each rank's part.
+A Trainer also loads whole tensors into DTensors, which torch refuses. `take_parts` cuts each rank's part.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ _NO_WAY = (
 
 
 def check(model: nn.Module, *, ran: bool = False) -> None:
-    """Raise device errors since the last check, as `MoE.check` does. Call it in each step before the optimizer's.
+    """Raise device errors since the last check, as `MoE.check` does. Call it before each optimizer step.
 
-    Raises RuntimeError if a module of experts runs its own code although its config names mxep. ran: see
-    `raise_unserved`.
+    Also raises errors of `raise_unserved`. ran: as for it.
     """
     raise_unserved(model, ran=ran)
     for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
@@ -90,8 +89,8 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
     ``rows``: rows that this rank's experts computed. ``padding``: padding rows among these. ``busiest``: tokens of the
     busiest expert divided by the mean, over all ranks that share the experts. ``dead``: experts without a token.
 
-    It syncs with the device once. Ranks that share experts must call it together. Modules without such a forward are
-    left out; if none is left, it warns and says why. Raises RuntimeError as `check` does, and if mxep never ran.
+    Syncs with the device once. Collective over ranks that share experts. Leaves out modules without such a forward; if
+    none is left, warns and says why. Raises RuntimeError as `check` does, and if mxep never ran.
     """
     raise_unserved(model, ran=True)
     names, counted = [], []
@@ -115,7 +114,7 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
 
 
 def _why_no_load(model: nn.Module) -> str | None:
-    """Why a load report is empty; None if mxep never ran the model."""
+    """Say why a load report is empty. None if mxep never ran the model."""
     if not (found := list(layers(model))):
         return None
     configs = [model.get_submodule(name).config for name, layer in found if not layer.parallel]
@@ -163,16 +162,16 @@ def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]
                 yield name, kind, wanted.name, f"its config names {got!r}: model.set_experts_implementation({{name!r}})"
         else:
             has_gradients = any(p.grad is not None for p in module.parameters())
-            of = named or (layer and layer.made_for)
-            assert isinstance(of, Implementation)
+            implementation = named or (layer and layer.made_for)
+            assert isinstance(implementation, Implementation)
             if not _reaches_mxep(module.forward) or has_gradients:
-                yield name, kind, of.name, _REPLACED
+                yield name, kind, implementation.name, _REPLACED
             elif ran and none_called:
-                yield name, kind, of.name, f"run a forward first, or {_REPLACED}"
+                yield name, kind, implementation.name, f"run a forward first, or {_REPLACED}"
 
 
 def _modules_of_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Each outermost module that holds experts, with the config of the model around it."""
+    """Yield (name, module, config of the model around it) of each outermost module that holds experts."""
     configs: dict[str, Any] = {}
     inside: list[str] = []
     decorated = [name for name, module in model.named_modules() if is_experts(module)]
@@ -195,9 +194,9 @@ def _modules_of_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]
 
 
 def _reaches_mxep(forward: Any, depth: int = 6) -> bool:
-    """Whether a forward is transformers' decorated one, or mxep's, or a wrapper of either.
+    """Whether a forward is transformers' decorated one, mxep's, or a wrapper of either.
 
-    It looks into wrappers of functools, accelerate, torch.compile and transformers' expert parallelism.
+    Wrappers are those of functools, accelerate, torch.compile and transformers' expert parallelism.
     """
     if forward is ALL_EXPERTS_FUNCTIONS or isinstance(forward, Layer):
         return True
@@ -212,12 +211,11 @@ def _reaches_mxep(forward: Any, depth: int = 6) -> bool:
 
 
 class MxepCallback(TrainerCallback):  # type: ignore[misc]
-    """For `Trainer(callbacks=[MxepCallback()])`.
+    """Checks, logs and loads experts in a Trainer: `Trainer(callbacks=[MxepCallback()])`.
 
-    Before each optimizer step it raises device errors (`check`), so that the step is not taken.
-
-    It raises RuntimeError if a module of experts runs its own code although its config names mxep: as training begins
-    if the module's class shows it, otherwise before the first optimizer step.
+    Before each optimizer step it raises device errors (`check`), so that the step is not taken. It raises RuntimeError
+    if a module of experts runs its own code although its config names mxep: as training begins if the module's class
+    shows it, otherwise before the first optimizer step.
 
     With each loss it logs `load_report` of the last micro-batch: `mxep/rows` and `mxep/padding` are sums over all
     modules of experts, `mxep/busiest` and `mxep/dead` maxima. per_layer=True also logs each module's own figures, as
@@ -226,9 +224,9 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     A Trainer of transformers 5 leaves out experts when it resumes from a checkpoint or loads the best one
     (`load_best_model_at_end`). The callback loads them, and raises ValueError if it does not find the checkpoint.
 
-    All micro-batches of a step, and what checkpointing recomputes, share one quantization of each weight. Until the
-    optimizer steps, it takes a little over 2 bytes for each element of the experts. share_quantized_weights=False
-    quantizes anew each time.
+    All micro-batches of a step, and recomputation by checkpointing, share one quantization of each weight. It takes a
+    little over 2 bytes per element of the experts until the optimizer steps. share_quantized_weights=False quantizes
+    anew each time.
 
     After `expert_parallel` a Trainer cannot save. Training then raises ValueError unless `save_strategy` is "no".
 
@@ -300,7 +298,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _close_after_training() -> None:
-    """Close mxep's callbacks when `Trainer.train` ends. If training raises, it calls no callback to do so."""
+    """Close mxep's callbacks when `Trainer.train` ends. If training raises, a Trainer calls no callback."""
     from transformers import Trainer  # takes long, and needs accelerate
 
     own = Trainer.train
@@ -324,7 +322,7 @@ _WEIGHTS, _INDEX, _STATE = "model.safetensors", "model.safetensors.index.json", 
 
 
 def resumed_folder(args: Any, state: Any) -> Path:
-    """Find the checkpoint that a Trainer resumed from, by step and log, because a Trainer does not tell callbacks.
+    """Find the checkpoint that a Trainer resumed from, by its step and log: a Trainer does not tell callbacks.
 
     Raises ValueError if the checkpoint is neither in output_dir nor named by args.
     """
@@ -354,12 +352,12 @@ def is_saved_under_other_names(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def restore(model: Any, folder: Path) -> list[str]:
-    """Copy weights that `save_pretrained` stored under other names into the model; returns their names in the model.
+    """Copy weights that `save_pretrained` stored under other names into the model. Returns their names in the model.
 
     Each rank copies its part of a DTensor. If any name differs, each rank reads the whole model into host memory.
     Checkpoints of adapters, FSDP and DeepSpeed have the model's names, and are not read.
 
-    Raises ValueError for a folder with other weights than the model's.
+    Raises ValueError if weights are missing, or differ from those that the Trainer loaded.
     """
     names = _saved_names(folder)
     own = _tensors(model)
@@ -387,7 +385,7 @@ def restore(model: Any, folder: Path) -> list[str]:
 
 
 def take_parts(model: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
-    """A pre-hook of `load_state_dict`: where the model has a DTensor, cut this rank's part from a whole tensor."""
+    """A pre-hook of `load_state_dict`: cut this rank's part from a whole tensor if the model has a DTensor."""
     for name, own in _tensors(model).items():
         given = state_dict.get(name)
         if isinstance(own, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):

@@ -7,7 +7,8 @@
     composed   everything else that `@use_experts_implementation` describes: mxep's dispatch, GEMMs and combine, and
                between them the model's own `_apply_gate` or activation, on unquantized rows
 
-E experts in all, e of them here, D model dim, F hidden dim, T tokens of this rank, K experts a token, R_max rows.
+E experts in all, e of them on this rank, D model dim, F hidden dim, T tokens of this rank, K experts a token, R_max
+rows.
 """
 
 from __future__ import annotations
@@ -82,15 +83,14 @@ class Layer:
     Attributes:
         made_for: the implementation.
         recipe: the implementation's. "auto" until max_tokens or the first training call picks one (`mxep.ep.moe`).
-        activation: the SwiGLU that mxep.ep's layer fuses, if the module computes one; else None.
-        cleans: whether rows without a token are zeroed. This is needed if the module has parameters of its own between
-            its two GEMMs, because their gradients sum over all rows.
+        activation: the SwiGLU that mxep.ep's layer fuses; None: the module's own code runs.
+        cleans: whether rows without a token are zeroed, because the module has parameters of its own between its two
+            GEMMs, and their gradients sum over all rows.
         masks: whether expert ids >= E mean "not on this rank", as in transformers' own expert parallelism.
-        wgrad_scale: factor for weight gradients.
         number: from `TokenDispatcher.number_layer`.
-        called: whether a forward was computed here.
-        last_routing: routing of the last forward; None before the first one, and after a compiled one.
-        trained_routing: the same, of the last forward with gradients on (no evaluation, generation, reference pass).
+        called: whether it has run a forward.
+        last_routing: routing of the last forward. None before the first one, and after a compiled one.
+        trained_routing: routing of the last forward with gradients on.
     """
 
     made_for: object
@@ -109,7 +109,6 @@ class Layer:
 
     @property
     def parallel(self) -> bool:
-        """Whether experts are spread over ranks."""
         return self.dispatcher.spans_ranks
 
     def check(self) -> None:
@@ -252,7 +251,7 @@ def has_own_parameters(experts: nn.Module) -> bool:
 def activation_of(experts: Any) -> SwiGLU | None:
     """Return the module's activation if mxep.ep's layer can fuse it, else None.
 
-    A gate is the model's own code. It is recognized by its output for a few numbers, some of them beyond its limit.
+    A gate is the model's own code. Its output for a few numbers, some beyond its limit, tells which one it is.
     """
     extras = has_own_parameters(experts) or any(True for _ in experts.buffers())
     if not experts.has_gate or getattr(experts, "has_post_expert_norm", False) or extras:
@@ -300,13 +299,12 @@ def check_experts(experts: Any, name: str, recipe: Recipe | Literal["auto"], *, 
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
-    """Names of the module's two weights."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def check_features(experts: Any, name: str, recipe: Recipe | Literal["auto"], ranks: int) -> None:
-    """Raise ValueError, with a cure, if `recipe` cannot compute the hidden features that each of `ranks` ranks holds.
-    "auto" can compute what bf16 can."""
+    """Raise ValueError, with a cure, if `recipe` cannot compute 1 / `ranks` of the hidden features. "auto" can compute
+    what bf16 can."""
     recipe = recipe if isinstance(recipe, Recipe) else UNQUANTIZED
     features = experts.down_proj.shape[1 if experts.is_transposed else 2]
     if features % (ranks * recipe.group_alignment):
@@ -334,7 +332,7 @@ def experts_in(model: nn.Module, who: str) -> dict[str, Any]:
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
-    """Yield (name, layer) of the modules of experts that mxep runs or ran, or that are spread over ranks."""
+    """Yield (name, layer) of modules of experts that mxep runs or ran, or that are spread over ranks."""
     for name, module in model.named_modules():
         layer = module.__dict__.get(KEY)
         if layer is not None:
@@ -345,7 +343,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def say_where_max_tokens_is_set(error: Exception) -> None:
-    """Add a note on max_tokens to the error of a batch that is larger than the buffers."""
+    """Add a note on max_tokens to the error about a batch larger than the buffers."""
     if wanted := re.search(r"set max_tokens=(\d+)", str(error)):
         error.add_note(
             f"In a model of transformers: set {MAX_TOKENS}={wanted[1]} or more in the environment of all ranks, or "
@@ -355,7 +353,7 @@ def say_where_max_tokens_is_set(error: Exception) -> None:
 
 
 _local: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDictionary()
-"""Number of experts -> dispatcher. Layers share it, so that one check reads from the device once."""
+"""Number of experts -> dispatcher. Layers share it, so that a check needs one device-to-host sync."""
 
 
 class Implementation:
@@ -363,9 +361,9 @@ class Implementation:
 
     Attributes:
         name: its name in transformers.
-        recipe, backend: as for `mxep.ep.MoE`. Each module of experts picks its own recipe for "auto", once.
-        dispatch: how tokens travel where experts are spread over ranks: a `mxep.ep.Dispatch`, or its fields by keyword.
-            If max_tokens is None, it comes from MXEP_MAX_TOKENS in the environment, or else from the first batch.
+        recipe, backend: as for `mxep.ep.MoE`. With "auto", each module of experts picks its own recipe once.
+        dispatch: a `mxep.ep.Dispatch`, or its fields by keyword, for experts that are spread over ranks. max_tokens
+            None comes from MXEP_MAX_TOKENS in the environment, or else from the first batch.
             **Padding counts** for max_tokens, capacity and loads: transformers gives a layer every token of a padded
             batch. Pack sequences instead (`DataCollatorWithFlattening`).
 
@@ -386,7 +384,7 @@ class Implementation:
         self.dispatch = Dispatch.of(dispatch, fields)
 
     def most_tokens(self) -> int | None:
-        """max_tokens as registered, else as in the environment."""
+        """The registered max_tokens, else the environment's."""
         said = os.environ.get(MAX_TOKENS)
         if self.dispatch.max_tokens is not None or not said:
             return self.dispatch.max_tokens
@@ -405,21 +403,21 @@ class Implementation:
         *,
         lora: LoRAWeights | None = None,
     ) -> Tensor:
-        """The forward of `experts`: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D).
+        """Forward: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D).
 
         lora: as for `mxep.ep.run_experts`. Raises ValueError for lora with a gate that mxep cannot fuse.
         """
         return self.ready_layer(experts).forward(experts, hidden_states, top_k_index, top_k_weights, lora)
 
     def ready_layer(self, experts: nn.Module) -> Layer:
-        """Return the experts' layer. Make it if there is none for this implementation."""
+        """Return the experts' layer, made now if there is none for this implementation."""
         layer: Layer | None = getattr(experts, KEY, None)
         return self.layer_of(experts) if layer is None or layer.made_for is not self else layer
 
     def layer_of(self, experts: Any, dispatcher: TokenDispatcher | None = None, *, wgrad_scale: float = 1.0) -> Layer:
         """Make the experts' layer for this implementation. Raises ValueError if it cannot compute them.
 
-        dispatcher: for experts spread over ranks. None: the old layer's or a local one.
+        dispatcher: for experts spread over ranks. None: the old layer's, or a local one.
         """
         found: Layer | None = getattr(experts, KEY, None)
         number = 0 if dispatcher is None else dispatcher.number_layer()
@@ -468,7 +466,7 @@ def _empty(kind: Any, *makers: Any) -> Any:
 
 
 def prepare(experts: Any, hidden_states: Tensor) -> None:
-    """Do what must not happen inside a compiled forward: make the experts' layer, and pick a recipe for "auto".
+    """Make the experts' layer, and pick a recipe for "auto", before a compiled forward, which can do neither.
 
     hidden_states: (..., D), the input of their decoder layer.
     """
@@ -480,13 +478,13 @@ def prepare(experts: Any, hidden_states: Tensor) -> None:
 
 
 def implementation_of(config: Any) -> Implementation | None:
-    """The implementation of mxep that a config names, or None."""
+    """mxep's implementation that a config names, or None."""
     found = ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None), None)
     return found if isinstance(found, Implementation) else None
 
 
 def registered(implementation: str, key: str = "implementation") -> Implementation:
-    """The implementation of a name. Raises ValueError, naming the argument `key`, if mxep registered none."""
+    """mxep's implementation of this name. Raises ValueError about the argument `key` if there is none."""
     how = ALL_EXPERTS_FUNCTIONS.get(implementation, None)
     if not isinstance(how, Implementation):
         raise ValueError(f"{key}: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")

@@ -1,4 +1,4 @@
-"""A model with quantized experts, written in the layouts that others read.
+"""Write a model with quantized experts in layouts that transformers, vLLM and SGLang read.
 
     format      layout               a weight of an expert                                     read by
     mxfp8       mxfp8                X.weight E4M3, X.weight_scale_inv u8 (N, K/32)            transformers, SGLang
@@ -9,9 +9,9 @@
                 compressed-tensors   X.weight_packed u8 (N, K/2), X.weight_scale u8            transformers, vLLM
     fp8_block   fp8                  X.weight E4M3, X.weight_scale_inv fp32, one for 128x128   transformers, both
 
-"both" are vLLM and SGLang. Only experts are quantized. Everything else is written as it is, and the config lists it
-as unquantized. Tensors get the names that transformers' conversions have, reversed. Sources of the layouts:
-docs/guides/quantized-models.md.
+"both" are vLLM and SGLang. Only experts are quantized; the config lists all other weights as unquantized. Tensors get
+the original checkpoint's names, by transformers' conversions reversed. docs/guides/quantized-models.md has the layouts'
+sources.
 
 E experts, N out features, K in features.
 """
@@ -69,20 +69,20 @@ Weight = MXTensor | BlockFP8 | Tensor
 def save_quantized(
     model: Any, folder: str | Path, fmt: Format = "mxfp8", *, layout: str | None = None
 ) -> dict[str, float]:
-    """Write a transformers model with its experts in `fmt`; returns each weight's SNR in dB against the model's.
+    """Write a transformers model with its experts in `fmt`. Returns each weight's SNR in dB against the model's.
 
-    model: with frozen or trained experts. fmt: "mxfp8", "mxfp4" or "fp8_block". layout: see the table above;
-    default: the first for `fmt` that fits the model.
+    model: with frozen or trained experts. layout: of the table in this module; None: the first for `fmt` that fits.
 
-    In these cases the weights that forward uses are written, SNR inf. In all others experts are quantized anew.
+    Experts are quantized anew, except in these cases. There the weights that forward uses are written. For frozen
+    experts the SNR is then inf.
 
     - Frozen experts in their own format: the bytes as they came, unless gate and up share a block of block FP8.
     - Frozen MXFP4 as MXFP8: the same values.
     - Frozen MXFP8 experts as fp8_block, if they came in it with power-of-two scales.
     - Trained experts as MXFP8, on the device where a recipe of MXFP8 ran them: forward's bytes. On Hopper, a row's one
-      scale is written for each of its blocks. Their SNR is that of forward's quantized weights.
+      scale is written for each of its blocks.
 
-    Weights that are sharded over ranks are gathered, one at a time: all ranks must call it, and rank 0 writes.
+    Weights that are sharded over ranks are gathered one at a time: all ranks must call it, and rank 0 writes.
 
     Raises ValueError, before anything is written, for another format or layout, for a model without experts or with
     PEFT's adapters, for one other than gpt-oss that stores experts stacked, and for sizes that are no multiples of 32.
@@ -147,7 +147,7 @@ def _is_taken(folder: Path, *, spread: bool) -> bool:
 
 @contextmanager
 def _conversions(model: Any) -> Iterator[list[WeightConverter]]:
-    """While open, restore what `keep_names` took away; yields conversions of tensors, reversed."""
+    """While open, undo `keep_names`. Yields the model's conversions of tensors, reversed."""
     kept = model.__dict__.get("_weight_conversions")
     own = model.__dict__.get(CONVERSIONS) if kept == [] else kept
     if own is None:  # built, not loaded
@@ -163,7 +163,7 @@ def _conversions(model: Any) -> Iterator[list[WeightConverter]]:
 
 
 def _is_apart(name: str, converters: list[WeightConverter]) -> bool:
-    """Whether the checkpoint has one tensor for each expert of the weight. False: it has one stacked tensor."""
+    """Whether the checkpoint has a tensor for each expert of the weight, not one stacked tensor."""
     for converter in converters:
         if converter.rename_source_key(name)[1] is not None:
             for each in converter.operations:
@@ -197,7 +197,7 @@ def _whole(x: Any) -> Any:
 def _pieces(
     model: Any, name: str, module: Any, source: Weight, fmt: str
 ) -> dict[str, tuple[MXTensor | BlockFP8, float]]:
-    """Name in the checkpoint -> (quantized weight, its SNR against the model's): (N, K), or (E, N, K) if stacked."""
+    """Name in the checkpoint -> (quantized weight, its SNR). Weights are (N, K), or (E, N, K) if stacked."""
     values = _split(model, name, source)
     if fmt == "fp8_block":
         made: dict[str, Any] = {piece: _blocks(x) for piece, x in values.items()}
@@ -208,7 +208,7 @@ def _pieces(
 
 
 def _source(module: Any, name: str, model: Any) -> Weight:
-    """(E, N, K), gathered from all ranks: the shipped bytes, or the trained weight in forward's bf16 or fp32."""
+    """(E, N, K), gathered from all ranks: a frozen weight's shipped bytes, or a trained weight in forward's dtype."""
     if isinstance(module, FrozenExperts):
         return frozen_weight(module, name, _whole).shipped()
     own = getattr(module, name)
@@ -217,7 +217,7 @@ def _source(module: Any, name: str, model: Any) -> Weight:
 
 
 def _dtype_in_forward(weight: Tensor, model: Any) -> torch.dtype:
-    """Forward's dtype: FSDP2's mixed precision casts weights as it gathers them."""
+    """A weight's dtype in forward: FSDP2's mixed precision casts weights as it gathers them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
@@ -250,7 +250,7 @@ def _mx(source: Weight, fmt: str, module: Any) -> MXTensor:
 
 
 def _blocks(x: Weight) -> BlockFP8:
-    """(N, K) in blocks of 128 x 128. Elements stay the same if each block's scales are all equal."""
+    """(N, K) in blocks of 128 x 128. Elements are not rounded again if all scales of each block are equal."""
     if isinstance(x, BlockFP8):
         return x
     if isinstance(x, MXTensor):

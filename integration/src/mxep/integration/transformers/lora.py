@@ -1,12 +1,12 @@
-"""PEFT's LoRA on modules of experts, by low-rank GEMMs of each expert (`mxep.ep.lora`).
+"""PEFT's LoRA on modules of experts, with low-rank GEMMs for each expert (`mxep.ep.lora`).
 
     LoraConfig(r=16, target_modules=["q_proj", "v_proj"],
                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
 
 PEFT's own layer adds B A to the weights of all experts in every forward. Frozen experts have no weights to add to,
-and PEFT would not find them. Importing this module registers `ExpertsLoraModel` as PEFT's LoRA. It differs from PEFT's
-only for modules of experts. Configs, adapters, `save_pretrained` and `PeftModel.from_pretrained` are PEFT's, so an
-adapter loads with the frozen model, the bf16 model and plain PEFT.
+and PEFT would not find them. Importing this module registers `ExpertsLoraModel` as PEFT's LoRA, which differs only for
+modules of experts. Configs, adapters, `save_pretrained` and `PeftModel.from_pretrained` are PEFT's. So an adapter also
+loads into the frozen model, the bf16 model and plain PEFT.
 
     in an adapter's file                     of                A                 B
     X.experts.lora_A.weight, lora_B.weight   down_proj         (r E, in)         (out, r E)
@@ -16,7 +16,7 @@ adapter loads with the frozen model, the bf16 model and plain PEFT.
     experts in bf16 or fp32     low-rank if mxep runs them without expert parallelism, and one active adapter, with r a
                                 multiple of 8, adapts both weights; else PEFT's own way
 
-E experts in all, e of them here, r the adapter's rank.
+E experts in all, e of them on this rank, r the adapter's rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STARTS = True, False, "gaussian"
 
 
 class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
-    """PEFT's layer for one weight of a module of experts. With two nested, the outermost runs both.
+    """PEFT's layer for one weight of a module of experts. If two are nested, the outermost runs both.
 
     PEFT recognizes the class by its name.
     """
@@ -83,7 +83,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         )
 
     def _low_rank(self, experts: Any, active: list[str]) -> Implementation | None:
-        """The implementation that runs low-rank LoRA on unfrozen experts; None if PEFT adds B A to weights."""
+        """The implementation that runs unfrozen experts with low-rank GEMMs. None: PEFT adds B A to weights."""
         run, layers = implementation_of(experts.config), _wrappers(self)
         if run is None or len(layers) < 2 or len(active) > 1 or self.merged:
             return None
@@ -239,8 +239,8 @@ PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = ExpertsLoraModel
 class MergeError(NamedTuple):
     """Error from quantizing a merged weight.
 
-    snr: SNR of the quantized weight against the merged one, dB. changed: the share of elements that differ from those
-    before the merge. If few do, most of a small update is lost.
+    snr: of the quantized weight against the merged one, in dB. changed: share of elements that the merge changed. If it
+    is small, most of a small update is lost.
     """
 
     snr: float
@@ -254,11 +254,10 @@ def merge_and_freeze(
 
     Returns the model, and the error of each weight by name.
 
-    fmt: "mxfp8", "mxfp4" or "fp8_block"; default each weight's own. folded: as for `mxep.gemm.freeze`; default as each
-        weight was.
+    fmt: "mxfp8", "mxfp4" or "fp8_block". folded: as for `mxep.gemm.freeze`. None: as each weight was.
 
-    Raises ValueError for another fmt and without active adapters on frozen experts. `freeze` may raise for a module
-    after those before it were merged: call `merge_and_freeze` again with folded=False for the others.
+    Raises ValueError for another fmt, and without active adapters on frozen experts. If `freeze` raises for a module,
+    those before it are merged: call `merge_and_freeze` again with folded=False for the others.
     """
     if fmt is not None and fmt not in FORMATS:
         raise ValueError(f"merge_and_freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
@@ -314,7 +313,6 @@ def _frozen(model: nn.Module) -> Iterator[tuple[str, FrozenExperts]]:
 
 
 def _plain(name: str) -> str:
-    """A module's name, without PEFT's layers in it."""
     return name.replace(".base_layer", "")
 
 

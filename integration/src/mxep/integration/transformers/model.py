@@ -1,4 +1,4 @@
-"""Any MoE model of transformers, with the interface that `mxep.integration.model.Transformer` has for the trainer.
+"""Any MoE model of transformers, with the interface of `mxep.integration.model.Transformer`.
 
     section `model` -> model on meta -> experts spread over the ep group -> drawn on this rank's device
     model.pretrained -> model on the CPU -> experts spread, one weight after the other -> the rest moved
@@ -12,12 +12,12 @@ T tokens of this rank, K experts a token.
 
 With FSDP2:
 
-    what is not expert    sharded over all ranks, gathered block by block, gradients averaged over all ranks
+    all but experts       sharded over all ranks, gathered block by block, gradients averaged over all ranks
     experts, dp > 1       each of dp copies of an ep rank's experts keeps a part; gradients averaged over the copies
     experts, dp = 1       left alone: each rank holds its own experts, and their gradients are final
 
-With `bf16-mixed` the parameters stay fp32. There is no autocast: all but experts are gathered in
-bf16, and blocks compute in it. Gradients are reduced in fp32.
+With `bf16-mixed` there is no autocast: parameters stay fp32, all but experts are gathered in bf16, and blocks compute
+in it. Gradients are reduced in fp32.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .optimize import CAUSAL, multiply_by
 from .parallel import expert_parallel, register
 
 _numbers = itertools.count()
-"""Numbers that make registered names unique: two models of one recipe may differ in other settings."""
+"""Make registered names unique: two models of one recipe may differ in other settings."""
 
 
 BIAS = "e_score_correction_bias"
@@ -62,10 +62,10 @@ BIAS = "e_score_correction_bias"
 
 
 class CausalLM(nn.Module):
-    """The model that the section `model` names, with experts of ``recipe`` spread over ``mesh.ep``, on ``device``.
+    """The config's transformers model on ``device``, with experts in ``recipe``, spread over ``mesh.ep``.
 
     Weights come from the default generators: with one seed, all ranks have the same model and share the same experts.
-    Raises ConfigError for settings that such a model lacks, and errors of `expert_parallel` and transformers.
+    Raises ConfigError for settings that the model cannot have, and errors of `expert_parallel` and transformers.
     """
 
     def __init__(self, config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
@@ -150,8 +150,8 @@ class CausalLM(nn.Module):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a token. In training its gradient includes that of the weighted auxiliary loss.
 
-        The auxiliary loss is the mean over layers of K * `load_balancing_loss`. At balance it is K. transformers'
-        own adds up loads and scores of all layers first, so layers that each overload other experts look balanced.
+        The auxiliary loss is the mean over layers of K * `load_balancing_loss`: K at balance. transformers' own first
+        adds up loads and scores of all layers, so layers that overload different experts look balanced.
         """
         out = self(inputs)
         loss = F.cross_entropy(out.logits.float().flatten(0, 1), targets.flatten())
@@ -162,10 +162,10 @@ class CausalLM(nn.Module):
 
 
 class RouterView:
-    """The trainer's view of the router in ``block`` beside ``experts``, with the interface of `mxep.ep.Router`.
+    """The router of ``experts`` in ``block``, with the interface of `mxep.ep.Router`.
 
-    load: (E,) int64, the number of this rank's rows for each expert since the last update, over all micro-batches.
-    Recomputed forwards count once.
+    load: (E,) int64, this rank's tokens of each expert since the last update, over all micro-batches. Recomputed
+    forwards count once.
     """
 
     def __init__(self, experts: nn.Module, moe: Layer, block: nn.Module, device: torch.device) -> None:
@@ -205,10 +205,7 @@ class RouterView:
 
     @torch.no_grad()
     def update_bias(self, rate: float) -> None:
-        """Move each expert's bias, where there is one, by ``rate`` towards balance over all ranks, and forget the load.
-
-        Collective.
-        """
+        """Move each expert's bias, if any, by ``rate`` towards balance over all ranks. Clears the load. Collective."""
         if self.bias is not None and rate:
             dist.all_reduce(self.load)
             towards_balance = torch.sign(self.load.sum() - len(self.load) * self.load)
@@ -217,7 +214,7 @@ class RouterView:
 
 
 def _recorders(model: Any) -> list[OutputRecorder]:
-    """transformers' recorders of a model's router logits: a class of modules, and the index of their output."""
+    """transformers' recorders of a model's router logits: each has a class of modules, and the index of its output."""
     found = model.can_record_outputs.get("router_logits", [])
     every = found if isinstance(found, list) else [found]
     return [one for one in every if isinstance(one, OutputRecorder) and one.target_class is not None]
@@ -236,10 +233,7 @@ def _draw(model: Any) -> None:
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], experts: Iterable[nn.Module], mesh: Mesh, mixed: bool) -> None:
-    """Shard ``model`` after its ``experts`` were spread over ``mesh.grid["ep"]``. mixed: compute in bf16.
-
-    Call it before the optimizer is made.
-    """
+    """Shard ``model`` by FSDP2, after its experts were spread, before the optimizer is made. mixed: compute in bf16."""
     copies, world = mesh.grid["dp"], init_device_mesh(mesh.grid.device_type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32)
     alone: set[nn.Parameter] = set()

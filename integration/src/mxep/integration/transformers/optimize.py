@@ -1,10 +1,10 @@
-"""`optimize(model)`: one call that makes the rest of a transformers model fast, too.
+"""`optimize(model)`: one call that speeds up all parts of a transformers model.
 
     experts      mxep's, if their implementation is not one already
     linears      of attention and dense MLPs in a quantized recipe; those with the same input are one GEMM
     loss         in training, head and cross-entropy in chunks of rows, never logits of all tokens
     attention    SDPA, which is cuDNN's attention on Hopper from torch 2.11 on if no mask is needed
-    compile      each decoder layer as a whole, experts' op included: norms, RoPE, router and residuals are fused
+    compile      each decoder layer as a whole, experts' op included: fuses norms, RoPE, router and residuals
 
 Trainers and training loops stay as they are. The loss:
 
@@ -50,7 +50,7 @@ ROWS = 4096
 
 IGNORED = -100
 FLOAT16_FACTOR = 2.0**12
-"""Scales fp16 d_logits until backward. They are at most 1; divided by num_items, most would vanish."""
+"""fp16 d_logits, at most 1, have this factor until backward. Divided by num_items, most would underflow."""
 
 
 def linear_cross_entropy(
@@ -164,7 +164,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, *how: Any) -> tuple[Tensor
 
 
 class DeferredHead(nn.Linear):
-    """The class that `defer_head` gives a model's lm_head: while `defers` is true, the loss computes its GEMM.
+    """The class that `defer_head` gives a model's lm_head. While `defers` is true, the loss computes its GEMM.
 
     called: whether this forward called it. deferred: whether the loss is still to be computed.
     """
@@ -183,7 +183,7 @@ class DeferredHead(nn.Linear):
 
 
 def reason_to_keep_loss(model: nn.Module) -> str | None:
-    """Why `defer_head` cannot serve a model; None if it can."""
+    """Say why `defer_head` does not work for a model. None if it does."""
     head: Any = getattr(model, "lm_head", None)
     if not isinstance(model, PreTrainedModel) or type(head) not in (nn.Linear, DeferredHead):
         return f"its lm_head is {type(head).__name__}, not nn.Linear"
@@ -298,7 +298,7 @@ def optimize(
     loss_rows: int = ROWS,
     head_gradient: torch.dtype = torch.float32,
 ) -> dict[str, str]:
-    """Speed up training of a causal model of transformers, in place; returns what changed, by part, and logs it.
+    """Speed up training of a causal model of transformers, in place. Returns and logs the changes by part.
 
     Call it after `expert_parallel` and before `fully_shard`, PEFT and the optimizer. Parameters keep their names and
     objects. A second call changes the parts that the first left. If a part cannot be changed, its entry is `left: `
@@ -308,8 +308,8 @@ def optimize(
     linears: a recipe, as "mxfp8"; None leaves them.
     loss: compute it by `linear_cross_entropy`, loss_rows tokens at a time, in training forwards with labels. These
         return no logits. head_gradient: dtype in which chunks sum the head's gradient, fp32 or bf16.
-    attention: "sdpa" replaces eager attention. "causal" also never makes a mask, nor waits for the device to see if one
-        is needed. Use it for batches without padding on the left and without packing. None leaves attention.
+    attention: "sdpa" replaces eager attention. "causal" also never makes a mask, nor syncs to see if one is needed: for
+        batches without padding on the left and without packing. None leaves attention.
     compile: `torch.compile` of each decoder layer, in training; one graph serves all layers. Compiled experts keep no
         routing, so `load_report` leaves them out. Layers checkpointed with use_reentrant=True stay eager.
 
@@ -370,7 +370,7 @@ def optimize(
 
 
 def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:
-    """Convert the linears of a part, if it has any. Those with the same input become one GEMM."""
+    """Convert a part's linears, if there are any. Linears with the same input become one GEMM."""
     if recipe is None or not any(isinstance(module, nn.Linear) for module in part.modules()):
         return
     convert(part, recipe, backend=backend)
@@ -380,10 +380,10 @@ def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> N
 
 @functools.cache
 def _compiled_class(base: Any) -> Any:
-    """Derive a class from `base`, with a compiled forward. On an instance, copies would run the original's layer.
+    """Derive a class from `base` with a compiled forward. A forward on an instance would run the original in copies.
 
-    transformers' checkpointing is around this forward, not in the graph. A recomputation must run as the forward did. A
-    reentrant checkpoint's forward was eager, as gradients were off.
+    transformers' checkpointing is around this forward, not in the graph. A recomputation must run as its forward did,
+    which is eagerly for a reentrant checkpoint, as gradients were off.
     """
     compiled = torch.compile(base.forward)
 
@@ -406,7 +406,7 @@ def _compiled_class(base: Any) -> Any:
 
 @contextlib.contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
-    """Run compiled code eagerly: graphs do not call hooks and forwards that were added later."""
+    """Run compiled layers eagerly: graphs do not call hooks and forwards that were added later."""
     compiled = [module.__dict__ for module in model.modules() if hasattr(type(module), "_mxep_base")]
     before = [own.get(_EAGER, False) for own in compiled]
     for own in compiled:

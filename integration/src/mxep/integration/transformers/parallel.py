@@ -51,7 +51,7 @@ def register(implementation: Implementation) -> None:
 
 
 def _own(implementation: Implementation) -> type:
-    """The class that transformers creates for each module of experts that it spreads over ranks."""
+    """The class that transformers instantiates for each module of experts that it spreads over ranks."""
 
     class MxepEP(own_expert_parallel.EPImplementation):  # type: ignore[misc]
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -75,8 +75,8 @@ def _own(implementation: Implementation) -> type:
 
 
 def check_tensor_parallelism() -> None:
-    """When transformers shards experts for tensor parallelism, let it check that mxep can compute the shards. Otherwise
-    only the first forward would raise."""
+    """When transformers shards experts for tensor parallelism, check that mxep can compute the shards. Otherwise only
+    the first forward would raise."""
     styles, style = own_tensor_parallel.ALL_PARALLEL_STYLES, "moe_tp_experts"
 
     class MxepExpertsParallel(type(styles[style])):  # type: ignore[misc]
@@ -107,19 +107,17 @@ def expert_parallel(
     *,
     gradient_reduction: Literal["mean", "sum"] = "mean",
 ) -> list[str]:
-    """Spread the experts of a model over a 1-D mesh; returns their modules' names.
+    """Spread the experts of a model over a 1-D mesh. Returns their modules' names.
 
     Every rank has the whole model, or has it on meta. A rank keeps E / W experts of each weight and bias (E, ...), as a
-    DTensor sharded on its first dimension. Call it before `fully_shard` and before the optimizer is made. All other
-    parameters stay as they are, for `fully_shard` or `mxep.ep.data_parallel`. `mxep.ep.parameter_groups` makes groups
-    for optimizers. If the mesh has all ranks of the world, plain DistributedDataParallel, and so a Trainer, leaves the
+    DTensor sharded on its first dimension. Call this before `fully_shard` and before the optimizer is made. Other
+    parameters are left to `fully_shard` or `mxep.ep.data_parallel`. `mxep.ep.parameter_groups` makes groups for
+    optimizers. If the mesh has all ranks of the world, plain DistributedDataParallel, and so a Trainer, leaves the
     experts alone.
 
-    `save_pretrained` then raises ValueError unless it is given whole weights (from `get_model_state_dict`).
-    `generate` then defaults to `synced_gpus=True`: all ranks of the world must call it, and each goes on until the last
-    is done.
-
-    PEFT's adapters that experts already have become replicated DTensors.
+    Afterwards `save_pretrained` raises ValueError unless it is given whole weights (from `get_model_state_dict`), and
+    `generate` defaults to `synced_gpus=True`: all ranks of the world must call it, and each goes on until the last is
+    done. PEFT's adapters on the experts become replicated DTensors.
 
     implementation: a registered name. gradient_reduction: as for `mxep.ep.MoE`.
 
@@ -167,18 +165,18 @@ def _save_pretrained(own: Any, *args: Any, state_dict: dict[str, Tensor] | None 
 
 
 def _generate(own: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
-    """`generate` in which ranks that are done go on until all are done, because others need their experts."""
+    """`generate` in which ranks continue until all are done, because others need their experts."""
     return own(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
 
 
 def leave_to_ranks(model: Any) -> None:
-    """Make DistributedDataParallel ignore a model's DTensors, by name. Call it again for a wrapper."""
+    """Make DistributedDataParallel ignore a model's DTensors, by name. Call it again for a wrapper of the model."""
     spread = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
 
 
 def adapters_on_experts(model: nn.Module) -> list[nn.Linear]:
-    """Linears of PEFT's adapters on experts (`target_parameters`). Each has the rows or columns of all experts."""
+    """Linears A and B of PEFT's adapters on experts (`target_parameters`). Each serves all experts."""
     wrappers: list[Any] = [module for module in model.modules() if hasattr(module, "parameter_name")]
     wrappers = [module for module in wrappers if hasattr(module, "lora_A") and is_experts(module.get_base_layer())]
     return [linear for module in wrappers for pair in (module.lora_A, module.lora_B) for linear in pair.values()]
@@ -198,8 +196,7 @@ def check_adapters(mesh: DeviceMesh) -> None:
 
 
 def replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    """Replicate an adapter's linear. PEFT adds B @ A to sharded weights, so each rank has its part of their gradients,
-    which a hook sums."""
+    """Replicate an adapter's linear. PEFT adds B @ A to sharded weights, so a hook must sum the ranks' gradients."""
     source = None if linear.weight.is_meta else 0
     whole = distribute_tensor(linear.weight.detach(), mesh, [Replicate()], src_data_rank=source)
     linear.weight = nn.Parameter(whole, requires_grad=linear.weight.requires_grad)

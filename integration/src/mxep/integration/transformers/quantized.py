@@ -11,16 +11,16 @@
 The module keeps its place, gate, biases and config. Its new class inherits from `FrozenExperts` and its old class.
 A FrozenWeight is (E, N, K): gpt-oss' weights (E, K, N) are transposed, and `is_transposed` becomes False.
 
-transformers' own quantizers bring their own modules of experts. So `load_quantized` builds the model from the config
-without its `quantization_config`. transformers' own conversions of the model rename tensors, as in `from_pretrained`.
+transformers' quantizers have their own modules of experts. So `load_quantized` builds the model from the config
+without its `quantization_config`. transformers' conversions of the model rename tensors, as in `from_pretrained`.
 
-    mxfp4                                   FrozenWeight in MXFP4      the bytes as shipped
-    mxfp8                                   FrozenWeight in MXFP8      come back from `FrozenWeight.shipped`
+    mxfp4                                   FrozenWeight in MXFP4      `FrozenWeight.shipped` returns the bytes
+    mxfp8                                   FrozenWeight in MXFP8      the same
     fp8_*, scales that are powers of two    FrozenWeight in MXFP8      the elements as shipped, a scale for 32
     fp8_block, 128 x 128, other scales      FrozenWeight in fp8_block  the elements as shipped, scales in fp32
     fp8_*, other scales                     refused, or with rescale=True quantized again (`mxep.quant.rescale_blocks`)
 
-Peak memory: the frozen model and one expert more. E experts, N out, K in features.
+Peak memory is the frozen model plus one expert. E experts, N out, K in features.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FrozenExperts(nn.Module):
     gradients, so `model.requires_grad_(True)` raises.
 
     A LoRA layer wraps the module, holds A and B, and calls it with ``lora=``: forward and backward are then those of
-    `mxep.ep.LoRAExperts`. Shapes are those of the FrozenWeights: (E, out, in).
+    `mxep.ep.LoRAExperts`.
     """
 
     config: Any
@@ -115,15 +115,15 @@ def _frozen_class(kind: type) -> type:
 
 
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> list[str]:
-    """Freeze every module of experts of a transformers model in `fmt`; returns their names.
+    """Freeze every module of experts of a transformers model in `fmt`. Returns their names.
 
-    model: with experts in bf16 or fp32 that an implementation of mxep computes. Modules are frozen one after another,
-    where they are, and the weights of one are freed before the next. After `expert_parallel`, each rank freezes its own
-    experts. Make the optimizer and call fully_shard afterwards. folded: as for `mxep.gemm.freeze`.
+    model: with experts in bf16 or fp32. Modules are frozen in place, one after another, and the weights of one are
+    freed before the next. After `expert_parallel`, each rank freezes its own experts. Make the optimizer and call
+    fully_shard afterwards. folded: as for `mxep.gemm.freeze`.
 
-    Raises ValueError, before anything changed, for a model without experts that transformers' registry reaches, for one
-    whose experts are all frozen, for those that FSDP2 has sharded, and for sizes that are no multiples of 32. `freeze`
-    may raise for a module after those before it were frozen: call this again with folded=False for the others.
+    Raises ValueError, before any change, if transformers' registry reaches no experts, if all experts are frozen, if
+    FSDP2 has sharded them, and for sizes that are no multiples of 32. If `freeze` raises for a module, those before it
+    are frozen: call this again with folded=False for the others.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze_experts: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
@@ -150,7 +150,7 @@ def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: boo
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Add to a ValueError its module, and that those before it are done."""
+    """Add a note to a ValueError: its module, and that modules before it are done."""
     try:
         yield
     except ValueError as error:
@@ -176,7 +176,7 @@ CONVERSIONS = "_mxep_conversions"
 
 
 def keep_names(model: nn.Module) -> None:
-    """Let `save_pretrained`, and so a Trainer's checkpoints, write the model's own names.
+    """Make `save_pretrained`, and so a Trainer, write the model's own names.
 
     Otherwise transformers 5.17 would take gate_up_proj_qdata for gate_up_proj, and split it in two for each expert.
     """
@@ -186,14 +186,14 @@ def keep_names(model: nn.Module) -> None:
 
 
 def own_names(model: nn.Module) -> None:
-    """Undo `keep_names`, for a model that has no frozen experts any more."""
+    """Undo `keep_names`, for a model without frozen experts."""
     kept = model.__dict__.pop(CONVERSIONS, None)
     if model.__dict__.pop("_weight_conversions", None) is not None and kept is not None:
         model._weight_conversions = kept
 
 
 def strip(experts: Any) -> None:
-    """Take the weights out of a module of experts, and make its class that of frozen experts."""
+    """Remove the weights of a module of experts, and change its class to that of frozen experts."""
     for name in weight_names(experts):
         del experts._parameters[name]
     experts.requires_grad_(False)  # biases
@@ -203,7 +203,7 @@ def strip(experts: Any) -> None:
 
 
 def thaw(experts: Any, weights: dict[str, Tensor]) -> None:
-    """Give a frozen module its old class back, with this rank's weights (e, N, K) in bf16, not trainable."""
+    """Restore a frozen module's old class, with this rank's weights (e, N, K) in bf16, not trainable."""
     mesh = mesh_of(experts.down_proj_qdata)
     for name in weight_names(experts):
         for part in PARTS:
@@ -218,7 +218,7 @@ def thaw(experts: Any, weights: dict[str, Tensor]) -> None:
 
 
 def forget_layer(experts: Any) -> None:
-    """Let the next forward make a new layer, unless experts are spread over ranks."""
+    """Make the next forward create a new layer, unless experts are spread over ranks."""
     layer = experts.__dict__.get(KEY)
     if layer is not None and not layer.parallel:
         del experts.__dict__[KEY]
@@ -238,15 +238,14 @@ def load_quantized(
     """Load the model of a folder (config.json, safetensors), with frozen experts (`FrozenExperts`), in evaluation mode.
 
     experts_implementation: a registered name of mxep. dtype: bf16 or fp32, for weights other than experts'.
-    device: default the CPU.
+    device: None: the CPU.
     mesh: 1-D, of ranks that share the experts. Each reads only its own, and `expert_parallel` is called at the end.
     rescale: quantize experts to MXFP8 if their FP8 scales are no powers of two; random weights then have 31.5 dB SNR.
-    folded: as for `mxep.gemm.freeze`. how: further arguments of `from_pretrained`, such as attn_implementation.
+    folded: as for `mxep.gemm.freeze`, which raises for weights that fold badly. how: arguments of `from_pretrained`.
 
-    Raises ValueError, with the tensor's name: for formats and quantization methods that are not read; for experts that
-    are missing, not quantized or of other shapes; without `rescale`, for scales that are no powers of two in other
-    blocks than 128 x 128; and for other tensors that are missing or unexpected. `freeze` raises for norms that fold
-    badly: pass folded=False.
+    Raises ValueError for unknown formats and quantization methods, for experts that are missing, not quantized or of
+    other shapes, for other tensors that are missing or unexpected, and, without `rescale`, for scales that are no
+    powers of two in blocks other than 128 x 128. The message names the tensor.
     """
     registered(experts_implementation, "experts_implementation")
     if dtype not in (torch.bfloat16, torch.float32):
@@ -298,10 +297,10 @@ def load_quantized(
 
 @dataclass(frozen=True)
 class _ExpertsWeight:
-    """A weight of a module of experts, and where its parts are.
+    """A weight of a module of experts, and its parts in the files.
 
-    name: the parameter's in the model. shape: (E, N, K). parts: source pattern -> one stored weight (E, N', K), or one
-    (N', K) for each expert, in order. converter: transformers' own, which joins several parts.
+    name: of the parameter. shape: (E, N, K). parts: source pattern -> one stored weight (E, N', K), or one (N', K) for
+    each expert, in order. converter: transformers' own, which joins several parts.
     """
 
     name: str
@@ -340,7 +339,7 @@ class _ExpertsWeight:
             raise ValueError(f"{self.name}: expected parts of one format that make {self.shape}, got {got}")
 
     def format(self, rescale: bool) -> FrozenFormat:
-        """The format to freeze in. Reads all scales in FP8 blocks."""
+        """The format to freeze in. Reads all scales of FP8 blocks."""
         stored = [each for part in self.parts.values() for each in part]
         if stored[0].format == "mxfp4":
             return "mxfp4"
@@ -404,7 +403,7 @@ class _ExpertsWeight:
 
 
 class _Names:
-    """Translates a checkpoint's names into the model's. conversions: transformers' own for this model."""
+    """Translates a checkpoint's names into the model's, by transformers' conversions for this model."""
 
     def __init__(self, skeleton: Any) -> None:
         self.conversions = get_model_conversion_mapping(skeleton)
@@ -418,7 +417,7 @@ class _Names:
                 self.experts[f"{name}.{each}"] = (e, k, n) if module.is_transposed else (e, n, k)
 
     def sort(self, checkpoint: QuantizedCheckpoint) -> tuple[dict[str, _ExpertsWeight], dict[str, StoredWeight]]:
-        """Return experts' weights by name in the model, and all others by name in the checkpoint."""
+        """Return experts' weights by their names in the model, and all others by their names in the checkpoint."""
         parts: dict[str, dict[str, list[StoredWeight]]] = defaultdict(lambda: defaultdict(list))
         rest = {}
         for name in sorted(checkpoint.weights, key=_natural):
@@ -446,7 +445,7 @@ class _Names:
 
 
 class _Dequantized:
-    """A stored weight in place of a slice of safetensors: read and dequantized when transformers indexes it."""
+    """Replaces a slice of safetensors by a stored weight, read and dequantized when transformers indexes it."""
 
     def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
         self.stored, self.dtype = stored, dtype
@@ -486,7 +485,6 @@ def _without_experts(kind: type[PreTrainedModel]) -> Any:
 
 
 def _share(num_experts: int, mesh: DeviceMesh | None) -> range:
-    """Experts of this rank."""
     if mesh is None:
         return range(num_experts)
     group_of(mesh)

@@ -1,12 +1,12 @@
-"""Routing replay: a forward that sends tokens to the experts of an earlier one, for RL.
+"""Routing replay for RL: a forward sends tokens to the experts of an earlier forward.
 
     rollout, or the old policy's forward          training
     ids of each token's experts            ->     with replay_routing(model, ids):   loss and backward within
                                                       weights are the router's own, with gradients
 
-Only the choice is replayed. The router computes its scores, and takes those of the given experts instead of the top
-k. Normalization, scaling and selection bias are the model's own code. Within the MoE block
-alone, the router's call of `torch.topk` over (T, E) is replaced.
+Only the choice is replayed: the router computes its scores, and takes those of the given experts instead of the top k.
+Normalization, scaling and selection bias are the model's own code. In the MoE block, and only there, the call of
+`torch.topk` over (T, E) is replaced.
 
 T tokens (batch times length), E experts, K experts a token, L layers.
 """
@@ -33,21 +33,21 @@ Ids = Tensor | Sequence[Tensor]
 
 @contextmanager
 def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
-    """While it is open, forwards of `model`, and their recomputation in backward, send tokens to the experts `ids`.
+    """While open, forwards of `model`, and their recomputation in backward, send tokens to the experts `ids`.
 
     ids: (..., L, K) of any integer dtype, tokens in the model's order, as (batch, length, L, K) or (T, L, K). L is
-        the number of MoE layers, or of all layers; ids of dense ones are then ignored. Or a sequence of (..., K), one
-        for each MoE layer. -1: the router chooses for this token, such as a last one for which a rollout has no ids.
+        the number of MoE layers, or of all layers; ids of dense layers are then ignored. Or a sequence of (..., K), one
+        for each MoE layer. -1: the router chooses for this token, for example the last one, which has no ids.
 
-    If a token has an id twice, that expert runs twice, with both weights. Routing weights are summed in the order of
-    ids, so a forward equals another bit for bit only if both have the same order.
+    An id that a token has twice runs that expert twice, with both weights. Outputs are summed in the order of ids, so
+    two forwards are bitwise equal only for the same order.
 
-    Raises ValueError for other shapes and dtypes and for ids that are no experts. A forward raises ValueError for
+    Raises ValueError for other shapes and dtypes, and for ids that are no experts. A forward raises ValueError for
     another number of tokens, or if the router does not use `torch.topk`. Syncs with the device once. Compiled layers
     run eagerly.
     """
     blocks = _blocks(model)
-    given = _of_layers(model, ids, blocks)
+    given = _ids_by_layer(model, ids, blocks)
     own = [block.__dict__.get("forward") for block in blocks.values()]
     for (name, block), chosen in zip(blocks.items(), given):
         block.forward = functools.partial(_replay, block.forward, name, _num_experts(block), chosen)
@@ -64,7 +64,7 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
-    """While it is open, each MoE layer appends the ids (T, K) of a forward to its list. `joined_routing` joins them.
+    """While open, each MoE layer appends a forward's ids (T, K) to its list. `joined_routing` joins them.
 
     Compiled layers run eagerly. Checkpoints of the last forward recompute eagerly, even after this is closed.
     """
@@ -88,7 +88,7 @@ def record_routing(model: nn.Module) -> Iterator[list[list[Tensor]]]:
 
 
 def joined_routing(found: list[list[Tensor]], batch: int) -> Tensor:
-    """Join what `record_routing` found in the forwards of a `generate`: int32 (batch, length, L, K), L MoE layers.
+    """Join the ids that `record_routing` kept in a `generate`: int32 (batch, length, L, K), for L MoE layers.
 
     The last generated token was never an input, so length is one less than that of `generate`'s result. Raises
     ValueError if there was no forward, or one with another number of sequences.
@@ -103,7 +103,7 @@ def joined_routing(found: list[list[Tensor]], batch: int) -> Tensor:
 
 
 def _replay(forward: Any, name: str, num_experts: int, ids: Tensor, *given: Any, **how: Any) -> Any:
-    """The forward of an MoE block in which the router's choice is replaced."""
+    """Forward of an MoE block with the router's choice replaced."""
     with (mode := _Chosen(name, num_experts, ids)):
         out = forward(*given, **how)
     if not mode.done:
@@ -112,7 +112,7 @@ def _replay(forward: Any, name: str, num_experts: int, ids: Tensor, *given: Any,
 
 
 class _Chosen(TorchFunctionMode):
-    """Makes top k over experts return the ids (T, K), and the scores at these."""
+    """Makes top k over experts return the given ids (T, K) and their scores."""
 
     def __init__(self, name: str, num_experts: int, ids: Tensor) -> None:
         super().__init__()
@@ -146,8 +146,8 @@ def _num_experts(block: nn.Module) -> int:
     return int(experts.num_experts)
 
 
-def _of_layers(model: nn.Module, ids: Ids, blocks: dict[str, Any]) -> list[Tensor]:
-    """int64 (T, K) for each MoE layer."""
+def _ids_by_layer(model: nn.Module, ids: Ids, blocks: dict[str, Any]) -> list[Tensor]:
+    """Check ids, and return them as int64 (T, K) for each MoE layer."""
     if isinstance(ids, Tensor):
         layers = ids.shape[-2] if ids.dim() > 2 else 0
         numbers = [int(found[1]) for name in blocks if (found := re.search(r"\.layers\.(\d+)\.", f".{name}."))]

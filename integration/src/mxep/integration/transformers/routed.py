@@ -1,7 +1,7 @@
-"""Models that the registry does not reach, because their experts' class has no decorator.
+"""Models that transformers' registry does not reach, because their experts' class has no decorator.
 
     Step 3.7, LongCat-Flash   experts like those of other models; LongCat's zero experts return their input
-    Llama 4                   experts multiply every token, most of them by zero
+    Llama 4                   each expert computes all tokens, with scores of zero for most of them
 
 Llama 4 multiplies the input of experts by scores, not their output. So each (token, expert) pair becomes a token:
 
@@ -22,10 +22,9 @@ from .experts import ALL_EXPERTS_FUNCTIONS, MADE, default_apply_gate, pickled, r
 
 
 def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[str]:
-    """Let mxep compute the experts of a Llama 4, Step 3.7 or LongCat-Flash; returns their modules' names.
+    """Let mxep compute the experts of a Llama 4, Step 3.7 or LongCat-Flash. Returns their modules' names.
 
-    The model changes in place, and parameters stay as they are. `expert_parallel` may follow, except for LongCat's zero
-    experts.
+    The model changes in place, its parameters do not. `expert_parallel` may follow, unless there are zero experts.
     Raises ValueError for a model without such experts, or an unknown name.
     """
     registered(implementation)
@@ -52,7 +51,7 @@ def _run(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
 
 
 def _run_with_zero_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Expert ids >= num_routed_experts are zero experts, which return their input."""
+    """Run experts if ids >= num_routed_experts are zero experts, which return their input."""
     zero = top_k_index >= experts.num_routed_experts
     out = _run(experts, hidden_states, top_k_index.masked_fill(zero, -1), top_k_weights)
     back = top_k_weights.masked_fill(~zero, 0).sum(1, keepdim=True)
@@ -75,7 +74,7 @@ FORWARDS = {
     "Llama4TextExperts": _run,
     "Llama4TextMoe": _run_llama4_block,
 }
-"""Name of transformers' class -> its forward by mxep."""
+"""Name of a class in transformers -> its forward by mxep."""
 
 
 @functools.cache
