@@ -276,8 +276,8 @@ def not_finite(tensors: dict[str, Tensor]) -> str | None:
     from .mesh import all_gather, local
 
     own = {name: here for name, tensor in tensors.items() if (here := local(tensor)).numel()}
-    largest = torch.stack([tensor.abs().max().float() for tensor in own.values()])
-    wrong = [name for name, value in zip(own, largest.tolist()) if not math.isfinite(value)]
+    largest = torch.stack([tensor.abs().max().float() for tensor in own.values()]).tolist() if own else []
+    wrong = [name for name, value in zip(own, largest) if not math.isfinite(value)]
     return next((name for names in all_gather(wrong) for name in names), None)
 
 
