@@ -1,5 +1,4 @@
-"""Launchers of the grouped GEMM on Hopper, for FP8 and bf16. `hopper_device` has the kernel and the meaning of letters.
-"""
+"""Launchers of the grouped GEMM on Hopper, for FP8 and bf16. `hopper_device` has the kernel and its letters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -41,8 +40,7 @@ _BF16, _BF16_3D, _BF16_4D = (gl.NVMMASharedLayout(128, element_bitwidth=16, rank
 
 
 def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
-    """Launcher of mxep::fp8_grouped_mm, which has the types. The row stride of a and w must be a multiple of 16 bytes.
-    """
+    """Launcher of mxep::fp8_grouped_mm, which has the types. Row strides of a and w must be multiples of 16 bytes."""
     (M, K), (G, N, _) = a.shape, w.shape
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))
