@@ -196,7 +196,7 @@ def _is_weight(parameter: Tensor) -> bool:
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """True if the parameter is what a hook computes an attribute from, as `weight_orig` for `weight`."""
+    """True if a hook computes an attribute from this parameter, such as `weight` from `weight_orig` or `weight_g`."""
     attribute, _, suffix = name.rpartition("_")
     return suffix in ("orig", "g", "v") and isinstance(module.__dict__.get(attribute), Tensor)
 
