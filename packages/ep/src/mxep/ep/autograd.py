@@ -231,7 +231,7 @@ def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
 def _deferred_gradients(
     ctx: Any, deferred: DeferredWgrads, wanted: Needs, gate_up_main_grad: Tensor | None, down_main_grad: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(gradient of gate_up_proj, of down_proj, of the bias) that an earlier backward deferred. No exchange is needed."""
+    """(gradient of gate_up_proj, of down_proj, of the bias), which an earlier backward deferred. Exchanges nothing."""
     offs, scale = ctx.routing.plan.offs, ctx.wgrad_scale
     gate_up = down = bias = None
     how: dict[str, Any] = {"config": ctx.config, "scale": scale}
