@@ -80,8 +80,7 @@ from .rehearse import rehearse_once
 
 
 class Parameters(NamedTuple):
-    """Parameters of a layer that are not frozen: plain tensors or DTensors. If up_proj is given, gate_up_proj is the
-    gate alone."""
+    """A layer's unfrozen parameters, plain or DTensors. If up_proj is given, gate_up_proj is the gate alone."""
 
     gate_up_proj: Tensor | None = None
     down_proj: Tensor | None = None
@@ -103,7 +102,7 @@ def parameter_needs(each: Sequence[bool]) -> Needs:
 
 
 def join_lora(parameters: Parameters, scale: float) -> LoRAWeights | None:
-    """LoRA's A and B of this rank, from `parameters`; None if there is no LoRA."""
+    """LoRA's A and B, from this rank's `parameters`; None if there is no LoRA."""
     four = parameters.gate_up_A, parameters.gate_up_B, parameters.down_A, parameters.down_B
     return None if four[0] is None else LoRAWeights(*four, scale)  # type: ignore[arg-type]
 
@@ -122,10 +121,11 @@ def accumulate_in_place() -> Iterator[None]:
         optimizer.step()
 
     On `hopper` this has the bits of autograd's sum, with half the memory traffic. Other backends have the same bits if
-    1 / ranks is a power of two, except `triton`, which rounds once. The context affects layers whose forward runs in
-    it. Use `.backward()`: `torch.autograd.grad` of an expert weight would change ``.grad``, too. ``main_grad`` takes
-    precedence. Autograd sums as usual for gate and up as two parameters, weights with hooks, views or casts of
-    parameters, a ``.grad`` of another dtype or layout, and recipes ``*_wgrad_bf16``. A compiled layer breaks its graph.
+    1 / ranks is a power of two. (`triton` rounds once instead of twice.) A layer is affected if its forward runs in
+    this context. Use `.backward()`: `torch.autograd.grad` of an expert weight would change ``.grad``, too. If there is
+    a ``main_grad``, it is used instead. Autograd sums as usual for gate and up as two parameters, weights with hooks,
+    views or casts of parameters, a ``.grad`` of another dtype or layout, and recipes ``*_wgrad_bf16``. In a
+    compiled layer, this context breaks the graph.
     """
     global _accumulating
     before, _accumulating = _accumulating, True
@@ -136,7 +136,7 @@ def accumulate_in_place() -> Iterator[None]:
 
 
 def _accumulator(ctx: Any, i: int) -> Tensor | None:
-    """Tensor to which backward's GEMM adds the gradient of gate_up_proj (i = 0) or down_proj (i = 1); None if none."""
+    """The tensor to which backward's GEMM adds the gradient of gate_up_proj (i = 0) or down_proj (i = 1), or None."""
     if (main_grad := ctx.main_grads[i]) is not None or not ctx.in_place:
         return main_grad  # type: ignore[no-any-return]
     leaf, transposed = weight_behind(ctx.next_functions[ctx.places[2 + i]][0])

@@ -1,4 +1,4 @@
-"""What the layer computes in forward and backward.
+"""Forward and backward of the layer, without autograd.
 
     forward                                              backward
     x (T, D)                                             d_out (T, D)

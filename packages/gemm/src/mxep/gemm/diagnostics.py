@@ -1,4 +1,4 @@
-"""`fold_report` shows how much accuracy folding costs a model's GEMMs. Below it, FLOP formulas for torch's counter.
+"""`fold_report` shows how much accuracy folding costs a model's GEMMs. This file also has FLOP formulas for torch.
 
 The hopper backend folds MX rows to one scale per row, so elements far below the largest of their row lose bits. The
 lost bits matter only if such elements meet large elements of the other operand. Therefore the report contains the

@@ -1,6 +1,7 @@
 """Interface of token dispatchers, and the routing that `combine` takes.
 
-A dispatcher sends bytes and plans rows. Of their formats it knows only the alignment of groups. It has three exchanges:
+A dispatcher sends bytes and plans rows. It knows nothing of formats except the alignment of groups. It has three
+exchanges:
 
     dispatch    sends tokens to their experts' ranks, with ids and weights, and makes the plan   (forward)
     redispatch  sends other bytes of the same tokens, by the plan of dispatch                    (backward of combine)
@@ -137,9 +138,10 @@ class Routing(Bundle):
     def stats(self) -> dict[str, Tensor]:
         """Counts as 0-d int64 tensors on the device, without a host sync.
 
-        Of this rank's tokens: ``routed`` (token, expert) pairs, and ``sent`` rows, including rows to itself. Of this
-        rank's GEMMs: ``computed`` rows, including ``padding`` rows. Of all ranks, with the same count on each:
-        ``dropped`` rows, which did not fit the capacity, and ``invalid`` expert ids, which are out of range.
+        ``routed``: (token, expert) pairs of this rank's tokens. ``sent``: rows that this rank sends, also to itself.
+        ``computed``: rows of this rank's GEMMs. ``padding``: how many of these are padding.
+        ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range.
+        ``dropped`` and ``invalid`` are sums over all ranks, equal on each.
         """
         computed = self.plan.offs[-1].long()
         return {
