@@ -1,6 +1,7 @@
 """mxep.ep: differentiable expert-parallel mixture-of-experts layers.
 
-`MoE` is the layer. `dispatch`, `expert_mlp` and `combine` are its differentiable parts. Dispatchers move the tokens.
+`MoE` is the layer. `dispatch`, `expert_mlp` and `combine` are the differentiable parts of which it consists. A
+dispatcher (`mxep.ep.dispatchers`) sends the tokens to their experts and back.
 """
 
 from .autograd import accumulate_in_place

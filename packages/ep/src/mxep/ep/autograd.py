@@ -1,23 +1,23 @@
-"""The layer as autograd sees it: one node when called eagerly, two ops under torch.compile. Both run `layer.py`.
+"""The layer's autograd: one autograd function in eager mode, two ops under torch.compile. Both run `layer.py`.
 
-The node equals the composed functions of `functional.py` bit for bit, and costs less:
+The autograd function gives the same bits as the functions of `functional.py` in sequence, and costs less:
 
-    SwiGLU and its backward fold their results, for a backend that folds: one pass less over h and d_gate_up
-    the slots that receive d_out are read in place, before the next exchange overwrites them
-    weights are quantized during the exchange, for each pass separately: backward needs no saved quantized weights
-    dx is combined while the gradient of gate_up_proj computes
+- If the backend folds, SwiGLU and its backward fold their results: one pass less over h and d_gate_up.
+- The slots that receive d_out are read in place, before the next exchange overwrites them.
+- Each pass quantizes the weights itself, during its exchange. So no quantized weights are saved for backward.
+- dx is combined while the gradient of gate_up_proj is computed.
 
-The ops, which torch.compile does not trace into:
+torch.compile does not trace into the ops:
 
     mxep::layer_forward    x, weights, ids, parameters -> out, `Saved`, the plan, kept
     mxep::layer_backward   d_out and forward's tensors -> dx, d_weights and the gradients of parameters that need one
 
-The compiled graph names dispatcher, recipe and backend by key or name. So one graph, and its entry in inductor's disk
-cache, serves all layers with the same three. A dispatcher must know its sizes beforehand: the symmetric one with
-``max_tokens``, or the local one. Exchanges must happen in one order on all ranks. The data flow between layers fixes
-it, except for recomputed, checkpointed layers: compile each by itself, or bring tokens on all ranks.
+The compiled graph contains only the dispatcher's key and the names of recipe and backend. So all layers with the same
+three share one graph and one entry of inductor's disk cache. The dispatcher must know its sizes beforehand: local, or
+symmetric with ``max_tokens``. All ranks must make exchanges in one order. The data flow between layers ensures this,
+except if checkpointed layers are recomputed: compile each of these by itself, or bring tokens on all ranks.
 
-T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max rows that fit, e local experts.
+T tokens of this rank, K experts per token, D model dim, F hidden dim, R_max rows (`layer.py`), e local experts.
 """
 
 import contextlib
@@ -80,8 +80,7 @@ from .rehearse import rehearse_once
 
 
 class Parameters(NamedTuple):
-    """Parameters of a layer, DTensors or not, except frozen weights. gate_up_proj is only the gate if up_proj is
-    given."""
+    """A layer's unfrozen parameters, plain or DTensors. If up_proj is given, gate_up_proj is the gate alone."""
 
     gate_up_proj: Tensor | None = None
     down_proj: Tensor | None = None
@@ -97,35 +96,36 @@ class Parameters(NamedTuple):
 
 
 def parameter_needs(each: Sequence[bool]) -> Needs:
-    """The parameters that need gradients. each: a flag per field of `Parameters`."""
+    """Sum up which parameters need gradients. each: True or False for each field of `Parameters`."""
     gate_up, down, up, bias, *lora = each
     return Needs(gate_up or up, down, bias, any(lora))
 
 
 def join_lora(parameters: Parameters, scale: float) -> LoRAWeights | None:
-    """The A and B among this rank's parameters, or None."""
+    """LoRA's A and B, from this rank's `parameters`; None if there is no LoRA."""
     four = parameters.gate_up_A, parameters.gate_up_B, parameters.down_A, parameters.down_B
     return None if four[0] is None else LoRAWeights(*four, scale)  # type: ignore[arg-type]
 
 
 _accumulating = False
-"""Whether `accumulate_in_place` is open. torch.compile guards on it."""
+"""True while `accumulate_in_place` is open. Compiled code is guarded by this value."""
 
 
 @contextlib.contextmanager
 def accumulate_in_place() -> Iterator[None]:
-    """Let the GEMM that computes an expert weight's gradient add it to ``.grad``, if there is one.
+    """Let the GEMM that computes an expert weight's gradient add it to an existing ``.grad`` itself.
 
         with accumulate_in_place():
             for x in micro_batches:
                 model(x).sum().backward()
         optimizer.step()
 
-    On `hopper` the bits are those of autograd's own sum, in half the memory traffic. On other backends this holds where
-    1 / ranks is a power of two; `triton` rounds once. The context covers every forward inside it. Call `.backward()`:
-    `torch.autograd.grad` of an expert weight would add to ``.grad``, too. ``main_grad`` takes precedence. Autograd
-    still sums for gate and up as two parameters, weights with hooks, views or casts of parameters, a gradient of
-    another dtype or layout, and recipes ``*_wgrad_bf16``. A compiled layer breaks its graph.
+    On `hopper` this has the bits of autograd's sum, with half the memory traffic. Other backends have the same bits if
+    1 / ranks is a power of two. (`triton` rounds once instead of twice.) A layer is affected if its forward runs in
+    this context. Use `.backward()`: `torch.autograd.grad` of an expert weight would change ``.grad``, too. If there is
+    a ``main_grad``, it is used instead. Autograd sums as usual for gate and up as two parameters, weights with hooks,
+    views or casts of parameters, a ``.grad`` of another dtype or layout, and recipes ``*_wgrad_bf16``. In a
+    compiled layer, this context breaks the graph.
     """
     global _accumulating
     before, _accumulating = _accumulating, True
@@ -136,7 +136,7 @@ def accumulate_in_place() -> Iterator[None]:
 
 
 def _accumulator(ctx: Any, i: int) -> Tensor | None:
-    """The tensor to which backward adds the gradient of gate_up_proj (0) or down_proj (1), or None."""
+    """The tensor to which backward's GEMM adds the gradient of gate_up_proj (i = 0) or down_proj (i = 1), or None."""
     if (main_grad := ctx.main_grads[i]) is not None or not ctx.in_place:
         return main_grad  # type: ignore[no-any-return]
     leaf, transposed = weight_behind(ctx.next_functions[ctx.places[2 + i]][0])
@@ -150,7 +150,7 @@ def _accumulator(ctx: Any, i: int) -> Tensor | None:
 
 
 class NodeState(NamedTuple):
-    """The arguments of `Layer` that have no gradients."""
+    """The arguments of `Layer` other than tensors with gradients."""
 
     dispatcher: TokenDispatcher
     config: LayerConfig
@@ -163,7 +163,7 @@ class NodeState(NamedTuple):
 
 
 class Layer(torch.autograd.Function):
-    """The autograd node of a forward that `forward_pass` has already computed."""
+    """Autograd function of a layer. `forward_pass` ran before: forward only records what backward needs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *rest: Any) -> Tensor:
@@ -205,7 +205,7 @@ class Layer(torch.autograd.Function):
             dense, x = d_out.contiguous(), x if x is None else x.contiguous()
         given = BackwardInput(dense, x, routing, saved, gate_up, down, *main_grads, lora, bias)
         del gate_up, down, saved, lora, dense, x
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, tensors are freed once they are used
+        ctx.maybe_clear_saved_tensors()  # tensors are freed after use, unless the graph is retained
         for share in ctx.shares:
             if share is not None and (share is not ctx.shares.gate_up_bias or bias is not None):
                 share.check()
@@ -223,7 +223,7 @@ class Layer(torch.autograd.Function):
 
 
 def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
-    """Whether `deferred` has the operands of these gradients. The bias needs gate_up's dy; LoRA's never wait."""
+    """True if `deferred` has the operands of these gradients. (The bias needs gate_up's dy. LoRA is never deferred.)"""
     gate_up = deferred.gate_up is not None or not (wanted.gate_up_proj or wanted.gate_up_bias)
     return gate_up and (deferred.down is not None or not wanted.down_proj)
 
@@ -231,7 +231,7 @@ def _has(deferred: DeferredWgrads, wanted: Needs) -> bool:
 def _deferred_gradients(
     ctx: Any, deferred: DeferredWgrads, wanted: Needs, gate_up_main_grad: Tensor | None, down_main_grad: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of gate_up_proj, down_proj and the bias that an earlier backward deferred. Nothing is exchanged."""
+    """(gradient of gate_up_proj, of down_proj, of the bias), which an earlier backward deferred. Exchanges nothing."""
     offs, scale = ctx.routing.plan.offs, ctx.wgrad_scale
     gate_up = down = bias = None
     how: dict[str, Any] = {"config": ctx.config, "scale": scale}
@@ -249,7 +249,7 @@ def _deferred_gradients(
 def _parameter_gradients(
     ctx: Any, gate_up: Any, down: Tensor | None, bias: Tensor | None, lora: LoRAGradients | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Results of `Layer.backward` after dx and d_weights."""
+    """The results of `Layer.backward` that follow dx and d_weights."""
     shares, up = ctx.shares, None
     if gate_up is not None and shares.up_proj is not None:
         gate_up, up = gate_up
@@ -263,7 +263,7 @@ def _parameter_gradients(
 
 
 def unsupported_reason(dispatcher: TokenDispatcher, config: LayerConfig, main_grads: MainGrads) -> str | None:
-    """Why `compiled_layer` does not apply, or None: it needs objects that names give, and known sizes."""
+    """The reason why `compiled_layer` cannot be used, or None if it can."""
     recipe, backend = config.recipe, config.backend
     if _accumulating:
         return "accumulate_in_place is open, and a graph adds to no .grad: leave it out, or compile around"
@@ -291,7 +291,7 @@ def compiled_layer(
     wgrad_scale: float,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """out (T, D) of `run_experts`, if there is no `unsupported_reason`; and kept (T, K), if `drops`."""
+    """`run_experts` by the op, if there is no `unsupported_reason`. Returns out (T, D), and kept (T, K) or None."""
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
     local_bias = local_weight(gate_up_bias)
     bias = [] if local_bias is None else [local_bias]
@@ -314,7 +314,7 @@ def compiled_layer(
 
 
 class _OpParameters(NamedTuple):
-    """The parameters of an op, split from its list of tensors. `counts`: number of tensors of each field."""
+    """The parameters of an op, which gets them as one list of tensors. `counts`: number of tensors per field."""
 
     gate_up_proj: AnyWeight
     down_proj: Tensor | FrozenWeight
@@ -333,7 +333,7 @@ class _OpParameters(NamedTuple):
 
     @property
     def elements(self) -> tuple[int, int]:
-        """Element counts of one expert's gate_up_proj and down_proj."""
+        """Number of elements of one expert's gate_up_proj, and of its down_proj."""
         gate_up = self.gate_up_proj if isinstance(self.gate_up_proj, tuple) else (self.gate_up_proj,)
         return sum(w.shape[1:].numel() for w in gate_up), self.down_proj.shape[1:].numel()
 
@@ -357,7 +357,7 @@ def forward_op(
     drops: bool,
 ) -> list[Tensor]:
     found, config = find_dispatcher(dispatcher), _config(x.device, recipe, backend, activation)
-    found.begin(0)  # one graph serves many layers
+    found.begin(0)  # no layer number: one graph serves many layers
     given = ForwardInput(x, weights, expert_ids, *_OpParameters.of(parameters, counts, lora_scale))
     with found.watched(), torch.no_grad():
         which = Needs(*needs) if backward else None
@@ -459,7 +459,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     for need, count in zip(needs, counts):
         if not need:
             made += [None] * count
-        elif count == 2:  # gate and up apart
+        elif count == 2:  # gate and up are two parameters
             made += rest.pop(0)
         else:
             made += [rest.pop(0) for _ in range(count)]
@@ -469,7 +469,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
-# A compiler would drop ops with empty results, but peers wait for the exchanges of a rank without tokens.
+# Otherwise a compiler would drop ops with empty results. Peers need the exchanges of a rank without tokens, too.
 for _op in (torch.ops.mxep.layer_forward.default, torch.ops.mxep.layer_backward.default):
     has_side_effect(_op)
 
@@ -483,7 +483,7 @@ _recipe = functools.cache(Recipe.named)
 
 @count_flops(torch.ops.mxep.layer_forward)
 def _flops_forward(x: Any, weights: Tensor, ids: Any, parameters: Any, counts: Any, *_: Any, out_val: Any) -> int:
-    """2 M N K of both GEMMs, for T * K rows: the cost of this rank's tokens, wherever their experts are."""
+    """FLOPs of both GEMMs for this rank's T * K routed tokens, although other ranks may compute them."""
     return 2 * weights.numel() * sum(_OpParameters.of(parameters, counts).elements)
 
 
@@ -491,7 +491,7 @@ def _flops_forward(x: Any, weights: Tensor, ids: Any, parameters: Any, counts: A
 def _flops_backward(
     d_out: Any, x: Any, saved: Any, ids: Tensor, parameters: Any, counts: Any, *how: Any, out_val: Any
 ) -> int:
-    """FLOPs of two dgrads, and of a wgrad for each weight that needs one."""
+    """FLOPs of both dgrads, and of the weight gradients that are needed."""
     gate_up, down = _OpParameters.of(parameters, counts).elements
     needs = Needs(*how[-1])
     return 2 * ids.numel() * (gate_up * (1 + needs.gate_up_proj) + down * (1 + needs.down_proj))

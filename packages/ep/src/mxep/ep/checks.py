@@ -1,4 +1,4 @@
-"""Checks of the layer's arguments before any exchange, eager and compiled alike.
+"""Checks of the layer's arguments. They run before any exchange, eagerly and under torch.compile.
 
 T tokens, K experts per token, e local experts, D model dim, F hidden dim.
 """
@@ -23,7 +23,7 @@ FLOATS = torch.bfloat16, torch.float32
 
 
 def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-    """Check shapes and dtypes. Returns a copy of the ids: int32, except for eager CPU tensors."""
+    """Check shapes and dtypes. Returns a copy of expert_ids, as int32, or if eager and on a CPU in its own dtype."""
     fits = x.dim() == 2 and expert_ids.dim() == 2 and weights.shape == expert_ids.shape and len(x) == len(expert_ids)
     if not fits or expert_ids.shape[1] == 0:
         raise ValueError(
@@ -42,9 +42,9 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
             f"(or its dispatcher) with dtype={x.dtype}"
         )
     if expert_ids.is_cpu and not torch.compiler.is_compiling():
-        return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher's errors name ids as given
+        return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher's errors quote them
     ids = narrow_ids(expert_ids)
-    # Backward reads the copy, and the caller may overwrite the ids.
+    # A copy, because backward reads the ids, and the caller may overwrite them before.
     return ids.clone(memory_format=torch.contiguous_format) if ids is expert_ids else ids
 
 
@@ -57,7 +57,7 @@ def check_weights(
     config: LayerConfig,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """Raise ValueError for weights that do not fit x, each other, the dispatcher or the recipe."""
+    """Raise ValueError if weights do not fit x, each other, the dispatcher or the recipe."""
     recipe = config.recipe
     e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if down_proj.dim() else 0
     wanted = [("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim))]
@@ -106,7 +106,7 @@ def check_frozen(
 
 
 def check_lora(x: Tensor, lora: LoRAWeights, experts: int, gate_up_proj: Any, down_proj: Any) -> None:
-    """Raise ValueError for A and B that do not fit the weights. experts: number on this rank."""
+    """Raise ValueError if A or B does not fit the weights. experts: number of experts on this rank."""
     pairs = ("gate_up", gate_up_proj, lora.gate_up_A, lora.gate_up_B), ("down", down_proj, lora.down_A, lora.down_B)
     for name, weight, *both in pairs:
         if isinstance(weight, tuple):

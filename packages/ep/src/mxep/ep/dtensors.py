@@ -15,16 +15,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def ep_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The 1-D mesh of the group's ranks, for tensors on `device`. Not collective."""
+    """Return the 1-D mesh of the group's ranks, for tensors on `device`. Not collective."""
     kind = device.type
-    # A group of GPUs may build its layer on the CPU or on meta, and move it later.
+    # A layer for GPUs may be built on the CPU or on meta, and moved later.
     if kind in ("cpu", "meta"):
         kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
     return DeviceMesh.from_group(group, kind, mesh_dim_names=("ep",))
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of a 1-D mesh. Raises ValueError if it has more dimensions, or lacks this rank."""
+    """Return the group of a 1-D mesh. Raises ValueError if the mesh has more dimensions, or lacks this rank."""
     if mesh.ndim != 1:
         raise ValueError(f"experts want a 1-D mesh, such as mesh['ep'], got {mesh.ndim} dimensions")
     if mesh.get_coordinate() is None:
@@ -37,13 +37,13 @@ def mesh_of(x: Tensor) -> DeviceMesh | None:
 
 
 def local_experts(num_experts: int, mesh: DeviceMesh) -> range:
-    """The experts that this rank of a 1-D mesh holds, of num_experts over all ranks."""
+    """Ids of the experts that this rank holds, if num_experts are spread over the ranks of a 1-D mesh."""
     here = num_experts // mesh.size()
     return range(mesh.get_local_rank() * here, (mesh.get_local_rank() + 1) * here)
 
 
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group. Raises ValueError for the value that `new_group` returns on ranks outside it."""
+    """Return the group. Raises ValueError if this rank is not in it (`new_group` returns a special value there)."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"group: expected a process group with this rank, {dist.get_rank()}, got {group!r}"
@@ -59,7 +59,7 @@ def empty_share(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """An uninitialised tensor of `shape` (E, ...): with a mesh, a DTensor with this rank's experts."""
+    """Make an uninitialised tensor of `shape` (E, ...). With a mesh it is a DTensor sharded on dimension 0."""
     if mesh is None:
         return torch.empty(shape, device=device, dtype=dtype)
     local = torch.empty(shape[0] // mesh.size(), *shape[1:], device=device, dtype=dtype)
@@ -69,8 +69,8 @@ def empty_share(
 
 
 def check_not_fsdp(experts: nn.Module, what: str) -> None:
-    """Raise ValueError for experts that FSDP2 has sharded: their shards are not this rank's experts."""
-    from torch.distributed.fsdp import FSDPModule  # slow to import, and rarely needed
+    """Raise ValueError if FSDP2 has sharded the experts, because a shard then is not this rank's experts."""
+    from torch.distributed.fsdp import FSDPModule  # imported here: it is slow, and rarely needed
 
     mesh = next((p.device_mesh for p in experts.parameters() if isinstance(p, DTensor)), None)
     if isinstance(experts, FSDPModule) or (mesh is not None and mesh.ndim != 1):
@@ -81,19 +81,19 @@ _OrNone = TypeVar("_OrNone", Tensor, Tensor | None)
 
 
 def local_tensor(x: _OrNone) -> _OrNone:
-    """This rank's part of `x` (None: None), not a copy. It is differentiable only under torch.compile."""
+    """Return this rank's part of `x`, not a copy; None for None. It is differentiable only under torch.compile."""
     if not isinstance(x, DTensor):
         return x
     return x.to_local() if torch.compiler.is_compiling() else x._local_tensor
 
 
 class Share:
-    """A weight that an autograd node used, with the version that its DTensor had then."""
+    """A weight that an autograd node used, and the DTensor's version counter at that time."""
 
     def __init__(self, weight: Tensor) -> None:
-        # A node outlives the tensors that autograd saves, so it must not keep plain weights alive.
+        # The node outlives the tensors that autograd saves, so it must not keep plain weights alive.
         self._weight = weight if isinstance(weight, DTensor) else None
-        # Inference tensors count no version.
+        # Inference tensors have no version counter.
         self._version = None if self._weight is None or weight.is_inference() else weight._version
         self.dtype = weight.dtype
 
@@ -110,23 +110,26 @@ class Share:
             )
 
     def gradient(self, local: Tensor | None) -> Tensor | None:
-        """The weight's gradient, made of this rank's part."""
+        """The weight's gradient, from this rank's part of it: a DTensor if the weight is one."""
         if local is None or self._weight is None:
             return local
         return DTensor(_laid_out_as(self._weight._local_tensor, local), self._weight._spec, requires_grad=False)
 
 
 def _laid_out_as(own: Tensor, grad: Tensor) -> Tensor:
-    """`grad` with the strides of `own`: fused optimizers walk both in memory order. Autograd ensures this only for
-    plain tensors."""
+    """Return `grad` with the strides of `own`, because fused optimizers read both in memory order.
+
+    For plain tensors autograd ensures equal strides, but not for DTensors.
+    """
     return grad if grad.stride() == own.stride() else torch.empty_like(own, dtype=grad.dtype).copy_(grad)
 
 
 def local_weight(weight: _OrNone, *, transposed: bool = False) -> _OrNone:
-    """This rank's part of `weight` (None: None), differentiable: its gradient becomes a DTensor like `weight`.
+    """Return this rank's part of `weight`, differentiable; None for None. The gradient becomes a DTensor like `weight`.
 
-    transposed: swap its last two dimensions. `accumulate_in_place` sees through that, but not through `weight.mT`.
-    It costs the host half as much as `DTensor.to_local`, and makes no zeros for missing gradients.
+    transposed: True to swap the last two dimensions. `accumulate_in_place` works with that, but not with `weight.mT`.
+
+    This function takes half the host time of `DTensor.to_local`. If there is no gradient, it makes no zeros.
     """
     if weight is None or not (transposed or isinstance(weight, DTensor)):
         return weight
@@ -137,8 +140,10 @@ def local_weight(weight: _OrNone, *, transposed: bool = False) -> _OrNone:
 
 
 def weight_behind(node: Any) -> tuple[Any, bool]:
-    """The parameter of an autograd node that accumulates its gradient, or None; and whether `local_weight` transposed
-    it on the way to its use."""
+    """Find the parameter whose gradient passes through this autograd node.
+
+    Returns (the parameter or None, True if `local_weight` transposed it).
+    """
     transposed = isinstance(node, _Local._backward_cls) and node.transposed  # type: ignore[attr-defined]
     return getattr(node.next_functions[0][0] if transposed else node, "variable", None), transposed
 
@@ -159,10 +164,10 @@ class _Local(torch.autograd.Function):
 
 @torch.no_grad()
 def init_normal_(weight: Tensor, std: float, *, per_expert: bool = False) -> None:
-    """Fill `weight` with normal numbers of mean 0 that do not depend on how it is sharded.
+    """Fill `weight` with normal numbers of mean 0. The result does not depend on how `weight` is sharded.
 
-    The seed is one number of the CPU's default generator, so ranks that agree on its state agree on the weight.
-    per_expert: `weight` (E, ...) has one seed per expert, and a rank draws only its own experts.
+    The seed is drawn from the CPU's default generator. If its state is equal on all ranks, so is the weight.
+    per_expert: True if `weight` is (E, ...), to use one seed per expert. A rank then draws only its own experts.
     """
     local = local_tensor(weight)
     if local.is_meta or isinstance(local, FakeTensor):
@@ -172,7 +177,7 @@ def init_normal_(weight: Tensor, std: float, *, per_expert: bool = False) -> Non
     if isinstance(weight, DTensor):
         _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     generator = torch.Generator(local.device)
-    # A weight drawn in one piece counts as one expert.
+    # Without per_expert, the whole weight counts as one expert.
     pieces, shape = (local, weight.shape[1:]) if per_expert else (local[None], weight.shape)
     first, offset = (offset[0], offset[1:]) if per_expert else (0, offset)
     for i, piece in enumerate(pieces):

@@ -1,9 +1,9 @@
-"""Weights of routed experts, this rank's share.
+"""The weights of routed experts (`Experts`), and the layer without its router (`run_experts`).
 
-The first F rows of gate_up_proj are the gate, the next F the up part. With an interleaved activation, gate and up rows
-alternate.
+The first F rows of gate_up_proj are the gate, the next F the up part. If the activation is interleaved, gate and up
+rows alternate.
 
-e local experts of E, D model dim, F hidden dim.
+T tokens of this rank, K experts per token, E experts in all, e local experts, D model dim, F hidden dim.
 """
 
 import dataclasses
@@ -42,12 +42,13 @@ from .rehearse import rehearse_once
 
 
 class Experts(nn.Module):
-    """All experts of a layer, or with a mesh this rank's share of them.
+    """All experts of a layer. With a 1-D mesh, each rank holds its share of them.
 
-    Parameters: ``gate_up_proj`` (E, 2F, D), ``down_proj`` (E, D, F); with ``bias`` also ``gate_up_bias`` (E, 2F) and
-    ``down_bias`` (E, D), else None. Weights are normal with std 1/sqrt(fan-in), biases zero. With a 1-D mesh they are
-    DTensors sharded on dimension 0, and a rank allocates and draws only its own experts. Each expert has its own seed,
-    so the weights do not depend on the number of ranks.
+    Parameters: ``gate_up_proj`` (E, 2F, D), ``down_proj`` (E, D, F). With ``bias`` also ``gate_up_bias`` (E, 2F) and
+    ``down_bias`` (E, D), which are None otherwise. Weights are normal with std 1/sqrt(fan-in), biases are zero.
+
+    With a mesh, parameters are DTensors sharded on dimension 0, and a rank allocates and draws only its own experts.
+    Each expert has its own seed, so the weights do not depend on the number of ranks.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights and zero biases. FSDP2 may have sharded them."""
+        """Draw new weights and set biases to zero. This also works after FSDP2 has sharded them."""
         for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -110,32 +111,44 @@ def run_experts(
     lora: LoRAWeights | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Routing | None]:
-    """``x`` (T, D) -> (T, D), summed over each token's experts, and the routing.
+    """Send tokens to their experts, run the experts, and sum each token's results. Differentiable.
 
     Args:
-        x: bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
-        gate_up_proj: (e, 2F, D), gate rows first, or a pair of gate and up, (e, F, D) each. down_proj: (e, D, F).
-            DTensors with this rank's share, as in `Experts`, get DTensor gradients. If a weight that is no pair has an
-            attribute ``main_grad``, fp32 of its shape or of this rank's share, its gradient is added there and not to
-            `.grad`. Both may be frozen (`mxep.gemm.freeze`): they get no gradients, and each is expanded for one GEMM
-            at a time.
-        recipe: a Recipe or its name. wgrad_scale: factor for gradients of weights and biases.
+        x: (T, D) bf16 or fp32.
+        expert_ids: (T, K) int32 or int64, -1 for "not routed".
+        weights: (T, K) fp32, the routing weights.
+        gate_up_proj: (e, 2F, D), gate rows first; or a pair of gate and up, (e, F, D) each; or a FrozenWeight.
+        down_proj: (e, D, F), or a FrozenWeight. Either both weights are frozen or none.
+        dispatcher: moves the tokens.
+        recipe: a Recipe or its name.
+        backend: backend of the grouped GEMM.
+        wgrad_scale: factor for gradients of weights and biases.
         activation: a `mxep.quant.SwiGLU`.
-        gate_up_bias: (e, 2F). down_bias: (e, D), multiplied by the routing weight. Each rank gathers all down biases.
-            Both may be DTensors.
-        score_before_experts: multiply an expert's input by the routing weight, not its output (Llama 4). Dispatcher,
-            routing and ``max_tokens`` then count T K tokens.
-        lora: this rank's, or DTensors, as `LoRAExperts` has them.
-        layer: from ``dispatcher.number_layer()``. Ranks that call numbered layers in different orders raise
-            PeersDisagree. 0: unknown, as always under torch.compile.
+        gate_up_bias: (e, 2F), also as a DTensor, or None.
+        down_bias: (e, D), also as a DTensor, or None. It is multiplied by the routing weight. Each rank gathers the
+            down biases of all experts.
+        score_before_experts: True to multiply an expert's input by the routing weight, instead of its output (Llama 4).
+            Dispatcher, routing and ``max_tokens`` then count T * K tokens.
+        lora: A and B of this rank's experts, also as DTensors, as `LoRAExperts` has them. None: no LoRA.
+        layer: from ``dispatcher.number_layer()``. If two ranks call numbered layers in different orders, they raise
+            PeersDisagree. 0: no number, as always under torch.compile.
 
-    Under torch.compile it is one op, also with `fullgraph=True`, and the routing is None. Four cases break the graph,
-    or fail a full graph or torch.export with the reason:
+    Returns:
+        out: (T, D), summed over each token's experts.
+        routing: a Routing, or None under torch.compile.
 
-    - a `main_grad`;
+    Weights may be DTensors with this rank's share, as in `Experts`; their gradients are DTensors, too. If a weight has
+    an attribute ``main_grad``, its gradient is added to main_grad, not to `.grad`. main_grad is fp32, with the shape of
+    the weight or of this rank's share. A pair of weights ignores it. Frozen weights (`mxep.gemm.freeze`) get no
+    gradients, and each is expanded for one GEMM at a time.
+
+    Under torch.compile this function is one op in the graph. These cases break the graph instead. With `fullgraph=True`
+    and in torch.export they raise, with the reason:
+
+    - a `main_grad`, or an open `accumulate_in_place`;
     - a dispatcher that learns its sizes at run time, as with `Capacity.exact()` or without ``max_tokens``;
     - a recipe or a backend without a name;
-    - wgrad "bf16", which composes the functions of `functional.py`.
+    - wgrad "bf16", for which the functions of `functional.py` are used.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, before any exchange.
     """
@@ -145,12 +158,12 @@ def run_experts(
     main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
     config = LayerConfig(recipe, select(backend, x.device), activation)
     frozen = frozen_pair(gate_up_proj, down_proj)
-    dense: Any = gate_up_proj, down_proj  # if they are not frozen
+    dense: Any = gate_up_proj, down_proj  # used only if they are not frozen
     reason: str | None = None
     if torch.compiler.is_compiling():
         reason = unsupported_reason(dispatcher, config, main_grads)
     if reason is not None:
-        if not torch.compiler.is_dynamo_compiling():  # torch.export, which allows no breaks
+        if not torch.compiler.is_dynamo_compiling():  # under torch.export, which allows no graph breaks
             raise RuntimeError(f"run_experts is in no exported graph: {reason}")
         torch._dynamo.graph_break(msg=f"run_experts is in no graph: {reason}")
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "activation": activation}
@@ -162,11 +175,11 @@ def run_experts(
     per_token = expert_ids.shape[-1] if score_before_experts else 1
     if score_before_experts:
         routed = (expert_ids >= 0) & (expert_ids < dispatcher.num_experts)
-        weights = torch.where(routed, weights, 0.0)  # others may be NaN, and NaN times a gradient of 0 is NaN
+        weights = torch.where(routed, weights, 0.0)  # a weight of -1 may be NaN, and NaN * 0 is NaN
         if dispatcher.capacity.overflow == "drop":
             x = Weighted.apply(x, weights).flatten(0, 1)  # type: ignore[no-untyped-call]
         else:
-            x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # weights are fp32: rounded once
+            x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # fp32 product, rounded once
         shape, expert_ids = expert_ids.shape, expert_ids.reshape(-1, 1)
         weights = torch.ones_like(expert_ids, dtype=weights.dtype)
     bias = local_weight(down_bias)
@@ -212,7 +225,7 @@ def run_experts(
         check_no_tangent(x, weights, *mine)
         scale = 0.0 if lora is None else lora.scale
         with dispatcher.watched(), torch.no_grad():
-            # A record with room reads tokens in place, so they must be dense.
+            # With room, a replayed graph reads tokens where they lie, so they must be dense.
             room = dispatcher.room_for(x, per_token)
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
             given = ForwardInput(*of_tokens, ids, *both, mine.gate_up_bias, join_lora(mine, scale))
@@ -253,8 +266,11 @@ def _compose(
     gate_up_bias: Tensor | None,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None, Routing]:
-    """`run_experts` with unquantized weight gradients. Returns out, the pairs with a row if `drops`, and the
-    routing."""
+    """`run_experts` with unquantized weight gradients (wgrad "bf16").
+
+    Returns out (T, D), kept (T, K) or None, and the routing. kept: 1 for pairs that were computed, 0 for dropped ones.
+    drops: True to return kept.
+    """
     how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": config.recipe}
     rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
     y = expert_mlp(
@@ -277,7 +293,7 @@ def _compose(
 
 
 def frozen_pair(gate_up_proj: object, down_proj: object) -> tuple[FrozenWeight, FrozenWeight] | None:
-    """Both weights if they are frozen, None if neither is. Raises ValueError if only one is."""
+    """Return both weights if both are frozen, None if neither is. Raises ValueError if only one is."""
     if isinstance(gate_up_proj, FrozenWeight) and isinstance(down_proj, FrozenWeight):
         return gate_up_proj, down_proj
     if isinstance(gate_up_proj, FrozenWeight) or isinstance(down_proj, FrozenWeight):

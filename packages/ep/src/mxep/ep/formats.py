@@ -1,11 +1,12 @@
-"""Formats of the layer's tensors in each recipe: rows on the wire, weights, and the operands of SwiGLU.
+"""How each recipe stores the layer's tensors: rows that are sent, weights, and the operands of SwiGLU.
 
-    x (T, D), d_out     -> payload, which comms transports as bytes
+    x (T, D), d_out     -> payload: bytes that the dispatcher sends
     slots (S, .)        -> rows (R_max, D), see `Wire.rows`
-    weights (e, N, K)   -> rowwise for forward, colwise for dgrad
+    weights (e, N, K)   -> quantized rowwise for forward, colwise for dgrad
     gate_up (R_max, 2F) -> h (R_max, F), and gate_up as saved for backward
 
-R_max rows, D model dim, F hidden dim, e local experts.
+T tokens of this rank, S slots (rows of the receive buffer), R_max maximum rows of this rank's experts, padding
+included, D model dim, F hidden dim, e local experts, r LoRA's rank.
 """
 
 from dataclasses import dataclass, replace
@@ -31,14 +32,17 @@ from .lora import LoRAWeights, add_lora
 
 @replayed
 def pack(x: Tensor, *, recipe: Recipe, fmt: MXFormat, room: int | None = None) -> Payload:
-    """The bytes of x (T, D) to send: one part (T, 2 D) for bf16. A recipe that quantizes makes two, in `fmt`: qdata (T,
-    D) and scales (T, D / block). room: number of rows to return; only the first T are valid."""
+    """Convert x (T, D) to the bytes to send, quantized to `fmt` if the recipe quantizes.
+
+    Returns uint8 tensors: (T, 2 * D) for unquantized bf16; qdata (T, D) and scales (T, D / block size) if quantized.
+    room: if given, the number of rows to return, of which the first T are valid.
+    """
     rows = recipe.quantize_rows(x, fmt, room)
     return (_bytes(rows.qdata), _bytes(rows.scale)) if isinstance(rows, MXTensor) else (_bytes(rows),)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    # An empty tensor counts as contiguous whatever its strides, and an expanded one cannot be viewed as bytes.
+    # view(uint8) needs stride 1. contiguous() does not ensure that: an empty tensor with any strides is contiguous.
     x = x.contiguous() if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.uint8)
 
@@ -48,8 +52,9 @@ class Wire(Bundle):
     """How to read a payload.
 
     Attributes:
-        dtype: dtype of the rows, before quantization. qdata: dtype of the qdata; None for unquantized rows. block_size:
-            elements per scale; unused without qdata.
+        dtype: dtype of the rows before quantization.
+        qdata: dtype of the qdata; None if rows are unquantized.
+        block_size: elements per scale; unused if rows are unquantized.
     """
 
     dtype: torch.dtype
@@ -58,16 +63,18 @@ class Wire(Bundle):
 
     @staticmethod
     def of(x: Tensor, recipe: Recipe, fmt: MXFormat) -> "Wire":
-        """The format of x (T, D) after `pack`."""
+        """The Wire of `pack`'s result for x (T, D)."""
         if recipe.scaling == "none":
             return Wire(x.dtype)
         return Wire(x.dtype, fmt.dtype, recipe.block_size or x.shape[1])
 
     def rows(self, slots: Payload, row_slot: Tensor, offs: Tensor, *, copy: bool) -> Tensor:
-        """Slots (S, .) -> the plan's expert-major rows (R_max, D), with zero padding.
+        """Return the plan's rows (R_max, D) in expert-major order, with zero padding, from slots (S, .).
 
-        row_slot, offs: the plan's. Plain rows are gathered. Quantized rows stay in their slots and get a row index.
-        copy: rows are needed after the next exchange, so the slots are copied, or the rows gathered if `keeps_rows`.
+        Unquantized rows are gathered. Quantized rows stay in their slots and get a row index.
+
+        row_slot, offs: the plan's. copy: True if rows are needed after the next exchange, which may overwrite the
+        slots. Quantized slots are then copied, or their rows gathered if `keeps_rows`.
         """
         if self.qdata is None:
             (gathered,) = gather_rows(slots, row_slot, offs)
@@ -87,13 +94,15 @@ class Wire(Bundle):
         )
 
     def copied(self, slots: Payload) -> Tensor:
-        """A copy of plain slots (S, D)."""
+        """Copy unquantized slots. Returns (S, D)."""
         return gather_rows(slots, None)[0].view(self.dtype)
 
 
 def keeps_rows(max_rows: int, num_slots: int, *, copied: bool) -> bool:
-    """Whether forward saves gathered quantized rows instead of slots and an index. It does if there are no more rows
-    than slots (top-1), and slots must be `copied` because they are the dispatcher's memory."""
+    """True if forward saves gathered quantized rows, False if it saves slots and a row index.
+
+    Gathering pays if the slots must be copied anyway (`copied`), and there are no more rows than slots (top-1).
+    """
     return copied and max_rows <= num_slots
 
 
@@ -103,15 +112,15 @@ AnyWeight = Weight | FrozenWeight
 
 @dataclass(frozen=True)
 class LayerConfig(Bundle):
-    """How a layer computes. backend: it can run on the layer's device. activation: applied to gate and up."""
+    """How a layer computes. The backend can run on the layer's device. The activation is applied to gate and up."""
 
     recipe: Recipe
     backend: Backend
-    activation: SwiGLU  # without a default, which Dynamo of torch 2.11 cannot read
+    activation: SwiGLU  # no default, because Dynamo of torch 2.11 cannot read one
 
 
 class Needs(NamedTuple):
-    """A set of parameters, such as those that need gradients."""
+    """A set of parameters, such as those that need gradients: True for each that is in the set."""
 
     gate_up_proj: bool = False
     down_proj: bool = False
@@ -119,8 +128,10 @@ class Needs(NamedTuple):
     lora: bool = False
 
     def keep_rows(self, rows_again: bool, recomputes: bool) -> bool:
-        """Whether forward saves rows: for the gradients of gate_up_proj and LoRA, or to recompute gate_up. rows_again:
-        `makes_rows_again`."""
+        """True if forward must save rows: for the gradients of gate_up_proj and LoRA, or to recompute gate_up.
+
+        rows_again: result of `makes_rows_again`. recomputes: True if backward recomputes a part of gate_up.
+        """
         return (self.gate_up_proj or self.lora or recomputes) and not rows_again
 
 
@@ -128,10 +139,11 @@ NONE = Needs()
 
 
 def makes_rows_again(dispatcher: TokenDispatcher, recipe: Recipe, needs: Needs | None, top_k: int) -> bool:
-    """Whether forward saves no rows, and backward makes them again from x for the gradient of gate_up_proj.
+    """True if backward makes rows again from x for the gradient of gate_up_proj, so that forward saves no rows.
 
-    This works on one rank, where slots are the tokens. x costs no memory, because the router saves it, too. Top-1
-    layers save quantized slots: x may be a temporary tensor (``score_before_experts``), twice as large.
+    This works on one rank, where the slots are the tokens. Saving x costs no memory, because the router saves x, too.
+    The exception is top-1 with a quantizing recipe: there forward saves the quantized slots, because x may be a
+    temporary tensor (``score_before_experts``), and is twice as large.
     """
     if needs is None or needs.lora or not needs.gate_up_proj:
         return False
@@ -143,12 +155,12 @@ class Saved(Operands):
     """Tensors that forward saves for backward, besides the weights.
 
     Attributes:
-        rows: quantized: slots (S, D), or rows (R_max, D) if `keeps_rows`. Plain: rows (R_max, D), or slots if gate_up
-            is saved in part. None unless `Needs.keep_rows`.
-        gate_up: (R_max, 2F), with one scale per row if the recipe saves it in FP8. Only the first
-            `TokenDispatcher.kept_rows` rows with a capacity of overflow="recompute".
+        rows: None if not `Needs.keep_rows`. If the recipe quantizes: slots (S, D), or rows (R_max, D) if `keeps_rows`.
+            Otherwise: rows (R_max, D), or slots (S, D) if only a part of gate_up is saved.
+        gate_up: (R_max, 2F), with one scale per row if the recipe saves it in FP8. With a capacity of
+            overflow="recompute" it has only the first `TokenDispatcher.kept_rows` rows.
         gate_up_columns, down_columns: see `saved_columns`.
-        gate_up_inner, down_inner: (R_max, r) inner rows of LoRA, if it has gradients.
+        gate_up_inner, down_inner: (R_max, r), `add_lora`'s results, if LoRA has gradients.
     """
 
     rows: Any
@@ -159,19 +171,19 @@ class Saved(Operands):
     down_inner: Tensor | None = None
 
     def lacks_rows(self, plan: RoutingPlan) -> bool:
-        """Whether only the first rows of gate_up were saved, so that backward recomputes the others."""
+        """True if only the first rows of gate_up were saved, so that backward recomputes the rest."""
         return len(self.gate_up.qdata if isinstance(self.gate_up, MXParts) else self.gate_up) < plan.max_rows
 
 
 @replayed
 def rows_of_tokens(x: Tensor, row_slot: Tensor, offs: Tensor, *, config: LayerConfig, room: int | None) -> Any:
-    """Recompute forward's rows (R_max, D). x: tokens (T, D) that are the slots, or copied plain slots (S, D)."""
+    """Recompute forward's rows (R_max, D). x: the tokens (T, D), if slots are tokens; or unquantized slots (S, D)."""
     payload = pack.function(x, recipe=config.recipe, fmt=config.recipe.fmt, room=room)
     return Wire.of(x, config.recipe, config.recipe.fmt).rows(payload, row_slot, offs, copy=False)
 
 
 def fake_plan(expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher, config: LayerConfig) -> RoutingPlan:
-    """The plan that `dispatch` would make, from fake tensors."""
+    """The plan that `dispatch` would make, with fake tensors."""
     sizes = dispatcher.static_tokens(expert_ids.shape[0])
     assert sizes is not None
     top_k = expert_ids.shape[1]
@@ -201,8 +213,8 @@ def fake_saved(
 ) -> Saved:
     """The tensors that forward would save, as fake tensors.
 
-    kept_rows: number of saved rows of gate_up, default all. copied: whether slots are copied because the dispatcher
-    `borrows` them. lora: None if it has no gradients.
+    kept_rows: number of saved rows of gate_up, default all. copied: True if slots are copied because the dispatcher
+    `borrows` them. lora: None if LoRA has no gradients.
     """
     recipe, dtype, (dim, hidden_dim) = config.recipe, x.dtype, weights[1].shape[1:]
     kept_rows = plan.max_rows if kept_rows is None else kept_rows
@@ -227,7 +239,7 @@ def fake_saved(
 
 
 def num_parts(recipe: Recipe, keep_rows: bool) -> tuple[int, int]:
-    """Number of tensors in `Saved.rows`, and in `Saved.gate_up`."""
+    """(number of tensors in `Saved.rows`, number of tensors in `Saved.gate_up`)."""
     return keep_rows * (1 if recipe.scaling == "none" else 2), 2 if recipe.saved_gate_up == "fp8" else 1
 
 
@@ -240,7 +252,7 @@ def join_saved(
     keep_rows: bool,
     lora: bool,
 ) -> Saved:
-    """`Saved` from its tensors. dtype: x's. lora: whether LoRA has gradients."""
+    """Make a `Saved` of its tensors. dtype: dtype of x. lora: True if LoRA has gradients."""
     inner = [tensors.pop() for _ in range(2 * lora)][::-1]
     of_rows, of_gate_up = num_parts(recipe, keep_rows)
     rows, gate_up, columns = tensors[:of_rows], tensors[of_rows:][:of_gate_up], tensors[of_rows + of_gate_up :]
@@ -261,7 +273,7 @@ def _joined(parts: list[Tensor], axis: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class RowwiseWeights(Bundle):
-    """Both weights quantized for forward, and the amax (e, .) of their columns, or None."""
+    """Both weights quantized for forward, and for each the amax of its columns, (e, D) or (e, F), or None."""
 
     gate_up: Any
     down: Any
@@ -271,7 +283,7 @@ class RowwiseWeights(Bundle):
 
 @dataclass(frozen=True)
 class ColwiseWeights(Bundle):
-    """Both weights quantized for dgrad. gate_up_rowwise: gate_up_proj for forward, if gate_up is recomputed."""
+    """Both weights quantized for dgrad. gate_up_rowwise: gate_up_proj quantized for forward, to recompute gate_up."""
 
     gate_up: Any
     down: Any
@@ -282,7 +294,7 @@ class ColwiseWeights(Bundle):
 def quantize_rowwise(
     gate_up_proj: AnyWeight, down_proj: AnyWeight, *, config: LayerConfig, dgrad: bool
 ) -> RowwiseWeights:
-    """The weights for forward. dgrad: True if `quantize_colwise` follows."""
+    """Quantize both weights for forward. dgrad: True if backward will call `quantize_colwise`."""
     gate_up, gate_up_saved = rowwise_and_saved(gate_up_proj, config.recipe, config.backend, dgrad=dgrad)
     down, down_saved = rowwise_and_saved(down_proj, config.recipe, config.backend, dgrad=dgrad)
     return RowwiseWeights(gate_up, down, gate_up_saved.amax, down_saved.amax)
@@ -292,7 +304,10 @@ def quantize_rowwise(
 def quantize_colwise(
     gate_up_proj: SavedWeight, down_proj: SavedWeight, *, config: LayerConfig, recompute: bool = False
 ) -> ColwiseWeights:
-    """The weights for dgrad. 2-D blocks are used as they are. recompute: prepare gate_up_proj for forward, too."""
+    """Quantize both weights for dgrad. Weights in 2-D blocks are used as they are.
+
+    recompute: True to quantize gate_up_proj for forward, too.
+    """
     down, rowwise = down_proj.colwise(config.recipe, config.backend), None
     if recompute:
         rowwise = gate_up_proj.weight
@@ -304,7 +319,7 @@ def quantize_colwise(
 def held_rowwise(
     gate_up_proj: AnyWeight, down_proj: AnyWeight, config: LayerConfig, *, dgrad: bool
 ) -> RowwiseWeights | None:
-    """The weights for forward if `quantize_weights_once` holds them, else None."""
+    """Both weights quantized for forward, if `quantize_weights_once` holds them; else None."""
     if not is_held(gate_up_proj, config.recipe):
         return None
     return quantize_rowwise.direct(gate_up_proj, down_proj, config=config, dgrad=dgrad)  # type: ignore[no-any-return]
@@ -313,7 +328,7 @@ def held_rowwise(
 def held_colwise(
     gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved, config: LayerConfig, *, recompute: bool = False
 ) -> ColwiseWeights | None:
-    """The weights for dgrad if `quantize_weights_once` holds them, else None."""
+    """Both weights quantized for dgrad, if `quantize_weights_once` holds them; else None."""
     if not is_held(gate_up_proj, config.recipe):
         return None
     both = saved_weights(gate_up_proj, down_proj, saved)
@@ -321,9 +336,10 @@ def held_colwise(
 
 
 class GradientForm(NamedTuple):
-    """How the gradient of a weight lies in memory.
+    """Dtype and memory layout of a weight's gradient (e, N, K).
 
-    halves: (2, e, F, D), of gate and up as two weights. transposed: (e, K, N), as the weight itself does.
+    halves: True if gate and up are two weights; their gradients are one tensor (2, e, F, D).
+    transposed: True if the gradient lies (e, K, N) in memory, because the weight does.
     """
 
     dtype: torch.dtype
@@ -338,7 +354,7 @@ class GradientForm(NamedTuple):
 
 
 def empty_gradient(w: AnyWeight) -> Tensor:
-    """Memory of w's gradient, in its `GradientForm`."""
+    """An uninitialised tensor for w's gradient, in its `GradientForm`."""
     first: Any = w[0] if type(w) is tuple else w
     form, shape = GradientForm.of(w), first.shape
     if form.transposed:
@@ -347,15 +363,17 @@ def empty_gradient(w: AnyWeight) -> Tensor:
 
 
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
-    """For each weight, a tensor that saves `quantize_colwise` work: its 2-D blocks, or the amax of its columns, (e, D)
-    or (e, F) fp32. None if there is neither."""
+    """For each of the two weights, what forward saves to make `quantize_colwise` cheaper.
+
+    It is the weight quantized in 2-D blocks, or the amax of its columns, (e, D) or (e, F) fp32, or None.
+    """
     pairs = (weights.gate_up, weights.gate_up_amax), (weights.down, weights.down_amax)
     gate_up, down = (w if getattr(w, "axis", None) == (-2, -1) else amax for w, amax in pairs)
     return gate_up, down
 
 
 def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -> tuple[SavedWeight, SavedWeight]:
-    """The sources of dgrad's quantized weights: each weight with the amax of its columns, or its 2-D blocks."""
+    """The arguments of `quantize_colwise`: each weight with the amax of its columns, or quantized in 2-D blocks."""
     pairs = (gate_up_proj, saved.gate_up_columns), (down_proj, saved.down_columns)
     gate_up, down = (SavedWeight(x, None) if isinstance(x, MXParts | MXTensor) else SavedWeight(w, x) for w, x in pairs)
     return gate_up, down
@@ -365,7 +383,7 @@ def saved_weights(gate_up_proj: AnyWeight, down_proj: AnyWeight, saved: Saved) -
 
 
 class GateUp(NamedTuple):
-    """Operands, except rows, of the GEMM that makes gate_up (R_max, 2F). w: gate_up_proj, expanded."""
+    """The GEMM that computes gate_up (R_max, 2F), with all operands but rows. w: gate_up_proj, expanded if frozen."""
 
     w: Any
     bias: Tensor | None
@@ -374,8 +392,10 @@ class GateUp(NamedTuple):
     dtype: torch.dtype
 
     def first_rows(self, rows: Tensor, offs: Tensor, count: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(gate_up of the first `count` rows, gate_up of the others, LoRA's inner rows (R_max, r)), None if there are
-        none."""
+        """Compute gate_up of all rows, and split it after `count` rows.
+
+        Returns (gate_up of the first rows, gate_up of the rest or None, LoRA's inner (R_max, r) or None).
+        """
         if count == len(rows):
             gate_up, inner = self._of(rows, offs)
             return gate_up, None, inner
@@ -384,7 +404,7 @@ class GateUp(NamedTuple):
         return gate_up, rest, None if inner is None or others is None else torch.cat((inner, others))
 
     def last_rows(self, rows: Tensor, offs: Tensor, first: int) -> Tensor:
-        """gate_up of the rows from `first` on, as `saved_gate_up` returns it."""
+        """Compute gate_up of the rows from `first` on, and convert it with `saved_gate_up`."""
         gate_up, _ = self._of(rows[first:], quant.split_ends(offs, first)[1])
         return saved_gate_up(gate_up, self.config.recipe)
 
@@ -399,8 +419,10 @@ class GateUp(NamedTuple):
 
 
 def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
-    """gate_up (R, 2F) as saved for backward: unchanged, or quantized with one scale per row. Rows past the valid ones
-    are unspecified."""
+    """Convert gate_up (R, 2F) to what is saved for backward: unchanged, or quantized with one scale per row.
+
+    Rows past the valid ones are unspecified.
+    """
     if recipe.saved_gate_up == "unquantized":
         return gate_up
     return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)
@@ -416,8 +438,11 @@ def swiglu_forward(
     folded: bool = False,
     rest: Tensor | None = None,
 ) -> Tensor:
-    """h (R_max, F), times row_weight, quantized if the recipe quantizes. folded: MX rows with one scale each, for a
-    backend that `wants_rowwise`. rest: the last rows of gate_up, if they are a separate tensor."""
+    """Compute h = SwiGLU(gate_up) * row_weight, and quantize it if the recipe does. Returns h (R_max, F).
+
+    folded: True to quantize with one scale per row although the recipe is MX, for a backend that `wants_rowwise`.
+    rest: the last rows of gate_up, if they are a separate tensor.
+    """
     if recipe.scaling == "none":
         return quant.swiglu(gate_up, row_weight, offs=offs, rest=rest, activation=activation)
     options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
@@ -438,10 +463,18 @@ def swiglu_backward(
     with_h: bool = False,
     rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(d_gate_up (R_max, 2F) quantized as the recipe's gradients, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
+    """Backward of :func:`swiglu_forward`.
 
-    gate_up: from `saved_gate_up`. rest: its last rows, if they are a separate tensor. overwrite: d_h may be
-    overwritten. with_h: recompute h, bit for bit; else h is None.
+    Args:
+        gate_up: from `saved_gate_up`.
+        overwrite: True if d_h may be overwritten.
+        with_h: True to recompute h.
+        rest: the last rows of gate_up, if they are a separate tensor.
+
+    Returns:
+        d_gate_up: (R_max, 2F), quantized as the recipe quantizes gradients.
+        d_row_weight: (R_max,).
+        h: with the bits of forward's h if with_h, else None.
     """
     if recipe.scaling == "none":
         how: dict[str, Any] = {"offs": offs, "with_h": with_h, "rest": rest, "activation": activation}

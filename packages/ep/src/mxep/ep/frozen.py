@@ -1,11 +1,11 @@
 """Experts that stay quantized and are never trained: the base of a LoRA fine-tune, or of a decode.
 
-    freeze_experts(model, "mxfp8")      every `Experts` of a model, one after another: bf16 is freed as it is replaced
-    FrozenExperts(gate_up, down)        from quantized bytes (`mxep.gemm.freeze`), no bf16 at any time
+    freeze_experts(model, "mxfp8")      replaces every `Experts` of a model, and frees its bf16 weights, one by one
+    FrozenExperts(gate_up, down)        from quantized weights (`mxep.gemm.freeze`), without any bf16 copy
 
 Forward and the gradient of x are those of `Experts` with the quantized weights.
 
-e local experts of E, D model dim, F hidden dim.
+E experts in all, e local experts, D model dim, F hidden dim.
 """
 
 from collections.abc import Callable, Container
@@ -22,23 +22,29 @@ from .dtensors import check_not_fsdp, local_tensor, mesh_of
 from .experts import Experts, run_experts
 
 PARTS = (*FrozenWeight.field_names, "block_scale")
-"""Names of a weight's parameters, after its own name and "_".
+"""Suffixes of parameter names: a weight's parameters are called f"{weight}_{suffix}".
 
-A weight has "block_scale" if its qdata are folded, else "scale". With one name for both, torch.distributed.checkpoint
-would read folded qdata into a model with unfolded ones.
+A weight has "block_scale" if its qdata are folded, else "scale". If both had one name, torch.distributed.checkpoint
+would load folded qdata into a model with unfolded ones.
 """
 
 
 class FrozenExperts(nn.Module):
-    """All experts of a layer, or with a mesh this rank's share, in MXFP8, MXFP4 or block FP8.
+    """All experts of a layer in MXFP8, MXFP4 or block FP8. With a mesh, each rank holds its share of them.
 
-    Parameters without gradients, uint8 as in `mxep.gemm.frozen.FrozenWeight`: ``gate_up_proj_qdata``, ``_scale`` and,
-    for MX formats, ``_column_scale``; the same for ``down_proj``. Folded qdata have ``_block_scale`` instead of
-    ``_scale``, and also ``_row_scale``, ``_lost_index`` and ``_lost_qdata``. With a mesh they are DTensors sharded on
-    dimension 0. ``gate_up_bias`` and ``down_bias`` are frozen, too, or None.
+    Parameters of ``gate_up_proj``, and likewise of ``down_proj``, without gradients, as in
+    `mxep.gemm.frozen.FrozenWeight`:
 
-    `.to(torch.bfloat16)` casts floating-point tensors only, so the bytes stay. They can have no gradients:
-    `model.requires_grad_(True)` raises; select floating-point parameters instead.
+    - ``gate_up_proj_qdata`` and ``gate_up_proj_scale``; for MX formats also ``gate_up_proj_column_scale``;
+    - if folded, ``gate_up_proj_block_scale`` instead of ``gate_up_proj_scale``, and also ``gate_up_proj_row_scale``,
+      ``gate_up_proj_lost_index`` and ``gate_up_proj_lost_qdata``.
+
+    ``gate_up_bias`` and ``down_bias`` are frozen, too, or None. With a mesh, parameters are DTensors sharded on
+    dimension 0.
+
+    The quantized parameters are integers. So `.to(torch.bfloat16)`, which casts only floating-point tensors, does not
+    change them. They cannot have gradients: `model.requires_grad_(True)` raises. Call it for floating-point parameters
+    only.
     """
 
     def __init__(
@@ -50,7 +56,7 @@ class FrozenExperts(nn.Module):
         down_bias: Tensor | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """gate_up_proj: (e, 2F, D) of this rank. down_proj: (e, D, F). mesh: 1-D, the ranks that share the experts."""
+        """gate_up_proj: (e, 2F, D), this rank's. down_proj: (e, D, F). mesh: 1-D, of the ranks that share experts."""
         super().__init__()
         (experts, wide, dim), expected = gate_up_proj.shape, tuple(down_proj.shape)
         if expected != (experts, dim, wide // 2):
@@ -65,7 +71,7 @@ class FrozenExperts(nn.Module):
 
     @staticmethod
     def of(experts: Experts, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> "FrozenExperts":
-        """`experts`, quantized to `fmt` by `mxep.gemm.freeze`. Their bf16 weights stay unchanged."""
+        """Quantize `experts` to `fmt` with `mxep.gemm.freeze`. `experts` is not changed."""
         check_not_fsdp(experts, "freeze_experts")
         mesh = mesh_of(experts.down_proj)
         weights = (freeze(local_tensor(w.data), fmt, folded=folded) for w in (experts.gate_up_proj, experts.down_proj))
@@ -84,7 +90,7 @@ class FrozenExperts(nn.Module):
         return frozen_weight(self, "down_proj")
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Routing | None]:
-        """:func:`mxep.ep.run_experts` with these weights."""
+        """Call :func:`mxep.ep.run_experts` with these weights."""
         how |= {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, **how)
 
@@ -100,7 +106,7 @@ class FrozenExperts(nn.Module):
 
 
 def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: DeviceMesh | None = None) -> None:
-    """Register the parts of `weight` as parameters ``{name}_{part}``. mesh: ranks that share the experts."""
+    """Register the tensors of `weight` as parameters ``{name}_{part}``. mesh: of the ranks that share the experts."""
     parts = {part: getattr(weight, part) for part in FrozenWeight.field_names} | {"block_scale": None}
     if weight.row_scale is not None:
         parts |= {"scale": None, "block_scale": weight.scale}
@@ -109,8 +115,10 @@ def register_frozen(module: nn.Module, name: str, weight: FrozenWeight, mesh: De
 
 
 def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Raise ValueError if a state has qdata of the right shape in another format (folded, or block FP8). With
-    strict=False torch would load them and skip their scales. torch itself refuses other shapes."""
+    """Raise ValueError if a state dict has qdata of the module's shape, but was frozen in another way.
+
+    Otherwise torch, with strict=False, would load such qdata and skip their scales. torch itself refuses other shapes.
+    """
     names = dict(module.named_parameters(recurse=False))
     for name in ("gate_up_proj", "down_proj"):
         qdata = state.get(f"{prefix}{name}_qdata")
@@ -123,14 +131,14 @@ def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 def _kind(names: Container[str], name: str) -> str:
-    """How a weight was frozen, from the names in a state or of parameters."""
+    """Return text that says how a weight was frozen. names: names in a state dict, or of parameters."""
     if f"{name}_column_scale" not in names:
         return '"fp8_block"'
     return f"folded={f'{name}_row_scale' in names}"
 
 
 def frozen_weight(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor] = local_tensor) -> FrozenWeight:
-    """This rank's weight, from the parameters of `register_frozen`. convert: applied to each part."""
+    """Make this rank's weight of the parameters that `register_frozen` registered. convert: applied to each."""
     parts = {part: getattr(module, f"{name}_{part}") for part in PARTS}
     block_scale = parts.pop("block_scale")
     parts["scale"] = parts["scale"] if block_scale is None else block_scale
@@ -145,11 +153,13 @@ def _frozen(x: Tensor | None, mesh: DeviceMesh | None) -> nn.Parameter | None:
 
 
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> int:
-    """Replace every `Experts` in `model` by `FrozenExperts` in `fmt`. Returns the number of layers.
+    """Replace every `Experts` in `model` by `FrozenExperts` in `fmt`. Returns the number of replaced `Experts`.
 
-    Layers are frozen one by one, each on its own device, and a layer's bf16 weights are freed before the next one. Make
-    the optimizer, and call fully_shard, afterwards. Raises ValueError, without changing anything, if the model has no
-    `Experts`, or if FSDP2 has sharded any. `freeze` may raise when some layers are already frozen.
+    Layers are frozen one by one, each on its own device. A layer's bf16 weights are freed before the next layer is
+    frozen. Call this before fully_shard, and before making the optimizer.
+
+    Raises ValueError, without changing anything, if the model has no `Experts`, or if FSDP2 has sharded any. If
+    `freeze` raises later, some layers may already be frozen.
     """
     found = [(m, name) for m in model.modules() for name, child in m.named_children() if isinstance(child, Experts)]
     if not found:

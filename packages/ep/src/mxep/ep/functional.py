@@ -1,4 +1,4 @@
-"""The differentiable parts of an expert-parallel layer. Composed, these functions are the layer. Each also works alone.
+"""The differentiable parts of an expert-parallel layer: called one after another, they compute the layer.
 
     forward                                          backward
     x (T, D), weights (T, K)                         d_out (T, D)
@@ -11,15 +11,16 @@
       combine      sum each token's rows               dispatch'    sum each token's rows
     out (T, D)                                       dx (T, D), d_weights (T, K)
 
-SwiGLU multiplies by the routing weight, because the down-projection is linear. So combine is a plain sum, and its
-backward sends one unscaled copy. With a quantizing recipe rows, h and both gradients are MXTensors: nothing is
-quantized twice.
+A prime marks a function's backward. w13 is gate_up_proj, w2 is down_proj.
 
-Under torch.compile these functions break the graph, except `expert_mlp` and `swiglu` with a recipe that quantizes
-nothing.
+SwiGLU multiplies h by the routing weight, which gives the same result as weighting y, because the down-projection is
+linear. So combine is a plain sum, and its backward sends one unscaled copy of each token. If the recipe quantizes,
+rows, h and the gradients between these functions are MXTensors, so that nothing is quantized twice.
 
-T tokens of this rank, K experts per token, E experts in all, D model dim, F hidden dim, R_max rows that fit, e local
-experts.
+Under torch.compile these functions break the graph. The exceptions are `expert_mlp` and `swiglu` with recipe "bf16".
+
+T tokens of this rank, K experts per token, E experts in all, D model dim, F hidden dim, R_max maximum rows of this
+rank's experts, padding included, e local experts.
 """
 
 import functools
@@ -49,13 +50,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _between_graphs(function: _Function) -> _Function:
-    """Break torch.compile's graph around a function that exchanges rows or gives an MXTensor a gradient."""
+    """Decorator that breaks torch.compile's graph around a function which exchanges rows, or has MXTensor gradients."""
 
     @functools.wraps(function)
     def call(*tensors: Any, **options: Any) -> Any:
         quantizes = Recipe.named(options["recipe"]).scaling != "none"
         if torch.compiler.is_compiling() and ("dispatcher" in options or quantizes):
-            if not torch.compiler.is_dynamo_compiling():  # torch.export, which allows no breaks
+            if not torch.compiler.is_dynamo_compiling():  # under torch.export, which allows no graph breaks
                 raise RuntimeError(f"{function.__name__} is in no exported graph: export run_experts, or an MoE")
             return between_graphs(function, *tensors, **options)
         return function(*tensors, **options)
@@ -70,14 +71,15 @@ def dispatch(
     """Dispatch tokens to their experts.
 
     Args:
-        x: (T, D) bf16 or fp32. It is quantized before the wire, if the recipe quantizes.
+        x: (T, D) bf16 or fp32. If the recipe quantizes, x is quantized before it is sent.
         expert_ids: (T, K) int32 or int64, -1 for "not routed".
-        weights: (T, K) fp32.
+        weights: (T, K) fp32, the routing weights.
         recipe: a Recipe or its name, as in all functions here.
 
     Returns:
-        rows (R_max, D) in expert-major order (MXTensor with an index, or plain), row_weight (R_max,) fp32, and the
-            routing. :func:`expert_mlp` takes its ``plan.offs``, and :func:`combine` the routing.
+        rows: (R_max, D) in expert-major order. An MXTensor with a row index if the recipe quantizes, else plain.
+        row_weight: (R_max,) fp32, the routing weight of each row.
+        routing: :func:`combine` takes it, and :func:`expert_mlp` takes its ``plan.offs``.
 
     Raises ValueError on wrong shapes or dtypes, and on CPU for expert ids outside -1 .. E-1.
     """
@@ -89,9 +91,9 @@ def dispatch(
 
 @_between_graphs
 def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe | str) -> Tensor:
-    """Combine the experts' rows: ``y`` (R_max, D) -> (T, D) in y's dtype. Sums are fp32, in a fixed order.
+    """Send the experts' results y (R_max, D) back, and sum each token's rows. Returns (T, D) in y's dtype.
 
-    Raises ValueError if y has another number of rows than the routing.
+    Sums are fp32, in a fixed order. Raises ValueError if y and the routing have different numbers of rows.
     """
     max_rows = routing.plan.max_rows
     if y.dim() != 2 or len(y) != max_rows:
@@ -103,7 +105,7 @@ def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe:
 def combine_and_kept(
     y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
-    """:func:`combine`, and (T, K) fp32: 1 for a pair that has a row, else 0."""
+    """(result of :func:`combine`, kept). kept: (T, K) fp32, 1 for a (token, expert) pair that has a row, else 0."""
     out, kept = _Combine.apply(y, routing, dispatcher, recipe, True)  # type: ignore[no-untyped-call]
     return out, kept
 
@@ -118,11 +120,15 @@ def swiglu(
     activation: SwiGLU = PLAIN,
     dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
-    """``gate_up`` (R_max, 2F) -> h (R_max, F), times ``row_weight`` (R_max,), quantized by the recipe in the same
-    kernel.
+    """Compute SwiGLU, multiply by row_weight, and quantize as the recipe says, in one kernel.
 
-    offs None: all rows are valid. The gradient of ``gate_up`` is an MXTensor if the recipe quantizes. dispatcher: the
-    layer's, to tell peers of errors in backward.
+    Args:
+        gate_up: (R_max, 2F). If the recipe quantizes, its gradient is an MXTensor.
+        row_weight: (R_max,) fp32, or None.
+        offs: (e,) int32, inclusive cumulative padded group sizes. None: all rows are valid.
+        dispatcher: the layer's. If given, it tells peers of errors in backward.
+
+    Returns h (R_max, F).
     """
     how = Recipe.named(recipe), activation, dispatcher
     h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, *how)  # type: ignore[no-untyped-call]
@@ -145,17 +151,21 @@ def expert_mlp(
     gate_up_bias: Tensor | None = None,
     dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
-    """The experts' gated MLP over expert-major rows.
+    """The experts' gated MLP over rows in expert-major order.
 
     Args:
         rows: (R_max, D), plain or MXTensor.
-        gate_up_proj: (e, 2F, D), gate rows first unless the activation is interleaved. down_proj: (e, D, F).
-        offs: (e,) int32, inclusive cumulative padded group sizes. Rows past the last are not read.
-        row_weight: (R_max,) fp32 that scales h, or None.
-        main_grads: fp32, of the weights' shapes, or None. A weight gradient is added there and not returned.
-        wgrad_scale: factor for weight gradients. 1 / W averages the losses of W ranks instead of summing them.
-        activation: a `mxep.quant.SwiGLU`. gate_up_bias: (e, 2F) or None.
-        dispatcher: the layer's, to tell peers of errors in backward.
+        gate_up_proj: (e, 2F, D), gate rows first, or alternating if the activation is interleaved.
+        down_proj: (e, D, F).
+        offs: (e,) int32, inclusive cumulative padded group sizes. Rows from offs[-1] on are not read.
+        row_weight: (R_max,) fp32, by which h is multiplied, or None.
+        recipe: a Recipe or its name.
+        backend: backend of the grouped GEMM.
+        main_grads: for each weight, fp32 of its shape, or None. If given, backward adds the weight's gradient to it.
+        wgrad_scale: factor for weight gradients. With 1 / W, gradients are averaged over W ranks instead of summed.
+        activation: a `mxep.quant.SwiGLU`.
+        gate_up_bias: (e, 2F) or None.
+        dispatcher: the layer's. If given, it tells peers of errors in backward.
 
     Returns y (R_max, D) in the rows' dtype.
     """
@@ -169,8 +179,10 @@ def expert_mlp(
 
 
 class Weighted(torch.autograd.Function):
-    """x (T, D) times each of its weights (T, K) fp32 -> (T, K, D) in x's dtype, for rows that may be dropped. A product
-    with gradient 0 adds nothing to x's gradient, even if its weight is NaN."""
+    """Multiply x (T, D) by each of the token's weights (T, K) fp32. Returns (T, K, D) in x's dtype.
+
+    Rows may be dropped. A dropped row has gradient 0, and adds nothing to x's gradient even if its weight is NaN.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
@@ -194,7 +206,7 @@ class _Dispatch(torch.autograd.Function):
         alignment = recipe.group_alignment
         slots, routing = dispatcher.dispatch(payload, expert_ids, weights, alignment=alignment).wait()
         ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
-        # Detached, or the plan, which this node keeps, would refer to an output with this node as its grad_fn.
+        # Detached: this node keeps the plan, and the plan would otherwise refer to an output of this node, a cycle.
         plan, wire = routing.plan, Wire.of(x, recipe, recipe.fmt)
         rows = wire.rows(slots, plan.row_slot, plan.offs, copy=dispatcher.borrows)
         return rows, plan.row_weight.detach(), routing
@@ -267,19 +279,24 @@ def add_down_bias(
     scale: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Add the down-projection's bias after combine: to each token the weighted sum of its experts' biases.
+    """Add to each token the weighted sum of its experts' down biases, after combine. Differentiable.
 
     out (T, D) = sum over k of weights[t, k] * (down_proj[id] h + down_bias[id])
 
-    SwiGLU has already multiplied h by the routing weight, so the bias is added to a token's sum: S @ bias, with S (T,
-    E) the weights by expert. This GEMM is a hundredth of the layer's size, and its gradients use d_out unquantized.
-    Ranks that share experts gather the bias, (E, D), and reduce its gradient by torch's own collectives.
+    Args:
+        out: (T, D), the result of combine.
+        expert_ids: (T, K). Ids outside 0 .. E-1 add nothing.
+        weights: (T, K) fp32, the routing weights.
+        bias: (e, D), of this rank's experts.
+        scale: factor for the bias's gradient.
+        group: the ranks that share the experts. None: this process has all of them.
 
-    0 times NaN is NaN, so the GEMMs exclude values that are not finite, and the d_out of a token without experts. Only
-    the token's row, or the expert's, is NaN then.
+    Returns (T, D), the sum. It is computed by one GEMM, S @ bias, with S (T, E) the routing weights by expert. This
+    GEMM is a hundredth of the layer's size, and its gradients use d_out unquantized. Ranks that share experts gather
+    the bias to (E, D), and reduce its gradient, by torch's own collectives.
 
-    out: (T, D). expert_ids: (T, K); ids outside 0 .. E-1 add nothing. weights: (T, K) fp32. bias: (e, D). scale: factor
-    for its gradient. group: the ranks that share the experts; None if this process has all.
+    0 * NaN is NaN, so one NaN would spread in a GEMM. Therefore the GEMMs exclude rows of bias, and of d_out, that are
+    not finite. NaN is then written only to the tokens, or experts, that such a row belongs to.
     """
     whole = scaled_gradient(bias, scale).float()
     if group is not None:
@@ -294,7 +311,7 @@ def add_down_bias(
 
 
 def scaled_gradient(x: Tensor, scale: float) -> Tensor:
-    """x, with its gradient multiplied by scale."""
+    """Return x. Backward multiplies its gradient by scale."""
     if scale == 1.0:
         return x
     scaled: Tensor = _ScaledGradient.apply(x, scale)  # type: ignore[no-untyped-call]
@@ -313,7 +330,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """out (T, D) + by_expert (T, E) @ bias (E, D). ids: (T, K) experts. routed: (T, K), True for routed pairs."""
+    """out (T, D) + by_expert (T, E) @ bias (E, D). ids: (T, K) expert ids. routed: (T, K), True if an id is valid."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, by_expert: Tensor, bias: Tensor, ids: Tensor, routed: Tensor) -> Tensor:
@@ -341,7 +358,7 @@ class _AddBias(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """(e, D) of each rank -> (E, D), by traceable ops. torch's wrappers of these change names between versions."""
+    """Gather (e, D) of each rank to (E, D). It calls torch's ops, because their wrappers' names differ by version."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

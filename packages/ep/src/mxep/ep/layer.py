@@ -1,4 +1,4 @@
-"""The layer, forward and backward, in reading order.
+"""Forward and backward of the layer, without autograd.
 
     forward                                              backward
     x (T, D)                                             d_out (T, D)
@@ -14,14 +14,15 @@
                                                            meanwhile: GEMM d_gate_up^T rows -> d_gate_up_proj
                                                          dx (T, D), d_weights (T, K)
 
-Forward does not save h: the backward kernel of SwiGLU reads gate_up anyway, and recomputes h. With a capacity of
-overflow="recompute", forward saves only the first rows of gate_up, and backward repeats the first GEMM for the others.
+Forward does not save h, because the backward kernel of SwiGLU reads gate_up anyway, and recomputes h. With a capacity
+of overflow="recompute", forward saves only the first rows of gate_up, and backward repeats the first GEMM for the rest.
 Functions release tensors after use, so that later allocations reuse their memory.
 
-`mxep.runtime.replay` records a whole pass as one if the dispatcher needs nothing from the host. Otherwise it records
-each function between two exchanges. Autograd is in `autograd.py`, quantization in `formats.py`.
+If the dispatcher needs nothing from the host, `mxep.runtime.replay` records a whole pass as one CUDA graph. Otherwise
+it records each function between two exchanges. Autograd is in `autograd.py`, quantization in `formats.py`.
 
-T tokens of this rank, K experts per token, S slots, R_max rows that fit, D model dim, F hidden dim, e local experts.
+T tokens of this rank, K experts per token, S slots (rows of the receive buffer), R_max maximum rows of this rank's
+experts, padding included, D model dim, F hidden dim, e local experts, r LoRA's rank.
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ from .formats import (
 from .lora import LoRAGradients, LoRAWeights, add_lora, gradient_of_A, lora_backward
 
 MainGrads = tuple[Tensor | None, Tensor | None]
-"""fp32 (e, 2F, D) and (e, D, F), or None. A weight gradient is added to its main_grad instead of being returned."""
+"""main_grads of gate_up_proj and down_proj, fp32 (e, 2F, D) and (e, D, F). If not None, backward adds to them."""
 
 
 # ── forward ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,9 +78,9 @@ class ForwardInput(Operands):
     """Tensors of forward.
 
     Attributes:
-        x: (T, D). weights: (T, K) fp32. expert_ids: (T, K).
-        gate_up_proj: (e, 2F, D), or a pair of gate and up, (e, F, D) each. down_proj: (e, D, F). Both may be frozen.
-        gate_up_bias: (e, 2F) or None. lora: LoRA of both weights, or None.
+        x: (T, D). weights: (T, K) fp32, the routing weights. expert_ids: (T, K).
+        gate_up_proj: (e, 2F, D), or a pair of gate and up, (e, F, D) each. May be frozen.
+        down_proj: (e, D, F). May be frozen. gate_up_bias: (e, 2F) or None. lora: LoRA of both weights, or None.
     """
 
     x: Tensor
@@ -93,8 +94,9 @@ class ForwardInput(Operands):
 
 @dataclass(frozen=True)
 class ForwardOutput(Bundle):
-    """out (T, D). saved: tensors for backward, or None. kept: (T, K) fp32, 1 if a (token, expert) pair has a row, else
-    0; None without `drops`. With room, out and kept have that many rows, and the first T are valid."""
+    """out: (T, D). saved: tensors for backward, or None. kept: (T, K) fp32, 1 if a (token, expert) pair was computed, 0
+    if it was dropped; None without `drops`. With `room`, out and kept have `room` rows, of which the first T are valid.
+    """
 
     out: Tensor
     routing: Routing
@@ -115,10 +117,11 @@ def forward_pass(
 ) -> ForwardOutput:
     """Forward without autograd or checks.
 
-    rowwise: quantized weights held by `quantize_weights_once`, or None. needs: parameters that get gradients; None: no
-    backward. Every backward computes dx and makes its exchanges, because ranks do not know each other's needs.
-    rows_again: see `makes_rows_again`. drops: return `kept`. room: from the dispatcher's `room_for`. With room, x and
-    weights are contiguous.
+    rowwise: quantized weights held by `quantize_weights_once`, or None.
+    needs: parameters that get gradients. If None, there is no backward. Otherwise backward always computes dx, because
+        a rank does not know if its peers need the exchanges.
+    rows_again: see `makes_rows_again`. drops: True to return `kept`.
+    room: from the dispatcher's `room_for`. If it is given, x and weights must be contiguous.
     """
     recipe, keep_rows = config.recipe, needs is not None and needs.keep_rows(rows_again, dispatcher.recomputes)
     payload, wire = pack(given.x, recipe=recipe, fmt=recipe.fmt, room=room), Wire.of(given.x, recipe, recipe.fmt)
@@ -129,12 +132,12 @@ def forward_pass(
         if rowwise is None:
             rowwise = quantize_rowwise(given.gate_up_proj, given.down_proj, config=config, dgrad=needs is not None)
     finally:
-        slots, routing = arriving.wait()  # nothing stays in flight
+        slots, routing = arriving.wait()  # also after an error, so that no exchange stays in flight
     plan = routing.plan
     weights = rowwise.gate_up, given.gate_up_bias, rowwise.down, given.lora
     into_mlp = MLPInput(slots, plan.row_slot, plan.row_weight, plan.offs, *weights)
     del arriving, slots
-    # The next exchange overwrites borrowed slots, and the gradients of gate_up_proj and its LoRA need them.
+    # The gradients of gate_up_proj and its LoRA need the slots, but the next exchange overwrites borrowed ones.
     keep: dict[str, Any] = {"copy": keep_rows and dispatcher.borrows, "keep_rows": keep_rows}
     keep["keep_gate_up"] = None if needs is None else dispatcher.kept_rows(routing)
     mlp = mlp_forward(into_mlp, config=config, wire=wire, **keep)
@@ -148,8 +151,8 @@ def forward_pass(
 
 @dataclass(frozen=True)
 class MLPInput(Operands):
-    """Slots (S, .), the plan's row_slot, row_weight and offs, and the weights prepared for forward, with LoRA.
-    `mlp_forward` consumes the slots."""
+    """slots: (S, .), which `mlp_forward` frees. row_slot, row_weight, offs: the plan's. gate_up_proj, down_proj:
+    quantized for forward, or frozen."""
 
     slots: Payload
     row_slot: Tensor
@@ -162,8 +165,8 @@ class MLPInput(Operands):
 
 
 class MLPOutput(NamedTuple):
-    """y (R_max, D), and tensors for backward or None: rows, gate_up as `saved_gate_up` returns it, and LoRA's inner
-    rows (R_max, r)."""
+    """y: (R_max, D). Tensors for backward, each or None: rows as in `Saved`, gate_up from `saved_gate_up`, and LoRA's
+    inner (R_max, r) of each weight."""
 
     y: Tensor
     rows: Any
@@ -176,7 +179,7 @@ class MLPOutput(NamedTuple):
 def mlp_forward(
     given: MLPInput, *, config: LayerConfig, wire: Wire, copy: bool, keep_rows: bool, keep_gate_up: int | None
 ) -> MLPOutput:
-    """Both GEMMs and SwiGLU. copy: see `Wire.rows`. keep_gate_up: number of rows of gate_up to save, or None."""
+    """Run both GEMMs and SwiGLU. copy: see `Wire.rows`. keep_gate_up: number of rows of gate_up to save, or None."""
     recipe, backend, offs, lora = config.recipe, config.backend, given.offs, given.lora
     rows: Any = wire.rows(given.slots, given.row_slot, offs, copy=copy)
     w = expanded(given.gate_up_proj, backend.expand_rowwise)
@@ -202,9 +205,9 @@ def mlp_forward(
 
 @dataclass(frozen=True)
 class BackwardInput(Operands):
-    """Tensors of backward: d_out (T, D), and forward's x if backward makes rows again. Weights and LoRA are as in
-    `ForwardInput`. main_grads have the weights' shapes; gradients are added in their dtype. gate_up_bias: read only if
-    gate_up is recomputed."""
+    """d_out: (T, D). x: forward's, if backward makes rows again, else None. Main grads: shaped like the weights; the
+    gradient is added in their dtype. gate_up_bias: only needed if gate_up is recomputed. Others: as in `ForwardInput`.
+    """
 
     d_out: Tensor
     x: Tensor | None
@@ -219,7 +222,7 @@ class BackwardInput(Operands):
 
 
 class DeferredWgrads(NamedTuple):
-    """Operands (dy, a) of the weight gradients that a later backward computes, or None."""
+    """Operands (dy, a) of each weight gradient that is left to a later backward pass, else None."""
 
     gate_up: tuple[Tensor, Tensor] | None = None
     down: tuple[Tensor, Tensor] | None = None
@@ -227,8 +230,8 @@ class DeferredWgrads(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradients(Bundle):
-    """Gradients of x, the routing weights and the parameters; None: not wanted, or added to a main_grad. gate_up_proj
-    is (2, e, F, D) if gate and up are two weights. gate_up_bias is fp32."""
+    """Gradients of x, the routing weights and the parameters. A gradient is None if it is not wanted, or was added to a
+    main_grad. gate_up_proj: (2, e, F, D) if gate and up are two weights. gate_up_bias: fp32."""
 
     x: Tensor
     weights: Tensor
@@ -251,12 +254,12 @@ def backward_pass(
     wgrad_scale: float = 1.0,
     room: int | None = None,
 ) -> Gradients:
-    """Backward of `forward_pass`. It empties `given` and reuses its memory.
+    """Backward of `forward_pass`. It releases the tensors of `given`, so that their memory is reused.
 
-    colwise: quantized weights held by `quantize_weights_once`, or None. wanted: gradients to compute, a subset of
-    forward's `needs`. later: gradients to leave to a later backward, with their operands in `Gradients.deferred`.
-    rows_again: whether x is given; only `_Pass.moving` reads it. wgrad_scale: factor for the parameters' gradients.
-    room: the routing's. With room, d_out and x are contiguous.
+    colwise: quantized weights held by `quantize_weights_once`, or None. wanted: gradients to compute, among forward's
+    `needs`. later: gradients to leave to a later backward pass. Their operands are returned in `Gradients.deferred`.
+    rows_again: True if x is given (read only by `_Pass.moving`). wgrad_scale: factor for the parameters' gradients.
+    room: the routing's. If it is given, d_out and x must be contiguous.
     """
     recipe, routing, saved, borrows = config.recipe, given.routing, given.saved, dispatcher.borrows
     plan = routing.plan
@@ -294,13 +297,13 @@ def backward_pass(
     del saved, colwise, arriving
     of_down: dict[str, Any] = {"down_grad": wanted.down_proj, "later": later.down_proj, "form": forms[1]}
     how: dict[str, Any] = {"config": config, "scale": wgrad_scale}
-    # d_y is borrowed until the next exchange.
+    # Copy d_y if it is kept for a later backward pass: the next exchange overwrites borrowed slots.
     mlp = mlp_backward(into_mlp.pop(), wire=wire, copy=later.down_proj and borrows, **of_down, **how)
     arriving_home = dispatcher.combine(mlp.d_rows, routing, mlp.d_row_weight, overlap=True)
     d_gate_up, d_down_proj, d_lora, down_operands = mlp.d_gate_up, mlp.d_down_proj, mlp.d_lora, mlp.operands
     del mlp
     if given.x is not None and not recompute and (wanted.gate_up_proj or later.gate_up_proj):
-        # x is not released: others hold it, and a record would count its bytes as freed here.
+        # x is not released, because the caller still holds it, and a record would count its bytes as freed here.
         rows = rows_of_tokens(given.x, plan.row_slot, plan.offs, config=config, room=room)
     gate_up_operands = (d_gate_up, rows) if later.gate_up_proj else None
     d_bias = bias_gradient(d_gate_up, plan.offs, scale=wgrad_scale) if wanted.gate_up_bias else None
@@ -319,9 +322,9 @@ def backward_pass(
 
 @dataclass(frozen=True)
 class MLPGradientInput(Operands):
-    """Slots of d_out, the plan's row_slot, row_weight and offs, forward's gate_up, the weights prepared for dgrad, and
-    LoRA. rows, gate_up_inner, down_inner: from forward, for the gradients of LoRA. rows, gate_up_rowwise, gate_up_bias:
-    to recompute the rows of gate_up that forward did not save."""
+    """slots: of d_out. gate_up: saved by forward. gate_up_proj, down_proj: quantized for dgrad, or frozen.
+    For LoRA's gradients: rows, gate_up_inner and down_inner, saved by forward, else None.
+    To recompute the rows of gate_up that forward did not save: rows, gate_up_rowwise and gate_up_bias, else None."""
 
     slots: Payload
     row_slot: Tensor
@@ -340,8 +343,8 @@ class MLPGradientInput(Operands):
 
 
 class MLPGradients(NamedTuple):
-    """d_rows (R_max, D), d_row_weight (R_max,), d_gate_up (R_max, 2F), and the gradients of down_proj and LoRA, or
-    None. operands: (d_y, h) if a later backward computes the gradient of down_proj."""
+    """d_rows: (R_max, D). d_row_weight: (R_max,). d_gate_up: (R_max, 2F). d_down_proj, d_lora: gradients, or None.
+    operands: (d_y, h) if the gradient of down_proj is left to a later backward pass, else None."""
 
     d_rows: Tensor
     d_row_weight: Tensor
@@ -363,9 +366,9 @@ def mlp_backward(
     scale: float,
     form: GradientForm,
 ) -> MLPGradients:
-    """Backward of `mlp_forward`, without the gradient of gate_up_proj. It frees gate_up and the weights.
+    """Backward of `mlp_forward`, except for the gradient of gate_up_proj. It frees gate_up and the weights.
 
-    down_grad: compute the gradient of down_proj, in `form`. later: return its operands instead.
+    down_grad: True to compute the gradient of down_proj, in `form`. later: True to return its operands.
     """
     backend, offs, lora, gate_up = config.backend, given.offs, given.lora, given.gate_up
     lora_grads, d_inner, d_down_A, d_down_B, d_lora, rest = given.down_inner is not None, None, None, None, None, None
@@ -412,7 +415,7 @@ def mlp_backward(
 
 @dataclass(frozen=True)
 class WgradInput(Operands):
-    """dy (R_max, N), a (R_max, K), offs, and a main_grad (e, N, K) or None."""
+    """dy: (R_max, N). a: (R_max, K). offs: (e,). main_grad: (e, N, K) or None. (N, K: the weight's sizes.)"""
 
     dy: Any
     a: Any
@@ -428,9 +431,9 @@ def wgrad(
     scale: float,
     form: GradientForm,
 ) -> Tensor | None:
-    """The gradient dy^T a (e, N, K) of a weight, or None if it was added to main_grad. It frees dy and a.
+    """Compute a weight's gradient dy^T a (e, N, K) in `form`; None if it was added to main_grad. Frees dy and a.
 
-    form: the gradient's. Halves need main_grad = None.
+    If form.halves, main_grad must be None.
     """
     dy, a, offs = given.dy, given.a, given.offs
     given.release("dy", "a")
@@ -446,19 +449,19 @@ def wgrad(
 
 @replayed
 def bias_gradient(d_gate_up: Tensor, offs: Tensor, *, scale: float) -> Tensor:
-    """scale times the sum of each expert's rows of d_gate_up (R_max, 2F): (e, 2F) fp32."""
+    """Sum each expert's rows of d_gate_up (R_max, 2F), times scale. Returns (e, 2F) fp32."""
     return group_sums(d_gate_up, offs).mul_(scale)
 
 
 # ── a pass as a record ────────────────────────────────────────────────────────────────────────────────────────────
 
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
-"""Names of the plan's tensors."""
+"""Names of the tensors of a RoutingPlan."""
 
 
 def pass_of(dispatcher: TokenDispatcher, function: Callable[..., Any], *, whole: bool = True) -> Callable[..., Any]:
-    """`forward_pass` or `backward_pass` with this dispatcher, as one record if the dispatcher and `whole` allow it.
-    whole: whether the pass computes every gradient that forward announced."""
+    """Bind this dispatcher to `forward_pass` or `backward_pass`. If the dispatcher allows it, the pass is replayed as
+    one CUDA graph. whole: False if the pass leaves out a gradient that forward prepared, which is not replayed so."""
     if not (dispatcher.in_graphs and whole):
         return functools.partial(function, dispatcher=dispatcher)
     if function not in dispatcher.passes:
@@ -467,14 +470,14 @@ def pass_of(dispatcher: TokenDispatcher, function: Callable[..., Any], *, whole:
 
 
 class _Pass(Replayed):
-    """A pass of two exchanges. The dispatcher owns it and its records. It refers to the dispatcher weakly, so the
-    dispatcher's last user frees both, without a garbage collection."""
+    """A replayed pass, with two exchanges. The dispatcher owns the pass, which refers to the dispatcher only weakly:
+    so both are freed with the dispatcher's last user, without a garbage collection."""
 
     def __init__(self, function: Callable[..., Any], dispatcher: TokenDispatcher) -> None:
         super().__init__(function)
         self._dispatcher: TokenDispatcher = weakref.proxy(dispatcher)
         self._is_forward = function is forward_pass
-        # Parts stay parts here: each function of the pass joins its own.
+        # Replayed.direct would join MXParts to MXTensors. The functions of the pass do that themselves.
         self.direct = functools.partial(function, dispatcher=self._dispatcher)  # type: ignore[method-assign]
 
     def state(self) -> Hashable | None:
@@ -485,7 +488,7 @@ class _Pass(Replayed):
             return ()
         if self._is_forward:  # x, weights, expert_ids
             return 0, 1, 2
-        # d_out, x if rows are made again, and the expert_ids behind the plan of the routing
+        # d_out, x if rows are made again, and the routing's expert_ids, which follow the plan's tensors
         return (0, 1, 2 + len(PLAN)) if how.get("rows_again") else (0, 1 + len(PLAN))
 
     def launched(self) -> None:
@@ -493,5 +496,5 @@ class _Pass(Replayed):
 
 
 def _under(index: Tensor | None, rows: Any) -> Any:
-    """`rows` with this row index if they are quantized, else unchanged."""
+    """Quantized `rows` with this row index. Plain rows are returned unchanged."""
     return rows._replace(row_index=index) if type(rows) is MXParts else rows

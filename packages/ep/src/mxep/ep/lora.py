@@ -1,13 +1,16 @@
-"""LoRA on experts: W + (alpha / rank) B A for each expert, W frozen.
+"""LoRA on experts: each expert computes with W + (alpha / rank) * B A, where W is frozen.
 
-    rows (R_max, D)    gate_up = rows W13^T + scale (rows A13^T) B13^T      h = SwiGLU(gate_up)
-                       y       = h W2^T     + scale (h A2^T) B2^T
+    rows (R_max, D)    gate_up = rows W13^T + scale * (rows A13^T) B13^T      h = SwiGLU(gate_up)
+                       y       = h W2^T     + scale * (h A2^T) B2^T
 
-W is quantized (`FrozenExperts`) or plain (`Experts`). LoRA's GEMMs are in x's dtype and read quantized rows as they are
-(`mxep.gemm.lora`). No product B A is ever made. They are part of the layer's passes (`layer.py`), so they are replayed
-with the layer.
+W13, A13, B13 belong to gate_up_proj, and W2, A2, B2 to down_proj. scale is alpha / rank.
 
-R_max rows, D model dim, F hidden dim, e local experts.
+W is quantized (`FrozenExperts`) or plain (`Experts`). LoRA's GEMMs compute in x's dtype and read quantized rows without
+a copy (`mxep.gemm.lora`). The product B A is never computed. These GEMMs are part of the layer's passes (`layer.py`),
+so they are replayed with the layer.
+
+R_max maximum rows of this rank's experts, D model dim, F hidden dim, E experts in all, e local experts, r rank. "in"
+and "out" are the sizes of a weight (E, out, in).
 """
 
 import math
@@ -25,12 +28,12 @@ from mxep.runtime.bundle import Bundle
 from .dtensors import check_not_fsdp, empty_share, init_normal_, local_tensor, mesh_of
 
 RANK_MULTIPLE = 8
-"""Rows of A and B are multiples of 16 bytes."""
+"""A rank must be a multiple of this, so that rows of A and B are multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)
 class LoRAWeights(Bundle):
-    """This rank's A (e, r, in) and B (e, out, r) of both weights, and alpha / rank."""
+    """A (e, r, in) and B (e, out, r) of both weights, for this rank's experts. scale: alpha / rank."""
 
     gate_up_A: Tensor
     gate_up_B: Tensor
@@ -44,7 +47,7 @@ class LoRAWeights(Bundle):
 
 
 class LoRAGradients(NamedTuple):
-    """Gradients of `LoRAWeights.tensors`."""
+    """The gradients of `LoRAWeights.tensors`, in the same order."""
 
     gate_up_A: Tensor | None
     gate_up_B: Tensor | None
@@ -53,9 +56,10 @@ class LoRAGradients(NamedTuple):
 
 
 def add_lora(out: Tensor, rows: Tensor, A: Tensor, B: Tensor, offs: Tensor, *, scale: float) -> Tensor:
-    """Add scale (rows A^T) B^T by group to out (R_max, N), in place. Returns inner = scale rows A^T, (R_max, r).
+    """Add scale * (rows A[g]^T) B[g]^T to the rows of each group g of out (R_max, N), in place.
 
-    rows: (R_max, K), plain or MXTensor. A: (e, r, K). B: (e, N, r). offs: (e,) int32.
+    rows: (R_max, K), plain or MXTensor. A: (e, r, K). B: (e, N, r). offs: (e,) int32. (N, K: the weight's sizes.)
+    Returns inner = scale * rows A^T, (R_max, r).
     """
     inner: Tensor = lora_shrink(*parts_of(rows), A, offs, scale, out.dtype)
     lora_expand(out, inner, B, offs)
@@ -73,10 +77,10 @@ def lora_backward(
     scale: float,
     wgrad_scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Backward of `add_lora`: adds LoRA's part to dx. Returns the gradient of inner, for `gradient_of_A`, and that of
-    B.
+    """Backward of `add_lora`: adds LoRA's part of the gradient of rows to dx, in place.
 
-    dy: the gradient of out. inner: None if A and B need no gradients. wgrad_scale: factor for B's gradient.
+    dy: the gradient of out. inner: from `add_lora`; None if A and B need no gradients. wgrad_scale: factor for B's
+    gradient. Returns (gradient of inner, for `gradient_of_A`; gradient of B, or None).
     """
     d_inner: Tensor = lora_shrink(*parts_of(dy), B.mT, offs, scale, dx.dtype)
     lora_expand(dx, d_inner, A.mT, offs)
@@ -88,24 +92,25 @@ def lora_backward(
 
 
 def gradient_of_A(d_inner: Tensor, rows: Tensor, A: Tensor, offs: Tensor, *, wgrad_scale: float) -> Tensor:
-    """The gradient of A (e, r, K), from the gradient of inner."""
+    """Compute the gradient of A (e, r, K) from the gradient of inner and rows. wgrad_scale: factor for it."""
     d_A = torch.empty(A.shape, dtype=A.dtype, device=A.device)
     lora_wgrad(d_A, d_inner, *parts_of(rows), offs, wgrad_scale)
     return d_A
 
 
 class LoRAExperts(nn.Module):
-    """`FrozenExperts` or `Experts`, frozen, with LoRA: a drop-in for the ``experts`` of an `MoE`.
+    """Frozen experts (`FrozenExperts` or `Experts`) with LoRA. Replaces the ``experts`` of an `MoE`.
 
     Parameters: ``gate_up_proj_lora_A`` (E, r, D), ``gate_up_proj_lora_B`` (E, 2F, r), ``down_proj_lora_A`` (E, r, F),
-    ``down_proj_lora_B`` (E, D, r); DTensors if the experts' are. A is normal with std 1/sqrt(3 in), PEFT's variance. B
-    is zero, so that a new layer computes what its base does.
+    ``down_proj_lora_B`` (E, D, r). They are DTensors if the experts' parameters are. A is normal with std
+    1 / sqrt(3 * in), which is PEFT's variance. B is zero, so a new layer computes what its base computes.
     """
 
     def __init__(
         self, base: nn.Module, rank: int, *, alpha: float | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        """base: its parameters stop requiring gradients. rank: r, a multiple of 8. alpha: default r. dtype: of A and B.
+        """base: the experts. Their parameters are set to requires_grad=False.
+        rank: r, a multiple of 8. alpha: default r. dtype: dtype of A and B.
 
         Raises ValueError for another rank, an alpha that is not finite, or a base without experts.
         """
@@ -151,7 +156,7 @@ class LoRAExperts(nn.Module):
         return self.alpha / self.rank
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Any]:
-        """:func:`mxep.ep.run_experts` with these weights and their LoRA."""
+        """Call :func:`mxep.ep.run_experts` with these weights and their LoRA."""
         gate_up, down = ([getattr(self, f"{name}_lora_{x}") for x in "AB"] for name in ("gate_up_proj", "down_proj"))
         lora = LoRAWeights(gate_up[0], gate_up[1], down[0], down[1], self.scale)
         out: tuple[Tensor, Any] = self.base(x, expert_ids, weights, lora=lora, **how)
@@ -161,12 +166,14 @@ class LoRAExperts(nn.Module):
         return f"rank={self.rank}, alpha={self.alpha:g}"
 
     def peft_state_dict(self) -> dict[str, Tensor]:
-        """A and B as PEFT's `target_parameters` saves them: ``lora_A.weight`` (r E, in) and ``lora_B.weight`` (out, r
-        E) of down_proj, and under ``base_layer.`` those of gate_up_proj. With spread experts it is collective, and each
-        rank gets all experts' tensors.
+        """Return A and B with the names and shapes that PEFT's `target_parameters` saves.
 
-        A is expert-major: row e r + i. In B the expert is innermost: column i E + e. Weights are (E, out, in), as in
-        transformers' experts that are not transposed.
+        ``lora_A.weight`` (r * E, in) and ``lora_B.weight`` (out, r * E) are those of down_proj. With the prefix
+        ``base_layer.`` they are those of gate_up_proj. If experts are spread over ranks, this is collective, and each
+        rank gets the tensors of all experts.
+
+        For expert e of E and i in 0 .. r-1: row i of A[e] is row e * r + i of lora_A.weight. Column i of B[e] is column
+        i * E + e of lora_B.weight. Weights are (E, out, in), as in transformers' experts that are not transposed.
         """
         found = {}
         for key, x in self._by_pefts_names().items():
@@ -176,8 +183,10 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def load_peft_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy tensors of `peft_state_dict`. A rank of spread experts copies only its own. Raises ValueError for
-        missing names and other shapes, before any copy."""
+        """Copy the tensors of a `peft_state_dict` into A and B. A rank copies only the parts of its own experts.
+
+        Raises ValueError, before any copy, if a name is missing or a shape differs.
+        """
         shares, expected = self._by_pefts_names(), {}
         for key, share in shares.items():
             E, rows, columns = share.shape
@@ -194,7 +203,7 @@ class LoRAExperts(nn.Module):
             share.copy_(x)
 
     def _by_pefts_names(self) -> dict[str, Tensor]:
-        """Each A (E, r, in) and B (E, out, r) by the name of its tensor in `peft_state_dict`."""
+        """The parameters A (E, r, in) and B (E, out, r), by their names in `peft_state_dict`."""
         prefixes = {"down_proj": "", "gate_up_proj": "base_layer."}
         return {
             f"{prefix}lora_{letter}.weight": getattr(self, f"{name}_lora_{letter}").data

@@ -2,9 +2,13 @@
 
 x (..., D) -> router -> dispatch -> experts -> combine (+ shared expert) -> (..., D)
 
-The recipe "auto" is MXFP8 if it pays for this many routed tokens per expert, else bf16 (`mxep.gemm.auto_recipe`). All
-ranks pick once, alike: by ``max_tokens``; or, without it, by the most tokens that a rank brings to the first training
-call, with one collective. Until then the layer computes in bf16.
+Recipe "auto" means MXFP8 if it pays for the number of routed tokens per expert, else bf16 (`mxep.gemm.auto_recipe`).
+The layer picks once, and all ranks pick the same. The pick depends on ``max_tokens``. If max_tokens is not given, it
+depends on the most tokens that any rank brings to the first training call, which takes one collective. Until then the
+layer computes in bf16.
+
+T tokens of this rank, D model dim, F hidden dim, E experts in all, e local experts, K experts per token, B sequences of
+S tokens.
 """
 
 import functools
@@ -35,7 +39,7 @@ BF16 = Recipe.bf16()
 
 
 def rows_per_expert(tokens: int, top_k: int, ranks: int, num_experts: int) -> float:
-    """Mean number of routed tokens per expert, if each rank that shares the experts has this many tokens.
+    """Average number of routed tokens per expert. tokens: per rank. ranks: the number of ranks that share the experts.
 
     Example: 4096 tokens, top-8, 2 ranks, 128 experts: 512.
     """
@@ -43,8 +47,10 @@ def rows_per_expert(tokens: int, top_k: int, ranks: int, num_experts: int) -> fl
 
 
 def recipe_of_call(pick: Callable[..., Recipe | None], *given: Any) -> tuple[Recipe | Literal["auto"], Recipe]:
-    """For "auto": (the recipe from this call on, the recipe of this call). pick: `pick_recipe`, called with
-    ``given``."""
+    """For recipe "auto": (recipe of the layer from now on, recipe of this call).
+
+    pick: `pick_recipe`, which is called with ``given``. While it returns None, the layer's recipe stays "auto".
+    """
     picked: Recipe | None = between_graphs(pick, *given)
     return picked or AUTO, picked or BF16
 
@@ -59,14 +65,14 @@ def pick_recipe(
     max_tokens: int | None,
     training: bool = True,
 ) -> Recipe | None:
-    """The recipe that "auto" picks for a layer; None: not known yet, use bf16.
+    """Return the recipe that "auto" picks for a layer. None: not known yet, use bf16.
 
-    x: (T, D), the tokens of a first call; None before it. training: whether the layer is in training mode. Without
-    max_tokens it is collective over the dispatcher's group. It then raises ValueError if there are ranks outside the
-    group: they might pick differently.
+    x: (T, D), the tokens of this call; None if there is no call yet. training: True if the layer is in training mode.
+    If max_tokens is None, this is collective over the dispatcher's group. It then raises ValueError if there are ranks
+    outside the group, because these might pick another recipe.
     """
     if max_tokens is None:
-        if x is None or not (training or torch.is_grad_enabled()):  # a reentrant checkpoint's forward has no grad
+        if x is None or not (training or torch.is_grad_enabled()):  # grad is off in a reentrant checkpoint's forward
             return None
         if dist.is_initialized() and dist.get_world_size() > dispatcher.world_size:
             raise ValueError(
@@ -85,45 +91,55 @@ def pick_recipe(
 
 @functools.cache
 def _log(why: str) -> None:
-    """Log once per process, because all layers log the same."""
+    """Log once per process, because all layers would log the same."""
     logging.getLogger("mxep.ep").info("recipe auto: %s", why)
 
 
 class MoE(nn.Module):
-    """A mixture-of-experts layer: ``(T, D)`` or ``(B, S, D)`` in, the same out.
+    """A mixture-of-experts layer: takes ``(T, D)`` or ``(B, S, D)``, returns the same shape.
 
     Args:
-        dim: D, a multiple of 32 with an MX recipe. hidden_dim: F, likewise.
-        num_experts: E over all ranks, a multiple of the group's size. top_k: experts per token.
+        dim: D. With an MX recipe, a multiple of 32.
+        hidden_dim: F. With an MX recipe, a multiple of 32.
+        num_experts: E over all ranks, a multiple of the group's size.
+        top_k: K, experts per token.
         group: the expert-parallel group, or a 1-D mesh, such as ``mesh["ep"]`` of a mesh with another dimension for
             FSDP2. All its ranks must call forward and backward together, with any number of tokens each. None: the
             default group if one is initialised, else this process alone.
-        recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ... ``"auto"``: MXFP8 if it
-            pays, else bf16 (:func:`mxep.gemm.auto_recipe`), picked once, by max_tokens or else by the first training
-            call. ``recipe`` is a Recipe from then on.
-        dispatch: how tokens travel, and within which limits: a :class:`Dispatch`. Or any of its fields by keyword:
-            ``dispatcher="local", max_tokens=64``.
-        num_shared_experts: width, in units of F, of the dense expert that every token takes, in the layer's recipe.
-        shared_expert_gate: multiply that expert's output by sigmoid(x gate^T), one number per token (Qwen2-MoE).
+        recipe: a :class:`mxep.gemm.Recipe` or its name, such as ``"bf16"``, ``"fp8"`` or ``"mxfp8"``. ``"auto"`` picks
+            MXFP8 if it pays, else bf16 (:func:`mxep.gemm.auto_recipe`). If max_tokens is given, it picks at once,
+            otherwise at the first training call. After the pick, the attribute ``recipe`` is a Recipe.
+        dispatch: a :class:`Dispatch`: how tokens travel, and the limits. Instead, any of its fields may be given by
+            keyword: ``dispatcher="local", max_tokens=64``.
+        num_shared_experts: width of the shared expert, in units of F. It is a dense MLP in the layer's recipe, which
+            every token takes. 0: none.
+        shared_expert_gate: True to multiply the shared expert's output by sigmoid(x gate^T), one number per token
+            (Qwen2-MoE).
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
         backend: backend of the grouped GEMM.
         activation: :class:`mxep.quant.SwiGLU`, clamped or not. Shared experts use it, too.
-        bias: give routed experts biases.
-        score_before_experts: multiply a routed expert's input by the routing weight, not its output (Llama 4). With
-            top_k > 1 each of a token's top_k inputs travels by itself, even to the same rank. They count as tokens in
-            errors and in the ``max_tokens`` of a dispatcher to share.
-        gradient_reduction: ``"mean"`` averages expert gradients over the losses of the group's ranks, as data
-            parallelism does for all other gradients. Do not divide again. ``"sum"`` sums them.
+        bias: True to give routed experts biases.
+        score_before_experts: True to multiply a routed expert's input by the routing weight, instead of its output
+            (Llama 4). If top_k > 1, each of a token's top_k inputs then travels by itself, even to the same rank. They
+            count as tokens in error messages, and in the ``max_tokens`` of a dispatcher that is shared.
+        gradient_reduction: ``"mean"`` averages expert gradients over the group's ranks, as data parallelism does for
+            all other gradients: do not divide again. ``"sum"`` sums them.
+        device: device of the parameters.
+        dtype: dtype of all parameters but the router's.
 
-    Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), with
-    ``bias`` ``experts.gate_up_bias`` (E, 2F), ``experts.down_bias`` (E, D), and with shared experts
-    ``shared.gate_up_proj``, ``shared.down_proj``, ``shared.gate`` (1, D). With a mesh or a group of several ranks,
-    expert weights are DTensors, and each rank holds its E / W experts. If a weight has an attribute ``main_grad``
-    (fp32), its gradient is added there and not to `.grad`; biases and the gate do not use it.
+    Parameters:
 
-    After forward, ``last_routing`` tells where tokens went. It is None for a compiled layer, after a failed forward and
-    in a copy. A checkpoint's recomputation does not set it.
+    - ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F);
+    - with ``bias``: ``experts.gate_up_bias`` (E, 2F), ``experts.down_bias`` (E, D);
+    - with shared experts: ``shared.gate_up_proj``, ``shared.down_proj``; with their gate ``shared.gate`` (1, D).
+
+    With a mesh or a group of W > 1 ranks, expert parameters are DTensors, and each rank holds E / W experts. If a
+    weight has an attribute ``main_grad`` (fp32), its gradient is added to main_grad, not to `.grad`. Biases and the
+    gate ignore main_grad.
+
+    After forward, the attribute ``last_routing`` tells where tokens went. It is None for a compiled layer, after a
+    failed forward, and in a copy of the layer. A checkpoint's recomputation does not set it.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -208,19 +224,24 @@ class MoE(nn.Module):
         expert_ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype, or within torch.autocast its dtype.
+        """Compute the layer.
 
-        mask: (T,) or (B, S) bool, False for padding, like attention masks. Padding goes to no expert, not even a shared
-        one. Its output and gradient are 0, whatever it holds. No load, loss or capacity counts it, but max_tokens does.
+        Args:
+            x: (T, D) or (B, S, D), bf16 or fp32.
+            mask: (T,) or (B, S) bool, False for padding, like attention masks. Padding goes to no expert, not even a
+                shared one. Its output and gradient are 0, even if it holds NaN. It does not count in loads, losses and
+                capacities, but it does count in max_tokens.
+            expert_ids: (T, K) int32 or int64, with T the tokens of all B sequences. If given, these experts are used
+                instead of the router's.
+            weights: (T, K) fp32, the routing weights of expert_ids. If only one of both is given, raises ValueError.
 
-        expert_ids (T, K) int32 or int64, weights (T, K) fp32: a routing to use instead of the router's, over the T
-        tokens of all B sequences. Both or neither, else ValueError.
+        Returns the shape of x, in x's dtype, within torch.autocast in the autocast dtype.
         """
         keeps = torch.compiler.is_compiling() or not recomputing()
         router = self.router if isinstance(self.router, Router) else None
         if keeps:
             self.last_routing = None
-            if router is not None and router.keep_logits:  # a routing from outside has none
+            if router is not None and router.keep_logits:  # a routing from outside has no logits
                 router.last_logits = router.last_expert_ids = None
         if x.dim() not in (2, 3) or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (T, {self.dim}) or (B, S, {self.dim}), got {tuple(x.shape)}")
@@ -237,7 +258,7 @@ class MoE(nn.Module):
             raise ValueError("a routing from outside is expert_ids and weights, got one of them")
         if padding is not None:
             expert_ids, weights = expert_ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
-        if torch.is_autocast_enabled(x.device.type):  # as a linear does; the router has seen x as it is
+        if torch.is_autocast_enabled(x.device.type):  # cast x as a linear does; the router has seen it uncast
             tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
         recipe = self.recipe
         if not isinstance(recipe, Recipe):
@@ -253,9 +274,9 @@ class MoE(nn.Module):
             self.last_routing = routing
         if self.shared is not None:
             out = out + self.shared(tokens, recipe=recipe, backend=self.backend, activation=self.activation)
-        if padding is not None:  # stops the incoming gradient, which may be NaN
+        if padding is not None:  # padding's incoming gradient may be NaN
             out = out.masked_fill(padding, 0.0)
-        out = torch.ops.aten._unsafe_view.default(out, x.shape)  # no view, as in F.linear: FSDP2 warns of views
+        out = torch.ops.aten._unsafe_view.default(out, x.shape)  # not a view, as FSDP2 warns of views
         return out
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -267,32 +288,34 @@ class MoE(nn.Module):
         return {**self.__dict__, "last_routing": None}
 
     def _pick(self, x: Tensor | None) -> Recipe | None:
-        """The recipe that "auto" picks, or None if it is not known yet."""
+        """The recipe that "auto" picks for this layer, or None if it is not known yet."""
         sizes = self.dim, self.hidden_dim, self.top_k
         return pick_recipe(x, *sizes, self.dispatcher, max_tokens=self.max_tokens, training=self.training)
 
     def check(self) -> None:
-        """Raise errors found on the device since the last check. Call it once per step, before the optimizer.
+        """Raise errors that were found on the device since the last check. Call it once per step, before the optimizer.
 
-        All ranks raise the same, so that all can skip the step: CapacityExceeded if rows did not fit a capacity with
-        overflow="raise", ValueError if expert ids were out of range. It syncs with the device. It is collective with
-        the hierarchical dispatcher.
+        Raises CapacityExceeded if rows did not fit a capacity with overflow="raise". Raises ValueError if expert ids
+        were out of range. All ranks raise the same error, so that all can skip the step. check syncs with the device.
+        With the hierarchical dispatcher it is collective.
         """
         self.dispatcher.check()
 
     def reserve(self, max_tokens: int, device: torch.device | str | None = None) -> None:
-        """Make room for calls with up to this many tokens of this rank (``x.shape[:-1].numel()``), from the next on.
+        """Make room for calls with up to this many tokens of this rank (``x.shape[:-1].numel()``).
 
-        For layers made without ``max_tokens``, before a batch larger than all before it, such as an evaluation's. It is
-        collective over the group; the largest number of any rank counts. Raises ValueError on all ranks for more than
-        the layer's max_tokens. device: the tokens' device, if experts lie elsewhere between calls, as FSDP2 may offload
-        them.
+        Call it for layers made without ``max_tokens``, before a batch that is larger than all earlier ones, such as an
+        evaluation's. It is collective over the group, and all ranks get room for the largest number that any rank
+        passes. Raises ValueError on all ranks if the number exceeds the layer's max_tokens.
+
+        device: the tokens' device. Only needed if experts lie on another device between calls, as when FSDP2 offloads
+            them.
         """
         self.dispatcher.reserve(max_tokens * self.rows_per_token, device or self.experts.down_proj.device)
 
     def close(self) -> None:
-        """Give up this layer. All ranks call it, once. The group's last layer frees memory shared with peers. Without
-        `close`, later layers use that memory."""
+        """End the use of this layer. All ranks must call it, once. When the group's last layer is closed, the memory
+        shared with peers is freed. If layers are not closed, later layers reuse this memory."""
         self.dispatcher.close()
 
     def extra_repr(self) -> str:
@@ -304,8 +327,10 @@ class MoE(nn.Module):
 
 
 def _follow_dtype(moe: MoE, _: object = None) -> None:
-    """Make another dispatcher if experts have become wider than the rows that the old one has room for. A dispatcher to
-    share is left alone."""
+    """Make another dispatcher if the experts' dtype has become wider than the old one's buffers allow.
+
+    A dispatcher that the user passed in is kept.
+    """
     old, dtype = moe.dispatcher, moe.experts.down_proj.dtype
     if moe.dispatch is None or old.row_dtype is None or dtype not in FLOATS or dtype.itemsize <= old.row_dtype.itemsize:
         return

@@ -1,12 +1,12 @@
 """Expert parallelism together with torch's other kinds.
 
-    ExpertParallel      an entry of a `parallelize_module` plan: shards an MoE layer that was built whole, also on meta
+    ExpertParallel      for `parallelize_module` plans: shards an MoE layer that was built whole, also on meta
     parameter_groups    parameter groups for optimizers, if some parameters are DTensors
     data_parallel       DistributedDataParallel over a model with experts
-    clip_grad_norm_     one norm over plain parameters and DTensors, each number counted once
+    clip_grad_norm_     clips by one norm over plain parameters and DTensors, in which each element counts once
 
-Expert weights (E, ...) are DTensors sharded on dimension 0. So torch.distributed.checkpoint saves them at one degree
-and loads them at another.
+Expert weights (E, ...) are DTensors sharded on dimension 0. So torch.distributed.checkpoint can save them with one
+number of ranks, and load them with another.
 """
 
 from collections.abc import Iterable
@@ -28,18 +28,20 @@ from .moe import MoE
 
 
 class ExpertParallel(ParallelStyle):
-    """Spread the experts of an :class:`MoE` built with ``dispatcher="local"`` over a 1-D mesh. Rank 0's weights win.
+    """Spread the experts of an :class:`MoE` made with ``dispatcher="local"`` over a 1-D mesh. All ranks get rank 0's
+    weights.
 
         parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
 
-    For a model too large for one rank: build it on meta, shard it, ``to_empty(device=...)``, then call the
-    ``reset_parameters`` of its modules. A rank draws only its own experts, the same for every degree.
+    If the model is too large for one rank, build it on meta and shard it. Then call ``to_empty(device=...)``, and the
+    ``reset_parameters`` of its modules. A rank draws only its own experts. Their weights do not depend on the number of
+    ranks.
 
     Args:
-        dispatch: a :class:`Dispatch`, or any of its fields by keyword, as for :class:`MoE`.
+        dispatch: a :class:`Dispatch`. Instead, its fields may be given by keyword, as for :class:`MoE`.
 
-    Raises ValueError for another module, a mesh of more dimensions, or a number of experts that its size does not
-    divide.
+    Raises ValueError for another module, a mesh of more dimensions, or if the mesh's size does not divide the number of
+    experts.
     """
 
     def __init__(
@@ -77,8 +79,11 @@ class ExpertParallel(ParallelStyle):
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """An optimizer's groups of parameters: plain ones, and DTensors of each mesh. torch's optimizers run one kernel per
-    group on GPUs. Groups that mix plain tensors and DTensors, or meshes, raise RuntimeError there."""
+    """Return parameter groups for an optimizer: one of plain parameters, and one of DTensors for each mesh.
+
+    On GPUs torch's optimizers run one kernel per group. If a group mixes plain tensors and DTensors, or DTensors of
+    several meshes, they raise RuntimeError.
+    """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         groups.setdefault(mesh_of(parameter), []).append(parameter)
@@ -86,15 +91,14 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """DistributedDataParallel(model, **options) that leaves experts alone. It averages the other gradients over its
-    group.
+    """Make a DistributedDataParallel(model, **options) that ignores experts, and averages all other gradients.
 
-    The gradients of experts that are spread over all ranks of that group are means already. DistributedDataParallel
-    itself refuses DTensors ("got mixed torch.Tensor and DTensor", or "c10d.broadcast_ does not have a sharding
-    strategy").
+    If experts are spread over all ranks of the process group, their gradients are averages already. Without this
+    function, DistributedDataParallel refuses their DTensors ("got mixed torch.Tensor and DTensor", or "c10d.broadcast_
+    does not have a sharding strategy").
 
-    Raises ValueError if a mesh lacks ranks of the group: several ranks hold such an expert, and nobody would average
-    its gradients. Use FSDP2's `fully_shard` for the experts, over the mesh's dp dimension.
+    Raises ValueError if experts are spread over only some ranks of the group. Several ranks then hold the same expert,
+    and nothing would average its gradients. Use FSDP2's `fully_shard` for such experts, over the mesh's dp dimension.
     """
     group = options.get("process_group") or dist.group.WORLD
     ranks = set(dist.get_process_group_ranks(group))
@@ -118,22 +122,28 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients so that their norm over all parameters, of all ranks, is at most ``max_norm``.
+    """Scale all gradients so that their total norm, over all parameters and ranks, is at most ``max_norm``.
 
     Call it on every rank with the same parameters in the same order, after gradients are averaged over data-parallel
-    ranks. Parameters may be plain (with the same gradients on every rank) or DTensors of any mix of meshes: experts
-    over ep, or over dp and ep, the rest over all ranks. If a parameter has ``main_grad``, that is its gradient.
+    ranks.
 
-    Returns the norm before clipping, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. It takes one all-reduce
-    of a number per mesh dimension that shards parameters, and no host sync. ``error_if_nonfinite`` syncs and raises
-    RuntimeError.
+    Args:
+        parameters: plain parameters, which must have the same gradients on every rank, and DTensors, also of several
+            meshes: experts over ep, or over dp and ep, other parameters over all ranks. If a parameter has a
+            ``main_grad``, that is taken as its gradient.
+        max_norm: as in torch, the factor is ``max_norm / (norm + 1e-6)`` if that is below 1.
+        norm_type: a number, or its text, such as "inf". The norm of order 0 is the number of parameters with a nonzero
+            gradient.
+        error_if_nonfinite: True to raise RuntimeError if the norm is not finite, which takes a host sync.
 
-    As in torch, the factor is ``max_norm / (norm + 1e-6)``, and norm_type is any number or its text, such as "inf". The
-    norm of order 0 is the number of parameters with a nonzero gradient. Raises ValueError for a negative or NaN
-    max_norm, a NaN norm_type, a gradient that is a partial sum, and a parameter with both kinds of gradients.
+    Returns the norm before clipping, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. For each mesh dimension
+    that shards parameters, one number is all-reduced (for order 0, one per parameter).
+
+    Raises ValueError for a negative or NaN max_norm, a NaN norm_type, a gradient that is a partial sum, and a parameter
+    whose ``grad`` and ``main_grad`` are two tensors.
     """
     norm_type = float(norm_type)
-    if norm_type != norm_type or not max_norm >= 0:  # these would reverse gradients, or make them NaN
+    if norm_type != norm_type or not max_norm >= 0:  # such values would reverse gradients, or make them NaN
         raise ValueError(f"clip_grad_norm_: expected a max_norm of at least 0 and a norm, got {max_norm}, {norm_type}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not parameters:
@@ -147,7 +157,7 @@ def clip_grad_norm_(
                 "whose gradients autograd accumulates"
             )
         grad = grad if main_grad is None else main_grad
-        # A parameter without a gradient counts, too: other ranks wait in the same all-reduces.
+        # A parameter without a gradient is listed, too, because other ranks wait in the all-reduce of its group.
         share = shares.setdefault(_sharded_over(grad if isinstance(grad, DTensor) else parameter), [])
         share.append(local_tensor(grad))
     grads = [grad for share in shares.values() for grad in share if grad is not None]
@@ -157,7 +167,7 @@ def clip_grad_norm_(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for of_a_kind in _by_kind(grads):
         first = of_a_kind[0]
-        exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # in their dtype it is one launch
+        exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # gradients' dtype: one launch
         torch._foreach_mul_(of_a_kind, factor.to(first.device, exact))
     return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
 
@@ -165,8 +175,9 @@ def clip_grad_norm_(
 def _total_norm(
     shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor | None]], norm_type: float, device: torch.device
 ) -> Tensor:
-    """Total norm, 0-d fp64. shares: this rank's part of each parameter's gradient, by the groups that shard it."""
-    # The whole norm is a maximum, a minimum or a sum of powers of the parts' norms; or it counts nonzero flags.
+    """Compute the total norm, 0-d fp64. shares: this rank's parts of gradients, by the groups that shard them."""
+    # Depending on norm_type, the total is the maximum, the minimum, or a sum of powers of the parts' norms. For order
+    # 0, it is the number of parameters with a nonzero flag.
     of_none, power, reduction = 0.0, 1.0, dist.ReduceOp.MAX
     if norm_type == -float("inf"):
         of_none, reduction = float("inf"), dist.ReduceOp.MIN
@@ -188,7 +199,7 @@ def _total_norm(
 
 
 def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Groups of ranks over which `x` is sharded."""
+    """The groups of ranks over which `x` is sharded, one per mesh dimension."""
     if not isinstance(x, DTensor):
         return ()
     if any(placement.is_partial() for placement in x.placements):
@@ -198,7 +209,7 @@ def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Norms of nonempty gradients, in fp32 at least: one tensor per device and dtype."""
+    """Norms of nonempty gradients, in fp32 or fp64: one tensor of norms per device and dtype."""
     norms: list[Tensor] = []
     for of_a_kind in _by_kind([grad for grad in grads if grad.numel()]):
         wide = None if of_a_kind[0].dtype == torch.float64 else torch.float32

@@ -1,7 +1,7 @@
-"""Compile the kernels of a layer's first step in parallel, before the step needs them.
+"""Rehearsal: compile the kernels of a layer's first step in parallel, before the step needs them.
 
-Both passes run on meta tensors (`mxep.runtime.launch.rehearsal`), through a dispatcher that sends nothing. Other
-threads then compile their kernels while the step itself begins.
+Forward and backward run on meta tensors (`mxep.runtime.launch.rehearsal`), through a dispatcher that sends nothing.
+Other threads then compile the kernels that were called, while the step itself begins.
 """
 
 import copy
@@ -38,16 +38,18 @@ def rehearse_once(
     rows_again: bool,
     room: int | None = None,
 ) -> None:
-    """Compile the kernels of this forward, and of its backward if it needs any, in other threads. CUDA only. It does so
-    at a dispatcher's first call, once per layer signature in a process."""
+    """Compile the kernels of this forward, and of its backward if `needs` is given, in other threads. Only on CUDA.
+
+    It does so at a dispatcher's first call, and only once in a process for each layer signature.
+    """
     if dispatcher.rehearsed:
         return
     dispatcher.rehearsed = True
     tensors, form = take_apart((given, main_grads))
-    # Other backends may launch kernels in their own way, and fail on meta tensors.
+    # Backends that are not ours may launch kernels in another way, and fail on meta tensors.
     if not is_recordable(type(config.backend)) or not _are_plain(*tensors):
         return
-    stand_in = stand_in_for(dispatcher, given.expert_ids)  # for known signatures, too: it makes the buffers
+    stand_in = stand_in_for(dispatcher, given.expert_ids)  # even if not used: it makes the buffers
     weights, _ = take_apart((given.gate_up_proj, given.down_proj, given.lora))
     sizes = *(x.shape for x in weights), *(x.dtype for x in tensors)
 
@@ -59,7 +61,7 @@ def rehearse_once(
 
 
 def rehearse_router(x: Tensor, w: Tensor, k: int, score: str, *, has_choice: bool) -> None:
-    """Compile the kernels of a router with logits x w^T before its first forward."""
+    """Compile the kernels of a router with logits x w^T in other threads, before its first forward."""
     needs = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     kind = x.device, x.dtype, w.dtype, w.shape, k, score, has_choice, needs
     if _are_plain(x, w):
@@ -67,33 +69,33 @@ def rehearse_router(x: Tensor, w: Tensor, k: int, score: str, *, has_choice: boo
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Whether kernels for these tensors would be launched now: on CUDA, no subclass, not while capturing."""
+    """True if these tensors are on CUDA and no subclasses, and no graph is being captured."""
     is_cuda = tensors[0].is_cuda and not {*map(type, tensors)} - {Tensor, Parameter}
     return is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 def _rehearse(kind: Hashable, passes: Callable[[], None]) -> None:
-    """Run these passes, once per `kind` in this process."""
-    # Dispatch modes, such as flop counters and checkpoints, would see the passes.
+    """Rehearse `passes`, if no passes of this `kind` were rehearsed in this process."""
+    # Dispatch modes, such as flop counters and checkpoints, must not see the passes.
     if kind in _rehearsed or torch._C._len_torch_dispatch_stack():
         return
     _rehearsed.add(kind)
-    from mxep.runtime.launch import rehearsal  # imports Triton: only where there is CUDA
+    from mxep.runtime.launch import rehearsal  # imported only on CUDA, because it imports Triton
 
     try:
         with rehearsal(), torch.no_grad():
             passes()
-    except Exception as error:  # a real error is raised again by the step itself
+    except Exception as error:  # if it is a real error, the step itself raises it again
         logging.getLogger("mxep.ep").debug("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
 
 def _meta(x: Tensor) -> Tensor:
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return Parameter(made, requires_grad=False) if type(x) is Parameter else made  # launches tell them apart
+    return Parameter(made, requires_grad=False) if type(x) is Parameter else made  # launches distinguish these
 
 
 def stand_in_for(dispatcher: TokenDispatcher, expert_ids: Tensor) -> TokenDispatcher:
-    """A dispatcher for a rehearsal. Collective if the first dispatch of these ids is."""
+    """Make a dispatcher for a rehearsal. Collective if `dispatcher`'s first dispatch of these ids is collective."""
     if isinstance(dispatcher, SymmetricDispatcher):
         workspace = dispatcher.workspace(expert_ids)
         if workspace.transport.access == "kernels":
@@ -123,7 +125,7 @@ def _both_passes(
 
 
 def _router_passes(x: Tensor, w: Tensor, k: int, softmax: bool, has_choice: bool, needs: bool) -> None:
-    """Run the ops without autograd: a checkpoint's recomputation would not find tensors saved here."""
+    """Run the router's ops without autograd. A checkpoint would expect tensors saved here in its recomputation, too."""
     logits = linear_op(x, w)
     ids, weights, chosen = top_k_op(logits, torch.empty_like(logits) if has_choice else None, k, softmax)
     if needs:
@@ -133,8 +135,10 @@ def _router_passes(x: Tensor, w: Tensor, k: int, softmax: bool, has_choice: bool
 
 
 class Unsent(LocalDispatcher):
-    """Stands in for a symmetric dispatcher. It launches the same kernels and counts no exchange. Only the workspace's
-    tensors are not meta."""
+    """Replaces a symmetric dispatcher in a rehearsal. It launches the same kernels, but counts no exchange.
+
+    All tensors are meta tensors, except those of the workspace.
+    """
 
     def __init__(self, of: SymmetricDispatcher, workspace: Workspace) -> None:
         super().__init__(of.num_local_experts, capacity=of.capacity)
@@ -142,7 +146,7 @@ class Unsent(LocalDispatcher):
         self.borrows = of.borrows
         self._buffer, self._layout = workspace.arena.buffers[0], workspace.layout
         self._exchange = copy.copy(workspace.exchange)
-        self._exchange.arena = copy.copy(workspace.arena)  # the arena counts exchanges
+        self._exchange.arena = copy.copy(workspace.arena)  # a copy, because the arena counts exchanges
 
     def dispatch(
         self,
@@ -179,7 +183,7 @@ class Unsent(LocalDispatcher):
         return Done((out, values))
 
     def _received(self, payload: Payload) -> Payload:
-        """Parts of slots, with a buffer's strides."""
+        """Meta tensors like the received parts of `payload`: columns of a buffer, with the buffer's strides."""
         widths = [part.shape[1] for part in payload]
         slots = payload[0].new_empty(self._layout.num_slots, self._layout.row_bytes)
         return tuple(slots[:, : sum(widths)].split(widths, 1))

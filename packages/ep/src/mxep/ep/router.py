@@ -1,10 +1,10 @@
-"""Router: picks experts and their weights for each token. Losses: keep the load balanced and the logits small.
+"""Router picks experts and their weights for each token. Two losses keep the load balanced and the logits small.
 
     x (T, D) -> logits (T, E) fp32 -> scores (softmax or sigmoid)
              -> choice: scores + bias, best groups kept, top-k -> expert_ids (T, K)
              -> weights: the chosen scores, normalised, scaled  -> weights (T, K)
 
-The bias changes the choice and never the weights. So balancing the load needs no auxiliary loss and adds no gradient
+The bias changes the choice, but never the weights. So balancing by it needs no auxiliary loss and adds no gradient
 (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024; group-limited routing as in DeepSeek-V3). A model may add
 auxiliary losses of its layers to its loss:
 
@@ -12,8 +12,9 @@ auxiliary losses of its layers to its loss:
                                                                 Transformers", 2021)
     router_z_loss = mean over tokens of logsumexp(logits)^2     keeps logits small (Zoph et al., "ST-MoE", 2022)
 
-f_e: expert e's share of the routed tokens. P_e: its mean score; only P_e has a gradient. Average the losses of the
-layers. Do not sum f_e and P_e over layers first: layers that each use a few different experts would look balanced.
+f_e: expert e's share of the routed tokens, without a gradient. P_e: expert e's mean score, with a gradient. Compute the
+loss per layer and average it over layers. If f_e and P_e were summed over layers first, layers that each use a few
+different experts would look balanced.
 
 T tokens, D model dim, E experts in all, K experts per token.
 """
@@ -39,13 +40,15 @@ from .rehearse import rehearse_router
 
 
 def recomputing() -> bool:
-    """True if autograd runs a backward on this thread, so that a forward is a checkpoint's recomputation. Meaningless
-    while tracing."""
+    """True if this thread runs a backward pass. A forward that runs now is then a checkpoint's recomputation.
+
+    While a graph is traced, the result is meaningless.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
 def check_sizes(least: int = 1, **sizes: Any) -> None:
-    """Raise ValueError unless each size is a whole number, at least `least`."""
+    """Raise ValueError if a size is not a whole number, or less than `least`."""
     for name, size in sizes.items():
         if not hasattr(size, "__index__") or size < least:
             raise ValueError(f"{name}: got {size!r}, want a whole number, at least {least}")
@@ -61,23 +64,25 @@ class Router(nn.Module):
         score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
         normalize: divide the chosen scores by their sum, so that a token's weights sum to 1.
         scale: factor for the weights, applied last.
-        num_groups, top_groups: experts form ``num_groups`` equal groups, and a token picks inside its best
-            ``top_groups``. A group's score is the sum of its two best experts. 1 and None: no limit.
-        balance: keep a bias per expert that steers the choice towards idle experts; see :meth:`update_bias`.
-        keep_logits: after each forward keep ``last_logits`` (T, E) fp32, differentiable, and ``last_expert_ids`` (T, K)
-            int32, for :func:`load_balancing_loss` and :func:`router_z_loss`. Padding has logits of -inf and ids of -1,
-            so no loss counts it. Only forward sets them, not a checkpoint's recomputation, unless the router is
-            compiled. Logits of a reentrant checkpoint have no gradient. torch.compile cannot keep them if its graph
-            contains a checkpoint. Copies, pickles and state dicts leave them out.
+        num_groups: number of equal groups that experts form. 1: no groups.
+        top_groups: number of groups from which a token may pick experts, those with the best scores. A group's score is
+            the sum of the scores of its two best experts. None: all groups.
+        balance: True to keep a bias per expert that steers the choice towards idle experts, see :meth:`update_bias`.
+        keep_logits: True to keep ``last_logits`` (T, E) fp32, differentiable, and ``last_expert_ids`` (T, K) int32
+            after each forward, for :func:`load_balancing_loss` and :func:`router_z_loss`. See below.
         dtype: dtype of ``weight``, fp32 or bf16. It cannot change later.
 
-    Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32. With ``balance``, the
-    attribute ``load`` (E,) int64 counts each expert's routed tokens on this rank since the last update, over all
-    micro-batches. A checkpoint's recomputation is not counted.
+    Parameter ``weight`` (E, D). With ``balance`` also the buffer ``expert_bias`` (E,) fp32, and the attribute ``load``
+    (E,) int64. It counts each expert's routed tokens on this rank since the last update, over all micro-batches, but
+    not in a checkpoint's recomputation.
 
-    **Dtypes stay.** ``.to(dtype)``, ``.half()`` and ``.double()`` move the router and do not cast it. Values loaded in
-    another dtype are cast back. Only FSDP2's ``MixedPrecisionPolicy(param_dtype=)`` casts, with a warning: call
-    ``fully_shard(router)`` by itself, without a policy.
+    **Kept logits.** Padding has logits of -inf and ids of -1, so no loss counts it. A checkpoint's recomputation does
+    not set logits and ids, unless the router is compiled. Logits of a reentrant checkpoint have no gradient.
+    torch.compile cannot keep logits if its graph contains a checkpoint. Copies, pickles and state dicts omit them.
+
+    **The dtypes of weight and bias never change.** ``.to(dtype)``, ``.half()`` and ``.double()`` do not cast them.
+    Values loaded in another dtype are cast to theirs. Only FSDP2's ``MixedPrecisionPolicy(param_dtype=)`` casts them,
+    with a warning: call ``fully_shard(router)`` by itself, without a policy.
     """
 
     expert_bias: Tensor | None
@@ -127,7 +132,7 @@ class Router(nn.Module):
         self._dtype = dtype
         zeros = torch.zeros(num_experts, device=device, dtype=torch.float32) if balance else None
         self.register_buffer("expert_bias", zeros)
-        # Not a buffer: DistributedDataParallel would overwrite it with rank 0's before each forward.
+        # load is not a buffer, because DistributedDataParallel would overwrite it with rank 0's before each forward.
         self.load = None if zeros is None else zeros.long()
         self.reset_parameters()
 
@@ -142,10 +147,10 @@ class Router(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self._keep_dtypes()  # assign=True takes tensors as they are
+        self._keep_dtypes()  # load_state_dict(assign=True) keeps the loaded dtypes
 
     def _keep_dtypes(self) -> None:
-        """Restore the dtypes of weight and bias after an assignment. Keep the load on the bias's device."""
+        """Restore the dtypes of weight and bias after other tensors were assigned. Move load to the bias's device."""
         if self.weight.dtype != self._dtype:
             self.weight = nn.Parameter(self.weight.detach().to(self._dtype), requires_grad=self.weight.requires_grad)
         if self.expert_bias is not None:
@@ -166,7 +171,7 @@ class Router(nn.Module):
         return self.weight.shape[0]
 
     def extra_repr(self) -> str:
-        """The sizes, then the settings that differ from their defaults."""
+        """The sizes, and the settings that differ from their defaults."""
         facts: dict[str, object] = {"dim": self.weight.shape[1], "num_experts": self.num_experts, "top_k": self.top_k}
         facts |= {"score": self.score} | ({} if self.normalize else {"normalize": False})
         facts |= {} if self.scale == 1.0 else {"scale": self.scale}
@@ -176,17 +181,22 @@ class Router(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in facts.items())
 
     def reset_parameters(self) -> None:
-        """Draw a new weight; zero bias and load."""
+        """Draw a new weight, and set bias and load to zero."""
         init_normal_(self.weight, self.weight.shape[1] ** -0.5)
         if self.expert_bias is not None and self.load is not None:
             self.expert_bias.zero_()
             self.load.zero_()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32, differentiable: on CUDA once, and not
-        by torch.func.
+        """Pick experts and their weights for each token.
 
-        mask: (T,) bool, False for padding. Padding has ids of -1, weights and gradients of 0, and is not counted.
+        Args:
+            x: (T, D).
+            mask: (T,) bool, False for padding. Padding has ids of -1, weights and gradients of 0, and is not counted.
+
+        Returns:
+            expert_ids: (T, K) int32.
+            weights: (T, K) fp32. On CUDA they are differentiable only once, and not by torch.func.
         """
         keeps = self.keep_logits and (torch.compiler.is_compiling() or not recomputing())
         if keeps:
@@ -203,7 +213,7 @@ class Router(nn.Module):
         if not torch.compiler.is_compiling() and x.is_cuda and not self._rehearsed:
             self._rehearsed = True
             rehearse_router(x, self.weight, self.top_k, self.score, has_choice=has_choice)
-        with torch.autocast(x.device.type, enabled=False):  # a router in bf16 would route differently
+        with torch.autocast(x.device.type, enabled=False):  # bf16 logits would choose other experts
             logits = fp32_linear(x, self.weight)
             choice = self._choice(logits.detach()) if has_choice else None
             expert_ids, weights = top_k(logits, self.top_k, self.score, choice=choice)
@@ -213,20 +223,20 @@ class Router(nn.Module):
             expert_ids, weights = expert_ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
             logits = logits.masked_fill(padding, float("-inf"))
         if self.load is not None and self.training:
-            self._move_load(x.device)  # FSDP2 moves parameters and buffers by itself
+            self._move_load(x.device)  # FSDP2 moves parameters and buffers without `_apply`
             _count_load(self.load, expert_ids)
         if keeps:
             self.last_logits, self.last_expert_ids = logits, expert_ids
         return expert_ids, weights if self.scale == 1 else weights * self.scale
 
     def _choice(self, logits: Tensor) -> Tensor:
-        """(T, E): a token chooses the experts with the largest values."""
+        """Values (T, E) for the choice: a token gets the experts with the largest values."""
         scores = scores_of(logits, self.score)
         choice = scores if self.expert_bias is None else scores + self.expert_bias
         if self.top_groups < self.num_groups:
             in_groups = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
             group_score = in_groups.topk(min(2, in_groups.shape[2]), dim=-1).values.sum(-1)
-            largest = logits.view(in_groups.shape).amax(-1)  # decides between groups of equal scores, such as 0
+            largest = logits.view(in_groups.shape).amax(-1)  # decides if groups have equal scores, such as 0
             best = top_k(largest, self.top_groups, choice=group_score)[0].long()
             reachable = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
             choice = in_groups.masked_fill(~reachable[:, :, None], float("-inf")).flatten(1)
@@ -234,10 +244,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
-        """Move each expert's bias by ``rate`` towards balance and reset the load. Call it once per optimizer step.
+        """Move each expert's bias by ``rate`` towards balance, and reset the load. Call it once per optimizer step.
 
-        Sums the load over ``group`` (None: the default group, if initialised), the router's only collective. Raises
-        RuntimeError on a router built without ``balance``.
+        The load is summed over ``group``, with the router's only collective. None: the default group, or this process
+        alone if there is none. Raises RuntimeError if the router was made without ``balance``.
         """
         if self.expert_bias is None or self.load is None:
             raise RuntimeError("this router keeps no bias; build it with balance=True")
@@ -250,8 +260,8 @@ class Router(nn.Module):
 
 
 def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """The mask of x (..., D) as (T,). Raises ValueError if dtype, shape or device does not fit."""
-    fits = mask.shape == x.shape[:-1] or mask.shape == (x.shape[:-1].numel(),)  # `in` compares no symbols in a graph
+    """Return the mask of x (..., D), reshaped to (T,). Raises ValueError if dtype, shape or device does not fit."""
+    fits = mask.shape == x.shape[:-1] or mask.shape == (x.shape[:-1].numel(),)  # `in` cannot compare symbolic sizes
     if mask.dtype != torch.bool or not fits or mask.device != x.device:
         got = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
         raise ValueError(f"mask: expected bool {tuple(x.shape[:-1])} on {x.device}, False for padding, got {got}")
@@ -260,7 +270,7 @@ def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 @functools.cache
 def _warn_of_cast(got: torch.dtype, own: torch.dtype) -> None:
-    """Warn once per process, because all layers warn the same."""
+    """Warn once per process, because all layers would warn the same."""
     warnings.warn(
         f"a router's weight was cast to {got} and routes elsewhere than in {own}: FSDP2's MixedPrecisionPolicy does "
         "that; fully_shard(moe.router) first, without a policy",
@@ -268,7 +278,7 @@ def _warn_of_cast(got: torch.dtype, own: torch.dtype) -> None:
     )
 
 
-# An op decides when it runs, not when it is traced: a compiled, checkpointed router runs it again in backward.
+# An op, because `recomputing` must be asked when a graph runs, not when it is traced: a checkpoint reruns the graph.
 @torch.library.custom_op("mxep::count_load", mutates_args=("load",))
 def _count_load(load: Tensor, expert_ids: Tensor) -> None:
     if not recomputing():
@@ -279,14 +289,17 @@ def _count_load(load: Tensor, expert_ids: Tensor) -> None:
 def load_balancing_loss(
     logits: Tensor, expert_ids: Tensor, *, score: str = "softmax", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """0-d fp32: 1 at perfect balance, up to E / K if all tokens choose the same experts. No host sync.
+    """Return the load balancing loss (see the module's docstring). No host sync.
 
-    logits: (T, E), differentiable, such as `Router.last_logits`. expert_ids: (T, K) int32 or int64. Ids outside 0 ..
-    E-1 and tokens without valid ids are not counted. score: "softmax", or "sigmoid" divided by its sum over the token's
-    experts. group: f_e counts the tokens of all its ranks, with one all-reduce of E counts, which all ranks must call.
-    The mean of the ranks' losses is the whole batch's loss if all have as many tokens.
+    Args:
+        logits: (T, E), differentiable, such as `Router.last_logits`.
+        expert_ids: (T, K) int32 or int64. Ids outside 0 .. E-1, and tokens without valid ids, are not counted.
+        score: "softmax", or "sigmoid", which is divided by its sum over the E experts.
+        group: if given, f_e counts the tokens of all its ranks, with one all-reduce of E counts, which all ranks must
+            call. If all ranks have as many tokens, the mean of their losses is then the loss of the whole batch.
 
-    Raises ValueError for another score, or sizes that do not fit.
+    Returns 0-d fp32: 1 at perfect balance, up to E / K if all tokens choose the same experts. Raises ValueError for
+    another score, or sizes that do not fit.
     """
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
@@ -302,15 +315,17 @@ def load_balancing_loss(
     if (group := checked_group(group)) is not None:
         counts = wait_tensor(torch.ops._c10d_functional.all_reduce(counts, "sum", group.group_name))
     routed = valid.any(1, keepdim=True)
-    logits = torch.where(routed, logits.float(), 0.0)  # uncounted logits may be NaN
+    logits = torch.where(routed, logits.float(), 0.0)  # logits of tokens that are not counted may be NaN
     scores = (logits if score == "softmax" else F.logsigmoid(logits)).softmax(-1)
     products = counts * torch.where(routed, scores, 0.0).sum(0)
     return products.sum() * (num_experts / (counts.sum() * routed.sum()).clamp_min(1))
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """0-d fp32: the mean over tokens of the squared logsumexp. logits: (T, E), differentiable. Tokens with only -inf
-    logits (`Router` gives these to padding) are not counted."""
+    """Return the mean over tokens of the squared logsumexp of logits, 0-d fp32.
+
+    logits: (T, E), differentiable. If all logits of a token are -inf, as for padding, the token is not counted.
+    """
     padding = (logits == float("-inf")).all(-1, keepdim=True)
     z = logits.float().masked_fill(padding, 0.0).logsumexp(-1).masked_fill(padding[..., 0], 0.0)
     return z.square().sum() / (~padding).sum().clamp_min(1)

@@ -1,4 +1,4 @@
-"""The shared expert: a dense gated MLP, in the layer's recipe, that every token takes.
+"""The shared expert: a dense gated MLP in the layer's recipe, which every token takes.
 
     forward                                    backward
     x (T, D)                                   d_out (T, D)
@@ -7,9 +7,13 @@
       SwiGLU, quantize                           SwiGLU backward, h again, quantize;  dw2 = d_out^T h
     out (T, D) = h w2^T                        dx (T, D) = d_gate_up w13;   dw13 = d_gate_up^T x
 
-gate and up are one GEMM, so x is quantized once. It is one autograd function, and `mxep.runtime.replay` replays each
-pass: no MXTensor crosses autograd, and torch.compile has it in one graph. With wgrad "bf16" it is composed instead. T
-is any number: the GEMMs are those of `mxep.gemm.linear`.
+w13 is gate_up_proj (2F, D), w2 is down_proj (D, F). gate and up are computed by one GEMM, so x is quantized once. The
+GEMMs are those of `mxep.gemm.linear`, so T may be any number.
+
+The shared expert is one autograd function, and `mxep.runtime.replay` replays each of its passes. No MXTensor crosses
+autograd, and torch.compile does not break the graph. With wgrad "bf16" it is composed of `mxep.gemm` functions instead.
+
+T tokens, D model dim, F hidden dim.
 """
 
 from dataclasses import dataclass
@@ -49,13 +53,13 @@ from .functional import swiglu
 
 
 class SharedExpert(nn.Module):
-    """A dense gated MLP that every token takes: ``gate_up_proj`` (2F, D), ``down_proj`` (D, F).
+    """A dense gated MLP, which every token takes. Parameters: ``gate_up_proj`` (2F, D), ``down_proj`` (D, F).
 
-    gate: multiply the output by sigmoid(x gate^T), with the parameter ``gate`` (1, D) in x's dtype, whatever the recipe
-    (Qwen2-MoE).
+    gate: True to multiply the output by sigmoid(x gate^T), with another parameter ``gate`` (1, D) (Qwen2-MoE). This is
+    computed in x's dtype, whatever the recipe.
 
-    If a weight has an attribute ``main_grad``, its gradient is added there and not to `.grad`; the gate does not use
-    it.
+    If a weight has an attribute ``main_grad``, its gradient is added to main_grad, not to `.grad`. The gate ignores
+    main_grad.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class SharedExpert(nn.Module):
     def forward(
         self, x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto", activation: SwiGLU = PLAIN
     ) -> Tensor:
-        """``x`` (T, D) bf16 or fp32 -> (T, D). Raises ValueError for sizes that the recipe does not take."""
+        """Compute the MLP of x (T, D) bf16 or fp32. Returns (T, D). Raises ValueError if sizes do not fit a recipe."""
         recipe, weights = Recipe.named(recipe), (self.gate_up_proj, self.down_proj)
         main_grads = tuple(getattr(weight, "main_grad", None) for weight in weights)
         chosen = select(backend, x.device)
@@ -111,7 +115,7 @@ def _compose(
     backend: Backend,
     activation: SwiGLU,
 ) -> Tensor:
-    """The shared expert without its gate, with unquantized weight gradients."""
+    """Compute the shared expert, without its gate, with unquantized weight gradients (wgrad "bf16")."""
     gate_up = linear(x, gate_up_proj, recipe=recipe, backend=backend, main_grad=main_grad13)
     h = swiglu(gate_up, None, None, recipe=recipe, activation=activation)
     return linear(h, down_proj, recipe=recipe, backend=backend, main_grad=main_grad2)
@@ -151,7 +155,7 @@ class _SharedMLP(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ForwardOutput(Bundle):
-    """out (T, D), and what backward needs besides the weights."""
+    """out (T, D), and tensors to save for backward besides the weights."""
 
     out: Tensor
     saved: Saved
@@ -159,7 +163,7 @@ class _ForwardOutput(Bundle):
 
 @dataclass(frozen=True)
 class _BackwardInput(Operands):
-    """d_out (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), and main_grads of the weights' shapes or None."""
+    """d_out: (T, D). gate_up_proj: (1, 2F, D). down_proj: (1, D, F). main_grads: like the weights, or None."""
 
     d_out: Tensor
     gate_up_proj: Tensor
@@ -179,7 +183,10 @@ def _forward(
     config: LayerConfig,
     needs: tuple[bool, bool, bool],
 ) -> _ForwardOutput:
-    """x (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F). needs: whether each of these three needs a gradient."""
+    """Forward without autograd. x: (T, D). gate_up_proj: (1, 2F, D). down_proj: (1, D, F).
+
+    needs: for each of these three, True if it needs a gradient.
+    """
     recipe, backend = config.recipe, config.backend
     if rowwise is None:
         rowwise = quantize_rowwise.function(gate_up_proj, down_proj, config=config, dgrad=any(needs))
@@ -197,7 +204,7 @@ def _forward(
 def _backward(
     given: _BackwardInput, colwise: ColwiseWeights | None, *, config: LayerConfig, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x and of both weights; None: not wanted, or added to a main_grad."""
+    """Gradients of x and of both weights. One is None if it is not wanted, or was added to a main_grad."""
     recipe, backend, d_out, saved = config.recipe, config.backend, given.d_out, given.saved
     gate_up_proj, down_proj = saved_weights(given.gate_up_proj, given.down_proj, saved)
     given.release("saved")

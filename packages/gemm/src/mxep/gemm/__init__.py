@@ -4,9 +4,14 @@
     out = grouped_mm(rows, weights, offs, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
     out = linear(x, weight, bias, recipe="mxfp8")             # (..., K), (N, K), (N,) -> (..., N)
 
-`functional` has both, with their gradients, `recipe` the rules of quantization, `quantize_once` the lifetime of
-quantized weights, `backends` the implementations. `convert` applies them to a model. `diagnostics` reports the cost of
-folding.
+Modules:
+
+    functional      grouped_mm and linear, with their gradients
+    recipe          how operands are quantized
+    quantize_once   how long quantized weights live
+    backends        implementations of the GEMMs
+    convert         makes an existing model use them
+    diagnostics     reports how much accuracy folding costs
 """
 
 import importlib.metadata

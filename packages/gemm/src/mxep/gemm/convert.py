@@ -1,12 +1,13 @@
-"""Converts a model in one call: its nn.Linear modules and its calls of torch's grouped mm on expert weights quantize.
+"""convert makes a model's nn.Linear modules, and its calls of torch's grouped mm on expert weights, run mxep's GEMMs.
 
-    convert(model, "mxfp8")     nn.Linear(...)(x) runs `mxep.gemm.linear`, forward and backward, and
+    convert(model, "mxfp8")     nn.Linear(...)(x) now runs `mxep.gemm.linear`, forward and backward, and
                                 torch._grouped_mm(x, self.w1.bfloat16().mT, offs=offs) runs `mxep.gemm.grouped_mm`
-    revert(model)               both are torch's own again
+    revert(model)               both run torch's GEMMs again
 
-Parameters stay the same objects in the same places. Each module that owns them gets a subclass of its class, with the
-same name. The forward of an nn.Linear becomes `linear`. Other forwards run under a mode (`convert_mode.py`) that finds
-torch's grouped mm with a converted weight, and runs `grouped_mm` instead.
+Parameters stay the same objects in the same modules. The class of each module that owns a converted parameter is
+replaced by a subclass with the same name. The forward of an nn.Linear becomes `linear`. Other forwards run under a
+torch function mode (`convert_mode.py`). Where such a forward calls torch's grouped mm with a converted weight, the mode
+runs `grouped_mm` instead.
 """
 
 import functools
@@ -44,18 +45,23 @@ def convert(
 
     Args:
         recipe: a Recipe, its name, or "auto", which applies `auto_recipe` to the shape of each GEMM.
-        filter: filter(fqn, parameter) is True to convert; asked about all parameters except biases of nn.Linear. By
-            default it selects floating 3-D parameters outside torch's own modules, and weights of nn.Linear except
-            routers, heads, adapters and sizes that do not fit the recipe (`reason_to_leave`).
-        backend: as for `grouped_mm`. strict: raise RuntimeError instead of warning.
+        filter: function of (fqn, parameter) that returns True to convert the parameter. It is called for all parameters
+            except biases of nn.Linear. By default two kinds are converted: floating 3-D parameters outside torch's own
+            modules, and weights of nn.Linear. The default leaves out routers, heads, adapters and sizes that do not fit
+            the recipe (`reason_to_leave`).
+        backend: as for `grouped_mm`.
+        strict: True to raise RuntimeError where convert would warn.
 
-    Returns the model. The log ("mxep.gemm", level INFO) lists converted and skipped parameters, with reasons. It warns
-    once for a converted parameter that no GEMM of mxep used in a forward, that got a gradient before any such GEMM
-    (other code has replaced the forward), or that has an unusable `main_grad`.
+    Returns the model. The logger "mxep.gemm" lists converted and skipped parameters with reasons, at level INFO. It
+    warns once per converted parameter if
 
-    A model may be converted in several calls, with other recipes for other parameters. Convert before `torch.compile`,
-    before or after `fully_shard`, `parallelize_module` and making optimizers. Only GEMMs within the forward of the
-    module that owns the weight count: put a `checkpoint` around that module.
+    - a forward of its module ran no GEMM of mxep with it;
+    - it got a gradient before any GEMM of mxep used it, because other code has replaced the forward;
+    - its `main_grad` is unusable.
+
+    A model may be converted in several calls, with another recipe in each. Call convert before `torch.compile`. The
+    order of convert and `fully_shard`, `parallelize_module` or making an optimizer does not matter. Only GEMMs that run
+    inside the forward of the module that owns the weight are replaced. So put `checkpoint` around that whole module.
 
     Raises ValueError for an unknown recipe or backend, if no parameter passes the filter, and for a selected parameter
     that
@@ -65,7 +71,8 @@ def convert(
       no shape yet, or has a forward of its own instead of its class's;
     - is a shard of tensor parallelism that does not fit the recipe.
 
-    A GEMM raises it, with the parameter's name, if K or N does not fit the recipe, or dtypes or offs are wrong.
+    A converted GEMM raises ValueError, with the parameter's name, if K or N does not fit the recipe, or if dtypes or
+    offs are wrong.
     """
     recipe = recipe_of(recipe)
     if isinstance(backend, str) and backend not in ("auto", *BACKENDS):
@@ -97,7 +104,7 @@ def convert(
 
 
 def revert(model: Module) -> Module:
-    """Undo every `convert` of this model or of its parts, in place. Returns the model."""
+    """Undo every `convert` of this model and of its submodules, in place. Returns the model."""
     for module in model.modules():
         for how in _weights(module).values():
             how._used = True  # ends the watch for its first gradient
@@ -107,17 +114,17 @@ def revert(model: Module) -> Module:
 
 
 def converted(model: nn.Module) -> dict[str, Converted]:
-    """Converted parameters by their names in `model`."""
+    """The settings of all converted parameters, by the parameters' names in `model`."""
     found = ((fqn, _weights(module).get(name)) for module, name, fqn, _ in _parameters(model))
     return {fqn: how for fqn, how in found if how is not None}
 
 
 Chosen = tuple[nn.Module, str, str]
-"""(module, name in it, name in the model)."""
+"""A parameter as (module, name in the module, name in the model)."""
 
 
 def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tuple[list[Chosen], dict[str, list[str]]]:
-    """Parameters to convert, and skipped ones of nn.Linear by reason. Raises ValueError for unsuitable ones."""
+    """(parameters to convert, names of skipped linears by reason). Raises ValueError for unsuitable parameters."""
     chosen, left = list[Chosen](), dict[str, list[str]]()
     vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
     largest = recipe if isinstance(recipe, Recipe) else Recipe.mxfp8()
@@ -152,9 +159,10 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """(module that uses it in forward, name there, name in the model, parameter). Tied ones appear for every module.
+    """Yield (module, name in the module, name in the model, parameter) for every parameter.
 
-    The module is the parameter's owner, or the owner's closest ancestor with a forward, as of a ModuleList.
+    The module is the one whose forward uses the parameter. It is the parameter's owner. If the owner has no forward,
+    like a ModuleList, it is the owner's closest ancestor with a forward. Tied parameters come once per module.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for prefix, module in modules.items():
@@ -174,7 +182,7 @@ def _only_holds(module: nn.Module) -> bool:
 
 
 def state_of(module: nn.Module) -> State | None:
-    """The module's conversion state, if it has one."""
+    """The module's conversion state; None if it is not converted."""
     state: State | None = module.__dict__.get(_KEY)
     return state
 
@@ -188,7 +196,7 @@ def _is_weight(parameter: Tensor) -> bool:
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """True if a hook computes this parameter's attribute before each forward, such as `weight` from `weight_orig`."""
+    """True if a hook computes an attribute from this parameter, such as `weight` from `weight_orig` or `weight_g`."""
     attribute, _, suffix = name.rpartition("_")
     return suffix in ("orig", "g", "v") and isinstance(module.__dict__.get(attribute), Tensor)
 
@@ -222,12 +230,12 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, reci
     if getattr(module, "_distribute_module_applied", False) and hasattr(parameter, "device_mesh") and name == "weight":
         from mxep.gemm.tensor_parallel import check_shards
 
-        # A tensor-parallel style has sharded it. FSDP2's shards may have any size, as they are gathered before a GEMM.
+        # parallelize_module has sharded it. FSDP2's shards may have any size, as they are gathered before a GEMM.
         check_shards(fqn, parameter, recipe)
 
 
 def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
-    """Report a parameter that gets a gradient without a GEMM of mxep, because its forward was replaced."""
+    """Report the parameter when it gets a gradient although no GEMM of mxep used it: its forward was replaced."""
 
     def look(_: Tensor) -> None:
         handle.remove()
@@ -238,7 +246,7 @@ def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
 
 
 def _state(module: nn.Module) -> State:
-    """The module's conversion state. If it has none, it gets one, and the class that uses it."""
+    """The module's conversion state. If it has none, convert the module's class and give it one."""
     if _KEY not in module.__dict__:
         module.__dict__[_KEY] = State()
         if not any("_mxep_base" in cls.__dict__ for cls in type(module).__mro__):
@@ -250,16 +258,16 @@ def _state(module: nn.Module) -> State:
 
 @functools.cache
 def _prepare_dynamo() -> None:
-    """Let torch.compile ask modes about _grouped_mm, by listing it as overridable."""
+    """List torch._grouped_mm as overridable, so that torch.compile lets torch function modes replace it."""
     from torch._dynamo.variables.torch import get_overridable_functions
 
     get_overridable_functions().add(torch._grouped_mm)
-    torch.compiler.assume_constant_result(tell)  # runs it when a graph is traced
+    torch.compiler.assume_constant_result(tell)  # so that `tell` runs while a graph is traced
 
 
 @functools.cache
 def _converted_class(base: Any) -> Any:
-    """`base` with another forward. Cached, so that layers share the class and one compilation."""
+    """A subclass of `base` with another forward. Cached, so that layers share one class and one compilation."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -278,7 +286,7 @@ def _converted_class(base: Any) -> Any:
         else:
             out = base.forward(self, *args, **kwargs)
         if any(not how._entered for how in watched):
-            present = {id(how) for how in converted(self).values()}  # parts may have been removed
+            present = {id(how) for how in converted(self).values()}  # submodules may have been removed
             report(
                 [how for how in watched if not how._entered and id(how) in present],
                 "no product of this forward ran in {recipe}: the forward of the module that owns it was not called",
@@ -317,7 +325,7 @@ def _linear_forward(module: Any, state: State, input: Tensor) -> Tensor:
 
 
 def _new(base: Any, *args: Any) -> nn.Module:
-    """First step of copying and of unpickling a converted module."""
+    """Make an empty converted module: the first step of copying and unpickling (`__reduce_ex__`)."""
     made = _converted_class(base)
     module: nn.Module = made.__new__(made, *args)
     _prepare_dynamo()
@@ -330,15 +338,15 @@ ADAPTERS: Final = re.compile(r"(^|\.)lora_")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for an nn.Linear with nn.Linear's own forward, even if converted or sharded by FSDP2."""
+    """True for an nn.Linear with nn.Linear's own forward. It may be converted, or sharded by FSDP2."""
     forward = getattr(type(module), "_mxep_base", type(module)).forward
     return isinstance(module, nn.Linear) and forward is nn.Linear.forward
 
 
 def reason_to_leave(name: str, module: nn.Linear, vocabulary: int, recipe: Recipe) -> str | None:
-    """Why the linear called `name` is not converted by default; None: it is.
+    """Return None if the linear called `name` is converted by default, else the reason why not.
 
-    vocabulary: rows of the model's largest embedding, 0 if it has none.
+    vocabulary: number of rows of the model's largest embedding, 0 if there is none.
     """
     if ROUTERS.search(name):
         return "a router, by its name"
@@ -356,7 +364,7 @@ def reason_to_leave(name: str, module: nn.Linear, vocabulary: int, recipe: Recip
 
 
 def by_pattern(fqns: Iterable[str]) -> str:
-    """Names with layer numbers replaced by stars, each pattern once: "layers.*.q_proj.weight (48), ..."."""
+    """Summarize names by patterns with stars for layer numbers, and counts: "layers.*.q_proj.weight (48), ..."."""
     found: dict[str, list[str]] = {}
     for fqn in fqns:
         found.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", fqn), []).append(fqn)
@@ -364,21 +372,25 @@ def by_pattern(fqns: Iterable[str]) -> str:
 
 
 SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Names of linears that read one input in most models."""
+"""Groups of linears that have the same input in most models."""
 
 
 def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *, copies: bool = False) -> Module:
-    """Compute converted linears that read one input together, in place. Returns the model and logs the names.
+    """Make converted linears with the same input, such as q, k and v, compute as one GEMM. Changes the model in place.
 
-    siblings: names of children of one module. They are joined if all are linears, converted alike, with one dtype and
-    equal in_features. DTensors (tensor parallelism, FSDP2 around each of them) stay separate. The first call computes
-    all results. Name only siblings that are called with the same tensor: other results are wasted, with a warning.
-    copies: return each result as a separate tensor, for a read and a write of the results. By default results are views
-    of one tensor. torch then refuses in-place writes, and a `.view` that joins their last two axes, such as q.view(-1,
-    head_dim).
+    Args:
+        siblings: tuples of names of linears that are children of one module. A tuple's linears are joined if all are
+            converted with the same settings, have one dtype and equal in_features. They stay separate if their weights
+            are DTensors (tensor parallelism, or FSDP2 around each linear).
+        copies: True to return each result as a separate tensor, which costs a read and a write of the results. By
+            default results are views of one tensor. torch refuses to write to such views in place, or to `.view` them
+            so that the last two axes are joined, as in q.view(-1, head_dim).
 
-    Call it before PEFT, because PEFT's layers take over the names. `revert` undoes it. Raises ValueError if no siblings
-    are found.
+    Returns the model, and logs the names of joined linears. The linear that is called first computes the results of
+    all. Join only linears that are called with the same tensor: otherwise results are wasted, with a warning.
+
+    Call join_linears before PEFT, because PEFT's layers take over the names. `revert` undoes it. Raises ValueError if
+    no linears can be joined.
     """
     found = []
     for prefix, parent in model.named_modules():
@@ -398,7 +410,7 @@ def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *,
 
 
 class Joined:
-    """Siblings, and the results of those that have not been called yet."""
+    """Linears that are computed together, and results of those that were not called yet."""
 
     def __init__(self, modules: Sequence[Any], names: str, copies: bool) -> None:
         self.modules = tuple(modules)
@@ -410,10 +422,10 @@ class Joined:
         return self.__dict__ | {"held": None}
 
     def forward(self, module: nn.Module, how: Converted, x: Tensor) -> Tensor | None:
-        """Result of `module` for x; None: the module computes it itself."""
+        """Return the result of `module` for x. None if the module must compute it alone."""
         place = next((i for i, each in enumerate(self.modules) if each is module), None)
         weights = [each.weight for each in self.modules]
-        if place is None or any(hasattr(w, "device_mesh") for w in weights):  # no place: a replica
+        if place is None or any(hasattr(w, "device_mesh") for w in weights):  # place is None for a replica
             return None
         held, circumstances = self.held, _circumstances(x, *weights)
         if held is not None and held[0] is x and held[1] == circumstances and place in held[2]:
@@ -437,7 +449,7 @@ class Joined:
 
 
 def _circumstances(x: Tensor, *weights: Tensor) -> Any:
-    """State that must be unchanged for a kept result to be valid."""
+    """Everything that a kept result depends on. If it has changed, the result is invalid."""
     if torch.compiler.is_compiling():
         return None
     versions = [None if each.is_inference() else each._version for each in (x, *weights)]

@@ -1,7 +1,8 @@
-"""The mode around a converted module's forward: it recognizes the module's weights, and multiplies by them with mxep.
+"""The torch function mode under which a converted module's forward runs: it replaces torch's grouped mm by mxep's.
 
-Groups may have any size: they are padded with zero rows to the recipe's alignment, multiplied and unpadded, without a
-host sync. All other functions stay torch's. A converted weight without a GEMM of mxep is reported.
+The mode acts only on calls with a converted weight. Groups may have any size: they are padded with zero rows to the
+recipe's alignment, multiplied and unpadded, without a host sync. If a forward runs no such call with a converted
+weight, the weight is reported.
 """
 
 import warnings
@@ -24,9 +25,12 @@ GROUPED_MM: Final[Callable[..., Any]] = torch._grouped_mm
 
 @dataclass(eq=False)
 class Converted:
-    """Settings for one parameter's GEMMs.
+    """Settings for the GEMMs of one converted parameter.
 
-    fqn: its name in the model. recipe: may be "auto". backend: as for `grouped_mm`. strict: raise instead of warn.
+    fqn: the parameter's name in the model.
+    recipe: a Recipe, or "auto".
+    backend: as for `grouped_mm`.
+    strict: True to raise instead of warning.
     """
 
     fqn: str
@@ -42,9 +46,11 @@ class Converted:
 class State:
     """Conversion state of a module.
 
-    weights: name in the module -> weight that its forward multiplies by. alike: True if these are all its 3-D
-    parameters and share recipe and backend. linear: True for an nn.Linear. watched: all weights of the model, if this
-    is the module passed to `convert`. joined: `convert.Joined` of a linear's siblings, or None.
+    weights: settings of the converted weights that the module's forward uses, by their names in the module.
+    alike: True if `weights` are all 3-D parameters of the module, with one recipe and backend.
+    linear: True for an nn.Linear.
+    watched: settings of all converted weights of the model, if this is the module that `convert` was called with.
+    joined: the linears that are computed together with this one, or None.
     """
 
     weights: dict[str, Converted] = field(default_factory=dict)
@@ -55,11 +61,12 @@ class State:
 
 
 class Products(TorchFunctionMode):
-    """Runs mxep's GEMMs within one forward of a module.
+    """Torch function mode for one forward of a module, which runs mxep's GEMMs with the module's converted weights.
 
-    A tensor that a torch function makes from a weight counts as the weight: a cast, or a sum with an adapter's delta.
-    Tensors are recognized by storage, or under torch.compile, which has no storages, by identity. If identity fails, as
-    behind .mT in torch 2.13, any 3-D operand counts as a weight, provided the module's weights are alike.
+    If a torch function computes a tensor from a weight, the result counts as the weight, too: a cast, or the sum with
+    an adapter's delta. Tensors are recognized by their storage. torch.compile has no storages, so there they are
+    recognized by identity. Identity fails behind .mT in torch 2.13. If so, and if all 3-D weights of the module have
+    the same recipe and backend, any 3-D operand counts as a weight.
     """
 
     def __init__(self, module: nn.Module, state: State) -> None:
@@ -70,7 +77,7 @@ class Products(TorchFunctionMode):
         self.tensors: list[tuple[Tensor, list[str]]] = []
         self.storages: dict[int, tuple[StorageWeakRef, list[str]]] | None = None
         for how in state.weights.values():
-            how._entered = True  # compiled code has this side effect, too
+            how._entered = True  # torch.compile keeps this side effect
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,7 +92,7 @@ class Products(TorchFunctionMode):
         return out
 
     def names_of(self, x: Any) -> list[str]:
-        """Names of the weights that x, or its items, were made from."""
+        """Names of the converted weights that x was made from. If x is a sequence, those of its items."""
         if isinstance(x, (tuple, list)):
             names: list[str] = []
             for item in x:
@@ -114,7 +121,7 @@ class Products(TorchFunctionMode):
         if self.compiling:
             self.tensors.append((x, names))
         elif self.storages is not None:
-            storage = StorageWeakRef(local_part(x).untyped_storage())  # keeps its address from being reused
+            storage = StorageWeakRef(local_part(x).untyped_storage())  # its address is not reused while this exists
             self.storages.setdefault(storage.cdata, (storage, names))
 
     def multiply(
@@ -125,7 +132,7 @@ class Products(TorchFunctionMode):
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """torch's grouped mm. It runs mxep's for input (M, K), mat2 (G, K, N) of a weight, and offs (G,)."""
+        """Replace torch's grouped mm of input (M, K), mat2 (G, K, N), made from a converted weight, and offs (G,)."""
         names = self.names_of(mat2)
         two_by_three = input.dim() == 2 and mat2.dim() == 3 and bias is None and not hasattr(mat2, "device_mesh")
         if self.compiling and not names and two_by_three:
@@ -153,7 +160,7 @@ class Products(TorchFunctionMode):
         return self.missing[0] if self.missing else self.names[0]
 
     def main_grad(self, name: str, w: Tensor) -> Tensor | None:
-        """The part of the weight's main_grad that belongs to w, a view of the weight."""
+        """The view of the weight's main_grad that corresponds to w, a view of the weight."""
         weight, how = parameter_of(self.module, name), self.state.weights[name]
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None or weight is None:
@@ -176,7 +183,7 @@ class Products(TorchFunctionMode):
 
 
 def report(found: list[Converted], what: str) -> None:
-    """Warn once per parameter, or raise if strict."""
+    """Warn about the parameters, once for each. Raise instead if one is strict."""
     new = [how for how in found if how.strict or not how._reported]
     for how in new:
         how._reported = True
@@ -191,7 +198,7 @@ def tell(message: str, strict: bool) -> None:
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """The parameter, also if FSDP2, a functional call or a parametrization has moved it."""
+    """The parameter `name` of a module. It is also found if FSDP2, a functional call or a parametrization moved it."""
     path, _, leaf = name.rpartition(".")
     for part in path.split(".") if path else ():
         module = module._modules[part]  # type: ignore[assignment]
@@ -203,7 +210,7 @@ def parameter_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def local_part(x: Any) -> Tensor:
-    """A DTensor's local part, or a plain x."""
+    """The local part of x if x is a DTensor, else x itself."""
     local: Tensor = getattr(x, "_local_tensor", x)
     return local
 
@@ -211,8 +218,10 @@ def local_part(x: Any) -> Tensor:
 def _grouped_mm_any_size(
     x: Tensor, w: Tensor, offs: Tensor, how: Converted, main_grad: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """grouped_mm for groups of any size: x (M, K), w (G, N, K), offs (G,) int32 -> (M, N). Rows in no group are
-    zero."""
+    """grouped_mm for groups of any size. Returns (M, N), with zeros for rows past the last group.
+
+    x: (M, K). w: (G, N, K). offs: (G,) int32.
+    """
     recipe = how.recipe
     if not isinstance(recipe, Recipe):
         recipe = auto_recipe(x.shape[0] / w.shape[0], w.shape[2], w.shape[1], of="grouped_mm")

@@ -1,13 +1,14 @@
-"""Reports how much accuracy folding costs a model's GEMMs, and tells torch's FlopCounterMode how many FLOPs they are.
+"""`fold_report` shows how much accuracy folding costs a model's GEMMs. This file also has FLOP formulas for torch.
 
-fold_report is slow, and works on any device, with any backend. The hopper backend folds MX rows to one scale per row,
-so elements far below the largest of their row lose bits. This matters only where the other operand is large, so the
-report gives the lowest SNR of any row of the result. While a report is open, compiled code runs eagerly. Reports leave
-out CUDA graphs captured before, and quantizations that `quantize_weights_once` already held.
+The hopper backend folds MX rows to one scale per row, so elements far below the largest of their row lose bits. The
+lost bits matter only if such elements meet large elements of the other operand. Therefore the report contains the
+lowest SNR of any row of the result. fold_report is slow, and works on any device, with any backend. While a report is
+open, compiled code runs eagerly. CUDA graphs that were captured earlier are not reported. Neither are quantizations
+that `quantize_weights_once` held already.
 
-A GEMM has 2 M N K FLOPs, the formula that torch uses for its own GEMMs. M is the number of valid rows, offs[-1], read
-from the device. Padding rows of a group count, rows past the groups do not. With fake tensors or in a CUDA graph's
-capture offs cannot be read, so M is the capacity.
+torch's FlopCounterMode counts 2 * M * N * K FLOPs for a GEMM, as for torch's own. M is offs[-1], read from the device:
+it includes the padding rows of groups, but not rows past the groups. If offs cannot be read (fake tensors, or during
+the capture of a CUDA graph), M is the capacity.
 
 M rows, N out features, K in features, G groups.
 """
@@ -33,17 +34,22 @@ from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
 from mxep.runtime.op import count_flops, offer_flops
 from mxep.runtime.replay import no_replays
 
-HARMFUL_DB = 40.0  # below this SNR of folding the report advises other backends; MX itself has about 28 dB
+HARMFUL_DB = 40.0  # below this SNR the report advises other backends; quantization to MX itself has about 28 dB
 _WATCHED = ("forward", "dgrad", "prepare_wgrad", "quantize_weight_rowwise", "quantize_weight_colwise")
 
 
 @dataclass
 class FoldedProduct:
-    """A GEMM of a module (its name, or class) with a weight (G, N, K).
+    """Statistics of one GEMM: forward, dgrad or wgrad of a module with one weight.
 
-    elements: count in both operands, over all calls. rounded: elements changed by folding. flushed: elements that
-    become zero. spread: largest ratio of scales that folding merges into one, in binades. snr_db: lowest SNR of any
-    row of the folded result."""
+    module: the module's name, or its class.
+    weight: the weight's shape (G, N, K).
+    elements: number of elements of both operands, over all calls.
+    rounded: number of elements that folding changes.
+    flushed: number of elements that folding makes zero.
+    spread: log2 of the largest ratio of two scales that folding merges into one.
+    snr_db: lowest SNR of any row of the result, folded compared with exact.
+    """
 
     module: str
     weight: tuple[int, ...]
@@ -57,7 +63,7 @@ class FoldedProduct:
 
 
 class FoldReport(dict[tuple[str, tuple[int, ...], str], FoldedProduct]):
-    """Result of `fold_report`: GEMMs by (module, weight, product). str() is a table, with advice."""
+    """Result of `fold_report`: a FoldedProduct by (module, weight, product). str() gives a table with advice."""
 
     def __str__(self) -> str:
         lines = [f"{'product':<44}  calls   rounded   flushed  spread  SNR dB  advice"]
@@ -71,10 +77,13 @@ class FoldReport(dict[tuple[str, tuple[int, ...], str], FoldedProduct]):
 
 @contextlib.contextmanager
 def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
-    """Report on all GEMMs of MX operands in the process while the context is open. model: gives modules their names."""
+    """Context manager that reports on all GEMMs of MX operands in the process while it is open.
+
+    model: the report uses its modules' names. Without it, the report uses class names.
+    """
     report, modules, inside = FoldReport(), [""], threading.local()
     names = {module: name or "model" for name, module in model.named_modules()} if model else {}
-    owner: dict[Any, str] = {}  # module of each operand in forward, by address
+    owner: dict[Any, str] = {}  # name of the module that used an operand in forward, by the operand's address
 
     @torch.no_grad()
     def record(product: str, x: Any, y: Any, offs: Tensor | None) -> None:
@@ -135,7 +144,10 @@ def _subclasses(cls: type) -> set[type]:
 
 
 def _product(a: Any, w: Any) -> Any:
-    """Contract a (M, K) and w (N, K) over K -> [(elements, changed, flushed, spreads) of both], [(exact, folded)]."""
+    """Multiply a (M, K) by w (N, K), contracted over K, exactly and folded.
+
+    Returns [(elements, changed, flushed, spreads) of a and of w], [(exact result, folded result)].
+    """
     exact = a, w if w.axis == -1 else w.along(-1)
     folded, stats = zip(*map(fold_with_stats, exact))
     how = None, None, torch.float32
@@ -144,7 +156,7 @@ def _product(a: Any, w: Any) -> Any:
 
 
 def _wgrad(dy: Any, a: Any) -> Any:
-    """Contract dy (M, N) and a (M, K) over rows. Returns the same as `_product`, with the results' transposes, too."""
+    """Multiply dy (M, N) by a (M, K), contracted over M. Returns as `_product`, plus the results' transposes."""
     folded = fold_for_wgrad(a, dy, offs := ends(None, a))
     y, x = (v.dequantize(torch.float32) for v in (dy, a))
     (y_rows, of_y), (x_rows, of_x) = map(fold_with_stats, (dy, a))
@@ -166,7 +178,7 @@ ops = torch.ops.mxep
 
 
 def rows_of(offs: Tensor | None, capacity: int) -> int:
-    """Number of valid rows in a buffer."""
+    """Number of valid rows in a buffer of `capacity` rows: offs[-1], or `capacity` if offs cannot be read."""
     if offs is None or type(offs) is not Tensor or offs.is_meta:
         return capacity
     if offs.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -196,7 +208,7 @@ def _bf16_wgrad_flops(out: Any, y: Tensor, x: Tensor, offs: Tensor, *_: Any, out
 
 @count_flops(ops.grouped_wgrad_reference, ops.fold_for_wgrad)
 def _wgrad_flops(y: Tensor, y_s: Any, y_i: Any, x: Tensor, x_s: Any, x_i: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    """FLOPs of the GEMM. A fold counts, not the fp8_grouped_wgrad after it, which multiplies padding, too."""
+    """FLOPs of a weight gradient. On hopper the fold is counted: fp8_grouped_wgrad after it multiplies padding, too."""
     return 2 * rows_of(offs, len(y if y_i is None else y_i)) * y.shape[1] * x.shape[1]
 
 
@@ -228,7 +240,7 @@ def _product_backward_flops(dy: Tensor, saved: Any, ws: list[Tensor], offs: Any,
 
 @count_flops(torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
 def _torchs_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """FLOPs of torch's grouped GEMMs of a (M, K) and b (G, K, N), or a (N, M) and b (M, K)."""
+    """FLOPs of torch's grouped GEMM: of a (M, K) and b (G, K, N), or for wgrad of a (N, M) and b (M, K)."""
     offs = kwargs.get("offs")
     if offs is None:
         offs = next((x for x in args if isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() == 1), None)

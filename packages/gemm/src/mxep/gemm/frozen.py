@@ -1,22 +1,27 @@
 """FrozenWeight: a quantized weight that is never trained, read from a quantized checkpoint or frozen from bf16.
 
-    freeze(w, "mxfp8")       E4M3, 1.04 bytes an element      blocks of 32 along K, scales in e8m0
-    freeze(w, "mxfp4")       E2M1, 0.53 bytes an element
-    freeze(w, "fp8_block")   E4M3, 1.00 bytes an element      blocks of 128 x 128, scales in fp32
+    freeze(w, "mxfp8")       E4M3, 1.04 bytes per element     blocks of 32 along K, scales in e8m0
+    freeze(w, "mxfp4")       E2M1, 0.53 bytes per element     blocks of 32 along K, scales in e8m0
+    freeze(w, "fp8_block")   E4M3, 1.00 bytes per element     blocks of 128 x 128, scales in fp32
 
-    forward   its qdata, one scale per row                   dgrad   the same qdata, one scale per column
-              mxfp8: stored in this form, no copy                    (`mxep.quant.fold_for_dgrad`), a byte an element
-              mxfp4: expanded, a byte an element
+What GEMMs multiply on Hopper, where no bf16 copy of the weight is made:
 
-A scale in fp32 does not fold. Hopper's GEMM multiplies each sum over 128 elements by the block's scale, exactly.
-Forward reads qdata in place, dgrad a transposed copy of them.
+                forward                                         dgrad
+    mxfp8       qdata as stored, one scale per row              a copy with one scale per column, a byte per element
+    mxfp4       a copy with one scale per row, a byte           a copy with one scale per column, a byte per element
+                per element
+    fp8_block   qdata as stored, each sum over 128 elements     a transposed copy, likewise
+                multiplied by the fp32 scale of its block
 
-On Hopper no bf16 copy of the weight is made. The weight is expanded for one GEMM at a time; the expansion is then
-freed. Folding MXFP8 to one scale per row rounds its smallest elements (`mxep.quant.fold`): below 1 in 10^4 of Gaussian
-weights, by at most 2^-18 of their row's amax. Their original bytes are kept separately, so `shipped` returns every
-byte of the checkpoint. With folded=False qdata are stored as shipped, and forward folds them at each call.
+A copy exists only during its GEMM. Copies for dgrad are made by `mxep.quant.fold_for_dgrad`.
 
-qdata and scales are uint8: `.to(torch.bfloat16)`, mixed precision and FSDP2 cast floating-point tensors only.
+By default mxfp8 is stored folded to one scale per row. Folding rounds the smallest elements of a row
+(`mxep.quant.fold`): less than 1 in 10^4 of Gaussian weights, by at most 2^-18 of their row's amax. The original bytes
+of these elements are kept separately, so `shipped` returns every byte of the checkpoint. With folded=False qdata are
+stored as shipped, and forward folds them at each call.
+
+qdata and scales are uint8, because `.to(torch.bfloat16)`, mixed precision and FSDP2 cast all floating-point tensors.
+
 G groups (experts), N out features, K in features.
 """
 
@@ -45,9 +50,9 @@ from mxep.runtime.bundle import Bundle
 FrozenFormat = Literal["mxfp8", "mxfp4", "fp8_block"]
 FORMATS: dict[str, MXFormat] = {"mxfp8": E4M3, "mxfp4": E2M1, "fp8_block": E4M3}
 FP8_BLOCK = (128, 128)
-"""Rows x columns of a block of "fp8_block", as the GEMM multiplies them."""
+"""Rows and columns of a block of "fp8_block"."""
 LOST = 1024
-"""At most one element in LOST of a group may be kept separately."""
+"""The original bytes of at most one element in LOST, per group, are kept separately."""
 _SCALE = torch.float8_e8m0fnu
 
 
@@ -57,11 +62,13 @@ class FrozenWeight(Bundle):
 
     Attributes:
         qdata: uint8, (G, N, K) of E4M3 or (G, N, K/2) of E2M1, two per byte.
-        scale: uint8 (G, N, K/32), e8m0 as shipped. fp8_block: fp32 in 4 bytes each, (G, ceil(N/128), 4 ceil(K/128)).
-        column_scale: uint8 (G, K/32), scales for dgrad. fp8_block: None.
+        scale: the checkpoint's scales. MX formats: uint8 (G, N, K / 32), e8m0. fp8_block: uint8
+            (G, ceil(N / 128), 4 * ceil(K / 128)), each fp32 scale as 4 bytes.
+        column_scale: uint8 (G, K / 32), scales for dgrad. fp8_block: None.
         row_scale: uint8 (G, N, 1) if qdata are folded to one scale per row; None if qdata are as shipped.
-        lost_index, lost_qdata: int32 and uint8 (G, N K / 1024), if folded: positions within a group of the elements
-            that unfolding does not restore (unused entries -1), and these elements' shipped bytes.
+        lost_index: if folded, int32 (G, N * K / 1024): the positions within a group of the elements that unfolding does
+            not restore. Unused entries are -1.
+        lost_qdata: if folded, uint8 (G, N * K / 1024): the shipped bytes of these elements.
     """
 
     qdata: Tensor
@@ -79,7 +86,7 @@ class FrozenWeight(Bundle):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Outer dtype of the values."""
+        """Dtype that `dequantize` returns by default."""
         return torch.bfloat16
 
     @property
@@ -94,7 +101,7 @@ class FrozenWeight(Bundle):
 
     @property
     def parts(self) -> list[Tensor]:
-        """Its tensors in order: 2 for fp8_block, 3 for MX, 6 for folded MX."""
+        """The tensors of which it consists, in order: 2 for fp8_block, 3 for MX formats, 6 for folded MXFP8."""
         return [x for x in (getattr(self, name) for name in self.field_names) if x is not None]
 
     @property
@@ -102,7 +109,7 @@ class FrozenWeight(Bundle):
         return sum(part.nbytes for part in self.parts)
 
     def along_k(self) -> MXTensor | BlockFP8:
-        """The values that GEMMs multiply: qdata with one scale per row if folded, else one per block."""
+        """The quantized weight that GEMMs multiply. If folded, it has one scale per row, else one scale per block."""
         if self.column_scale is None:
             return BlockFP8(self.qdata.view(E4M3.dtype), self.scale.view(torch.float32), FP8_BLOCK)
         scale, block = (self.scale, BLOCK) if self.row_scale is None else (self.row_scale, self.shape[-1])
@@ -110,7 +117,7 @@ class FrozenWeight(Bundle):
         return MXTensor(qdata, scale.view(_SCALE), None, -1, block, self.dtype, trusted=True)
 
     def shipped(self) -> MXTensor | BlockFP8:
-        """The checkpoint's bytes: blocks of 32 along K, or of 128 x 128."""
+        """The weight with the checkpoint's qdata and scales: blocks of 32 along K, or of 128 x 128."""
         if self.row_scale is None or self.lost_index is None or self.lost_qdata is None:
             return self.along_k()
         qdata = _unfolded(self.qdata.view(E4M3.dtype), self.row_scale, self.scale)
@@ -120,36 +127,40 @@ class FrozenWeight(Bundle):
         return MXTensor(qdata.view(E4M3.dtype), self.scale.view(_SCALE), None, -1, BLOCK, self.dtype, trusted=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values (G, N, K) in `dtype`, default bf16, which holds values of MX formats exactly."""
+        """The values (G, N, K) in `dtype`. The default, bf16, holds values of MX formats exactly."""
         return self.along_k().dequantize(dtype or self.dtype)
 
     def __getitem__(self, groups: slice) -> "FrozenWeight":
-        """Some of its groups."""
+        """A FrozenWeight of the groups in this slice."""
         fields = (getattr(self, name) for name in self.field_names)
         return FrozenWeight(*(None if x is None else x[groups] for x in fields))  # type: ignore[arg-type]
 
 
 def expanded(w: Any, expand: Callable[[FrozenWeight], Tensor]) -> Any:
-    """A weight as a GEMM multiplies it. A frozen one is expanded for this GEMM alone."""
+    """Return expand(w) if w is a FrozenWeight, else w. The expansion is for one GEMM only."""
     return expand(w) if isinstance(w, FrozenWeight) else w
 
 
 def _unfolded(qdata: Tensor, row_scale: Tensor, scale: Tensor) -> Tensor:
-    """uint8: the folded qdata in blocks of 32 with their scales again."""
+    """Undo folding: return qdata for blocks of 32 with the scales `scale`, as uint8. Elements lost bits by folding."""
     shift = (row_scale.int() - scale.int()).clamp(min=0).unsqueeze(-1)
     return torch.ldexp(qdata.float().unflatten(-1, (-1, BLOCK)), shift).flatten(-2).to(E4M3.dtype).view(torch.uint8)
 
 
 def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> FrozenWeight:
-    """Freeze w (G, N, K). If w is an MXTensor, the result shares its scales, and unless folded its qdata.
+    """Freeze w (G, N, K).
 
-    w: bf16 or fp32, quantized here along K to `fmt`. If it is quantized already, `fmt` must be its format. It is then
-        an MXTensor of E4M3 or E2M1 with blocks of 32 along K, BlockFP8 with power-of-two scales ("mxfp8"), or BlockFP8
-        in blocks of 128 x 128 ("fp8_block").
-    folded: store MXFP8 with one scale per row, as Hopper multiplies it. Other formats never are.
+    Args:
+        w: bf16 or fp32, to be quantized along K to `fmt`. Or already quantized, with `fmt` its format: an MXTensor of
+            E4M3 ("mxfp8") or E2M1 ("mxfp4") with blocks of 32 along K; BlockFP8 with power-of-two scales ("mxfp8");
+            BlockFP8 in blocks of 128 x 128 ("fp8_block").
+        fmt: "mxfp8", "mxfp4" or "fp8_block".
+        folded: True to store "mxfp8" with one scale per row, as Hopper multiplies it. Other formats ignore it.
 
-    Waits for the device. Raises ValueError for other formats and shapes. With folded=True it also raises ValueError if
-    more than one in 1024 elements of a group do not fold exactly, e.g. if norms within a row differ by 2^10.
+    If w is an MXTensor, the result shares its scales, and if not folded its qdata. Waits for the device.
+
+    Raises ValueError for other formats and shapes. If folded, it also raises ValueError if more than one in 1024
+    elements of a group do not fold exactly. This happens if norms within a row differ by 2^10.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
@@ -188,7 +199,7 @@ def _freeze_blocks(w: Tensor | BlockFP8) -> FrozenWeight:
 
 
 def _lost(folded: Tensor, row_scale: Tensor, scale: Tensor, shipped: Tensor) -> tuple[Tensor, Tensor]:
-    """`lost_index` and `lost_qdata` of bytes (G, N, K). One group is unfolded at a time."""
+    """Return (lost_index, lost_qdata) for qdata (G, N, K). To save memory, one group at a time is unfolded."""
     groups, elements = len(shipped), shipped.shape[1:].numel()
     room = -(-elements // LOST)
     index = torch.full((groups, room), -1, dtype=torch.int32, device=shipped.device)

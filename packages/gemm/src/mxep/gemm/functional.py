@@ -1,4 +1,4 @@
-"""grouped_mm, linear and linear_together: differentiable GEMMs with operands quantized by a recipe.
+"""grouped_mm, linear and linear_together: differentiable GEMMs whose operands are quantized as a recipe says.
 
     forward                                   backward
     a (M, K)  bf16, or MXTensor               dy (M, N)  bf16, or MXTensor
@@ -6,22 +6,24 @@
     out = a w^T, w quantized along K          da = dy w, w quantized along N
                                               dw = dy^T a, from the qdata of both (wgrad "mx")
 
-Forward saves qdata and scales of `a`, half the bytes of bf16; only wgrad "bf16" saves a plain `a`. An MXTensor is saved
-by reference, so the owner of a receive slot must copy borrowed bytes. The weight itself is saved. Backward quantizes it
-along N, unless `quantize_weights_once` holds these qdata.
+Forward saves qdata and scales of `a`, which have half the bytes of bf16. Only with wgrad "bf16" it saves a plain `a`.
+An MXTensor is saved without a copy. If its bytes lie in a receive slot that will be overwritten, the caller must copy
+them first. Forward saves the unquantized weight, and backward quantizes it along N, unless `quantize_weights_once`
+holds that quantization already.
 
-linear is one group of all rows, (..., K) as (M, K). M may be any number: a contraction over tokens fills its last block
-of 32 with zero rows.
+linear treats x (..., K) as one group of M rows, (M, K). M may be any number: the weight gradient, which contracts over
+tokens, fills its last block of 32 with zero rows.
 
 linear_together computes several linears of one input as one GEMM: q, k and v, or gate and up.
 
     forward   x --quantize once--> x [wq; wk; wv]^T --> views of one result: q, k, v
-    dgrad     [dq, dk, dv] --quantize once--> one GEMM that sums over the out features of all
-    wgrad     the same qdata of both --> one GEMM with rows dwq, dwk, dwv
+    dgrad     [dq, dk, dv] --quantize once--> one GEMM that contracts over all their out features
+    wgrad     the qdata of x and of [dq, dk, dv] --> one GEMM with rows dwq, dwk, dwv
 
-Weights stay separate parameters. With scales of 32 elements, results and weight gradients have the bits of separate
-GEMMs. With one scale per row ("fp8", and every recipe on "hopper") a row of [dq, dk, dv] has the scale of its largest
-part, so smaller parts lose the bits that folding loses. The gradient of x is rounded once, not once per part.
+Weights stay separate parameters. If scales cover 32 elements, results and weight gradients equal those of separate
+GEMMs bit for bit. If scales cover a row ("fp8", and every recipe on "hopper"), dq, dk and dv of a row share the scale
+of the largest of them. Elements far below it then lose bits, as in folding. The gradient of x is rounded once, not
+once per weight.
 
 M rows (capacity), N out features, K in features, G groups.
 """
@@ -68,32 +70,37 @@ def grouped_mm(
     wgrad_scale: float = 1.0,
     watched: Watched | None = None,
 ) -> Tensor:
-    """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
+    """Compute a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable once, in a, w and bias.
 
     Args:
-        a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K. Its rows may be strided or have a
-            row_index. Recipe "bf16" also takes fp64, on backend "reference".
-        w: (G, N, K) bf16 or fp32, quantized at each call, or once within `quantize_weights_once`. Its gradient has its
-            dtype and is zero for empty groups. Or a FrozenWeight, without a gradient, expanded at each call.
-        offs: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_alignment. Rows from
+        a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K. Rows may be strided. An MXTensor may
+            have a row_index. With recipe "bf16" on backend "reference", a may be fp64.
+        w: (G, N, K) bf16 or fp32. It is quantized at each call, or once within `quantize_weights_once`. Its gradient
+            has w's dtype, and is zero for empty groups. w may also be a FrozenWeight, which has no gradient and is
+            expanded at each call.
+        offs: (G,) int32, inclusive cumulative group sizes. Each size is a multiple of recipe.group_alignment. Rows from
             offs[-1] on are not read. They are unspecified in the result and in the gradient of a.
-        recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
-        bias: (G, N) or None. Its gradient sums the incoming gradient before any quantization.
-        out_dtype: bf16 or fp32, default a.dtype (an MXTensor's outer dtype). The gradient of a has a.dtype.
-        main_grad: (G, N, K) fp32. Backward adds the gradient of w to it and leaves w.grad alone. A backward that does
-            not need this gradient, such as torch.autograd.grad(out, a), adds nothing, except under compiled autograd.
-            Gradients of unquantized operands are rounded to bf16 first, except on backend "reference". All others are
-            added in fp32.
-        wgrad_scale: factor for the gradient of w (not of a and bias), applied before it is rounded or added.
-        watched: makes a context for backward, so that callers see its exceptions.
+        recipe: a Recipe or its name.
+        backend: "auto", a name in `mxep.gemm.backends.BACKENDS`, or a Backend.
+        bias: (G, N) or None. Its gradient is summed from the incoming gradient before that is quantized.
+        out_dtype: bf16 or fp32, default a.dtype (an MXTensor's outer dtype). The gradient of a always has a.dtype.
+        main_grad: (G, N, K) fp32 or None. If given, backward adds the gradient of w to it, and leaves w.grad alone. A
+            backward that does not need the gradient of w, such as torch.autograd.grad(out, a), adds nothing, except
+            under compiled autograd. The gradient is rounded to bf16 before it is added if torch's GEMM computes it: on
+            "dequant" and "blackwell"; with unquantized operands also on "triton", and in `linear` on "hopper".
+            Otherwise it is added in fp32.
+        wgrad_scale: factor for the gradient of w, applied before it is rounded or added. Other gradients are unscaled.
+        watched: function that returns a context manager. Backward runs inside it, so that callers see exceptions.
 
-    The incoming gradient may be an MXTensor of outer dtype out_dtype. With the recipe's blocks it is used unchanged, in
-    its own element format. Other blocks are dequantized and quantized again. Under torch.compile it is part of the
-    graph. Only an MXTensor that needs a gradient breaks the graph. If such an MXTensor is made inside the graph, it
-    raises: pass the plain tensor instead, which is quantized to the same qdata.
+    Returns (M, N) in out_dtype. Raises ValueError for wrong shapes, dtypes, devices or alignment; on CPU also for
+    unordered, too long or unaligned offs. Raises RuntimeError if the backend cannot run here.
 
-    Raises ValueError for wrong shapes, dtypes, devices or alignment; on CPU also for unordered, too long or unaligned
-    offs. Raises RuntimeError if the backend cannot run here.
+    The incoming gradient may be an MXTensor with outer dtype out_dtype. If it has the recipe's blocks, it is used
+    unchanged, in its own element format. If not, it is dequantized and quantized again.
+
+    torch.compile traces grouped_mm into its graph, but an MXTensor `a` that requires a gradient, or a FrozenWeight,
+    breaks the graph. An MXTensor that is made inside the graph and requires a gradient raises. Pass the plain tensor
+    instead: it is quantized to the same qdata.
     """
     recipe = Recipe.named(recipe)
     frozen = isinstance(w, FrozenWeight)
@@ -104,7 +111,7 @@ def grouped_mm(
         return between_graphs(grouped_mm, a, w, offs, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, offs, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
-    offs = offs.contiguous()  # kernels, torch's too, read it as packed
+    offs = offs.contiguous()  # all kernels assume stride 1, torch's, too
     chosen = select(backend, a.device)
     out: Tensor = multiply(a, w, bias, offs, recipe, chosen, out_dtype, main_grad, wgrad_scale, watched=watched)
     return out
@@ -123,11 +130,12 @@ def multiply(
     *more: Tensor | None,
     watched: Watched | None = None,
 ) -> Any:
-    """`grouped_mm` without its checks. If offs is None, there is one group of any number of rows, and weights and
-    main_grads are (N, K).
+    """`grouped_mm` without its checks, for one or several weights.
 
-    more: further weights, then their main_grads. All weights act as one, w's rows first, and bias covers all of them.
-    The result is then a tuple with a view for each weight.
+    If offs is None, there is one group of any number of rows, and weights and main_grads are (N, K).
+
+    more: further weights, then a main_grad for each of them. All weights are multiplied as one with concatenated rows,
+    w's first. bias covers all these rows. With several weights, the result is a tuple of views, (M, N of the weight).
     """
     given: Any = watched, main_grad, *more[len(more) // 2 :]
     plain = torch.compiler.is_compiling() and all(x is None for x in given)
@@ -143,10 +151,10 @@ def multiply(
 _T = TypeVar("_T")
 
 
-# The private name of torch.compiler.disable: the public one imports dynamo, which takes seconds.
+# torch._disable_dynamo is torch.compiler.disable without importing dynamo, which takes seconds.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def between_graphs(function: Callable[..., _T], *tensors: Any, **options: Any) -> _T:
-    """Call a function outside of torch.compile's graphs."""
+    """Call `function` outside of torch.compile's graphs: it breaks the graph."""
     return function(*tensors, **options)
 
 
@@ -235,15 +243,17 @@ _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def taken_apart(x: Any) -> tuple[_Parts, _Rest]:
-    """Tensors of x to save, and the rest that `joined` needs. Hooks on saved tensors, such as `save_on_cpu`'s, would
-    turn an MXTensor into plain values."""
+    """Split x into plain tensors to save for backward, and the settings from which `joined` rebuilds x.
+
+    An MXTensor itself is not saved, because hooks on saved tensors, such as `save_on_cpu`'s, would dequantize it.
+    """
     if not isinstance(x, MXTensor | MXParts):
         return (x, None, None), None
     return (x.qdata, x.scale, x.row_index), (x.axis, x.block_size, x.dtype)
 
 
 def joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
-    """Rebuild the MXTensor, or return the plain tensor."""
+    """Rebuild x from the result of `taken_apart(x)`: an MXTensor, or the plain tensor."""
     found = _joined(parts, rest)
     return found.join() if isinstance(found, MXParts) else found
 
@@ -266,19 +276,26 @@ def linear(
     main_grad: Tensor | None = None,
     wgrad_scale: float = 1.0,
 ) -> Tensor:
-    """(..., N): x @ w.T + bias. Differentiable in x, w and bias, once.
+    """Compute x @ w.T + bias. Differentiable once, in x, w and bias.
 
     Args:
-        x: (..., K) bf16 or fp32, or an MXTensor with the recipe's blocks along K or from `quantize_input`. Any number
-            of leading axes, and of rows. Recipe "bf16" also takes fp64, on "reference".
-        w: (N, K) bf16 or fp32, quantized as for `grouped_mm`. bias: (N,) or None. Gradients have their dtypes.
-        out_dtype: bf16 or fp32, default x.dtype, or within torch.autocast its dtype. The gradient of x has x.dtype.
-        recipe: a Recipe, its name, or "auto": `auto_recipe` of this GEMM's rows, K and N, with a plain x.
-        backend, main_grad (N, K) fp32, wgrad_scale, gradients as MXTensors, and torch.compile: as for `grouped_mm`.
+        x: (..., K) bf16 or fp32, with any leading axes and any number of rows. Or an MXTensor, from `quantize_input` or
+            with the recipe's blocks along K. With recipe "bf16" on backend "reference", x may be fp64.
+        w: (N, K) bf16 or fp32, quantized as for `grouped_mm`. The gradient has w's dtype.
+        bias: (N,) or None. The gradient has bias's dtype.
+        recipe: a Recipe, its name, or "auto". "auto" applies `auto_recipe` to the number of rows, K and N. If it
+            chooses bf16, x must be plain.
+        out_dtype: bf16 or fp32. The default is x.dtype, within torch.autocast the autocast dtype. The gradient of x
+            always has x.dtype.
+        main_grad: (N, K) fp32 or None, as for `grouped_mm`.
+        backend, wgrad_scale: as for `grouped_mm`.
 
-    If w is a DTensor (tensor parallelism), x must be one, see `mxep.gemm.tensor_parallel`. Raises ValueError for wrong
-    shapes, dtypes or devices, and if K or N is no multiple of recipe.group_alignment. Raises RuntimeError if the
-    backend cannot run here.
+    Returns (..., N) in out_dtype. Incoming gradients that are MXTensors, and torch.compile: as for `grouped_mm`.
+
+    If w is a DTensor (tensor parallelism), x must be a DTensor, too: see `mxep.gemm.tensor_parallel`.
+
+    Raises ValueError for wrong shapes, dtypes or devices, and if K or N is no multiple of recipe.group_alignment.
+    Raises RuntimeError if the backend cannot run here.
     """
     check_tensors(x=x, w=w)
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype}
@@ -310,20 +327,23 @@ def linear(
 
 
 def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto") -> Tensor:
-    """Quantize x (..., K) bf16 or fp32 once for several `linear` with this recipe and backend.
+    """Quantize x (..., K) bf16 or fp32 once, for several calls of `linear` with this recipe and backend.
 
-    Returns x itself with recipe "bf16". The gradient passes unchanged. On "hopper" each row has one scale.
+    Returns an MXTensor (..., K), on "hopper" with one scale per row. With recipe "bf16" returns x itself. The gradient
+    passes through unchanged.
     """
     recipe = Recipe.named(recipe)
     return select(backend, x.device).quantize_rows(x, recipe.fmt, recipe)
 
 
 class MarkOfTransformers:
-    """The attribute `_is_hooked` of a linear. transformers' tensor parallelism bypasses `register_parameter`, but sets
-    this on each module that it shards. Setting it raises ValueError if the shards do not fit the recipe. It is a
-    descriptor, because FSDP2 shards differently if there is a `__setattr__`.
+    """Descriptor for a linear's attribute `_is_hooked`, which transformers sets on each module that it shards.
 
-    how: returns a module's weight name and recipe; None if it is not a converted linear.
+    transformers' tensor parallelism bypasses `register_parameter`, where shards are otherwise checked. Setting the
+    attribute raises ValueError if the shards do not fit the recipe. This is a descriptor and not a `__setattr__`,
+    because FSDP2 shards modules with a `__setattr__` differently.
+
+    how: function of a module that returns its weight's name and recipe; None if it is not a converted linear.
     """
 
     def __init__(self, how: Callable[[Any], tuple[str, Recipe | str] | None]) -> None:
@@ -344,10 +364,12 @@ class MarkOfTransformers:
 
 
 class Linear(nn.Linear):
-    """nn.Linear by a recipe: the same parameters, names and initialization, computed by `linear`.
+    """nn.Linear that computes with `linear`. Parameters, their names and their initialization are nn.Linear's.
 
-    recipe: a Recipe, its name, or "auto", which decides at each call by its shape. If the weight has an attribute
-    `main_grad`, its gradient is added there and not to `.grad`.
+    recipe: a Recipe, its name, or "auto", which decides at each call by the shape.
+    backend: as for `grouped_mm`.
+
+    If the weight has an attribute `main_grad`, backward adds the weight's gradient to `main_grad`, not to `.grad`.
     """
 
     def __init__(
@@ -367,14 +389,14 @@ class Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, module: nn.Linear, recipe: Recipe | str = "mxfp8", *, backend: str | Backend = "auto") -> Self:
-        """Make one with the parameters of `module`: the same objects, not copies. Hooks are not moved."""
+        """Make a Linear that shares the parameters of `module` (no copies). Hooks of `module` are not taken over."""
         sizes = module.in_features, module.out_features, module.bias is not None
         made = cls(*sizes, device="meta", recipe=recipe, backend=backend)
         made.weight, made.bias = module.weight, module.bias
         return made.train(module.training)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Raise ValueError if a newly sharded weight's shards do not fit the recipe."""
+        """Register as nn.Module does. Raise ValueError if `param` is a sharded weight that does not fit the recipe."""
         if name == "weight" and "recipe" in self.__dict__:
             check_parallelized(name, self, name, param, self.recipe)
         super().register_parameter(name, param)
@@ -391,8 +413,11 @@ class Linear(nn.Linear):
 
 
 def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, recipe: Recipe | str) -> None:
-    """Raise ValueError if a sharded parameter replaces a plain one, as in `parallelize_module`, and does not fit the
-    recipe. One that replaces a DTensor may be FSDP2's, which is gathered before a GEMM."""
+    """Raise ValueError if `parameter` is sharded for tensor parallelism and its shards do not fit the recipe.
+
+    Only a DTensor that replaces a plain parameter is checked, as `parallelize_module` does. A DTensor that replaces a
+    DTensor may be FSDP2's, which is gathered before a GEMM.
+    """
     if hasattr(parameter, "device_mesh") and not hasattr(module._parameters.get(name), "device_mesh"):
         from mxep.gemm.tensor_parallel import check_shards
 
@@ -414,15 +439,21 @@ def linear_together(
     out_dtype: torch.dtype | None = None,
     main_grads: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, ...]:
-    """(..., N) for each of weights: x @ w.T + bias. Differentiable in x, weights and biases, once.
+    """Compute x @ w.T + bias for each of several weights, as one GEMM. Differentiable once, in x, weights and biases.
 
-    x: (..., K), as for `linear`. weights: (N, K) each, of one dtype, N any multiple of recipe.group_alignment. biases:
-    (N,) or None for each. main_grads: (N, K) fp32 or None for each. recipe: also "auto", by the sum of all N.
-    out_dtype, backend, autocast, torch.compile: as for `linear`.
+    Args:
+        x: (..., K), as for `linear`.
+        weights: (N, K) each. All have one dtype. Each N may be another multiple of recipe.group_alignment.
+        biases: None, or (N,) or None for each weight.
+        main_grads: None, or (N, K) fp32 or None for each weight.
+        recipe: as for `linear`. "auto" decides by the sum of all N.
+        backend, out_dtype: as for `linear`, and so are autocast and torch.compile.
 
-    Returns views of one result, which must not be written to in place. With recipe "bf16" there are separate GEMMs.
-    Raises ValueError as `linear` does, and for weights of several dtypes, DTensors, or another number of biases or
-    main_grads than of weights. Raises RuntimeError if the backend cannot run here.
+    Returns (..., N) for each weight. The results are views of one tensor, and must not be written to in place. With
+    recipe "bf16" each weight has its own GEMM and result.
+
+    Raises ValueError as `linear` does. Also raises it if weights have several dtypes or are DTensors, or if the numbers
+    of weights, biases and main_grads differ. Raises RuntimeError if the backend cannot run here.
     """
     check_plain(x=x)
     check_tensors(x=x, **{f"weights[{i}]": w for i, w in enumerate(weights)})

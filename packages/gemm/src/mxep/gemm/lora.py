@@ -1,17 +1,20 @@
-"""The three products of LoRA by groups of rows: y += (scale rows A^T) B^T, and their gradients.
+"""LoRA for groups of rows, y += (scale * rows A^T) B^T, and its gradients, by three kinds of GEMM.
 
     forward   inner   = scale rows A^T   lora_shrink    backward   d_inner = scale dy B   lora_shrink with B^T
               y      += inner B^T        lora_expand               d_rows += d_inner A    lora_expand with A^T
                                                                    d_B     = dy^T inner   lora_wgrad
                                                                    d_A     = d_inner^T rows
 
-Rows and dy are (M, K) as the parts of an MXTensor, in blocks of 32 or of a whole row: qdata, scale and row index; or a
-plain tensor, None and None. A kernel reads them once, through the index. Sums are fp32. Operands are rounded to the
-dtype of inner, bf16 or fp32; values of E4M3 and E5M2 with a power-of-two scale fit bf16.
+rows (M, K) and dy (M, N) are passed as three arguments: qdata, scale and row index of an MXTensor. Each scale covers 32
+elements or a whole row. An unquantized tensor is passed as the tensor, None and None. A kernel reads each row once,
+through the row index if there is one.
 
-offs: (G,) int32. Rows past offs[-1] are neither read nor written.
+Sums are fp32. Operands are rounded to the dtype of inner, bf16 or fp32. E4M3 and E5M2 with power-of-two scales fit bf16
+without an error.
 
-M rows, K in features, N out features, r rank, G groups.
+offs (G,) int32 are inclusive cumulative group sizes. Rows from offs[-1] on are neither read nor written.
+
+M rows, K in features, N out features, r rank, G groups. A (G, r, K), B (G, N, r), inner (M, r).
 """
 
 import torch
@@ -31,7 +34,7 @@ from mxep.runtime.op import op
 def lora_shrink(
     x: Tensor, x_scale: Tensor | None, x_index: Tensor | None, A: Tensor, offs: Tensor, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """scale * x[rows of g] A[g]^T: (M, r) in dtype. A: (G, r, K), any strides."""
+    """Compute scale * x[rows of g] @ A[g].T for each group g. A: (G, r, K), any strides. Returns (M, r) in dtype."""
     out = x.new_zeros((num_rows(x, x_index), A.shape[1]), dtype=dtype)
     values, ends = values_of_rows((x, x_scale, x_index), int(offs[-1])), offs.tolist()
     for g, rows in enumerate(_rows_of_groups(ends)):
@@ -46,7 +49,7 @@ def lora_shrink(
     mutates_args=("out",),
 )
 def lora_expand(out: Tensor, inner: Tensor, B: Tensor, offs: Tensor) -> None:
-    """Add inner[rows of g] B[g]^T to out (M, N), which is rounded once. inner: (M, r). B: (G, N, r), any strides."""
+    """Add inner[rows of g] @ B[g].T to out (M, N) for each group g, rounding once. B: (G, N, r), any strides."""
     for g, rows in enumerate(_rows_of_groups(offs.tolist())):
         product = inner[rows].float() @ _in(B[g], inner.dtype).mT
         out[rows] = (out[rows].float() + product).to(out.dtype)
@@ -67,14 +70,16 @@ def lora_wgrad(
     offs: Tensor,
     scale: float,
 ) -> None:
-    """Write scale * inner[rows of g]^T x[rows of g] to out (G, r, K), any strides; zeros for empty groups."""
+    """Write scale * inner[rows of g].T @ x[rows of g] to out[g] for each group g, zeros if g is empty.
+
+    out: (G, r, K), any strides."""
     values, ends = values_of_rows((x, x_scale, x_index), int(offs[-1])), offs.tolist()
     for g, rows in enumerate(_rows_of_groups(ends)):
         out[g] = (inner[rows].float().mT @ _in(values[rows], inner.dtype) * scale).to(out.dtype)
 
 
 def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to dtype, as fp32."""
+    """Round x to dtype, and return the rounded numbers as fp32."""
     return x.to(dtype).float()
 
 

@@ -1,19 +1,20 @@
-"""A GEMM and its gradients: two functions that are replayed, and two ops for torch.compile.
+"""A GEMM and its gradients: `forward` and `backward`, which are replayed as CUDA graphs, and two ops for torch.compile.
 
-    mxep::product_forward     a, weights (G, N, K) or (N, K), bias, offs -> out, what backward needs
-    mxep::product_backward    dy and the saved tensors -> da and dw, those that are needed
+    mxep::product_forward     a, weights (G, N, K) or (N, K), bias, offs -> out, tensors to save for backward
+    mxep::product_backward    dy and the saved tensors -> da and dw, if needed
 
-A compiled graph calls the ops without tracing into them. The ops run the eager code, with its replays and held weights,
-so a compiled GEMM costs the host as much as an eager one. The compiled graph holds recipe and backend by name.
+A compiled graph calls the two ops without tracing into them. They run the eager code, with its replays and with weights
+that `quantize_weights_once` holds. So a compiled GEMM costs the host as much as an eager one. The compiled graph
+contains the names of recipe and backend.
 
-A backward pass may need only some gradients. Operands are kept for a later pass that needs the others:
+A backward pass may need da or dw only. It then keeps the operands of the other gradient for a later pass:
 
-    dx, = torch.autograd.grad(out, x, dy, retain_graph=True)     dgrad; the operands of wgrad are kept
-    dw, = torch.autograd.grad(out, w, dy)                        wgrad of the kept operands; nothing is quantized again
+    dx, = torch.autograd.grad(out, x, dy, retain_graph=True)     runs dgrad, and keeps the operands of wgrad
+    dw, = torch.autograd.grad(out, w, dy)                        runs wgrad with the kept operands, without quantizing
 
-Pipeline schedules that split backward (zero bubble) make these two calls. `ctx.needs_input_grad` does not help: it
-tells which inputs required a gradient in forward. A weight gradient that is added to main_grad must be computed only if
-it is wanted, or it is added twice.
+Pipeline schedules that split backward (zero bubble) make these two calls. `ctx.needs_input_grad` cannot tell them
+apart, because it says which inputs required a gradient in forward. If backward computed dw in both calls, dw would be
+added to main_grad twice. So `is_wanted` asks autograd.
 
 M rows, N out features of all weights, K in features, G groups.
 """
@@ -36,7 +37,13 @@ from mxep.runtime.replay import replayed
 
 
 class Product(NamedTuple):
-    """out (M, N), and tensors for backward, each or None: a for wgrad, w in 2-D blocks, the amax of w's columns."""
+    """Result of `forward`.
+
+    out: (M, N).
+    a: (M, K) for wgrad, or None.
+    blocks: w quantized in 2-D blocks, for dgrad, or None.
+    amax: (G, K) amax of w's columns, or None.
+    """
 
     out: Tensor
     a: Any
@@ -56,7 +63,11 @@ def forward(
     out_dtype: torch.dtype,
     needs: tuple[bool, bool],
 ) -> Product:
-    """a (M, K), w (G, N, K): each whole, in parts or already quantized. needs: whether a and w need gradients."""
+    """Quantize a and w, and multiply them as `Backend.forward` does.
+
+    a: (M, K), plain or quantized. w: (G, N, K), plain, quantized or frozen, or a tuple of weights with concatenated
+    rows. needs: (True if a needs a gradient, True if w does).
+    """
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
@@ -73,9 +84,12 @@ class BackwardInput(Operands):
     """Operands of backward.
 
     Attributes:
-        a: (M, K), as forward kept it, or None without dw. offs: (G,) or None.
-        w: the weight, whole, in parts or already quantized; None without da. amax: (G, K) of its columns, or None.
-        dys: (M, N of that part) for each of w's parts. main_grads: fp32 or None for each part.
+        a: (M, K), as forward saved it; None if dw is not wanted.
+        offs: (G,) int32 or None.
+        w: the weight, plain, quantized or frozen, or a tuple of weights; None if da is not wanted.
+        amax: (G, K) amax of w's columns, or None.
+        dys: the incoming gradient of each weight, (M, N of the weight).
+        main_grads: fp32, or None, for each weight.
     """
 
     a: Any
@@ -87,7 +101,7 @@ class BackwardInput(Operands):
 
 
 class ProductGradients(NamedTuple):
-    """da (M, K), dw (G, N, K), and the quantized dy. Each may be None."""
+    """da (M, K) or None, dw (G, N, K) or None, and dy (M, N): dys as the last GEMM multiplied them."""
 
     da: Tensor | None
     dw: Tensor | None
@@ -107,11 +121,16 @@ def backward(
     widths: tuple[int, ...],
     transposed: bool = False,
 ) -> ProductGradients:
-    """The gradients of a and w, and dy quantized. Frees its references to a and dys.
+    """Compute the gradients of a and w. Drops the references to a and dys in `given`, so that they may be freed.
 
-    wanted: whether to compute da and dw, which are None otherwise. dw is None, too, if it was added to main_grads.
-    dtypes: da's and dw's. quantized: dys[0] is the joined dys, quantized by an earlier call.
-    widths: N of the parts. transposed: as for `Backend.wgrad`, of a single weight.
+    Args:
+        wanted: (True to compute da, True to compute dw). A gradient that is not wanted is None. dw is also None if all
+            of it was added to main_grads.
+        dtypes: (dtype of da, dtype of dw).
+        scale: factor for dw.
+        quantized: True if dys is one tensor for all weights, joined and quantized by an earlier call.
+        widths: N of each weight.
+        transposed: as for `Backend.wgrad`, if there is one weight.
     """
     a, offs, dys, main_grads = given.a, given.offs, given.dys, given.main_grads
     given.release("a", "dys")
@@ -151,12 +170,12 @@ def backward(
 
 
 def plain(x: Tensor) -> Tensor:
-    """x, dequantized if it is an MXTensor."""
+    """x itself, or its dequantized values if x is an MXTensor."""
     return x.dequantize() if isinstance(x, MXTensor) else x
 
 
 def joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
-    """(G, N) fp32 (fp64 for fp64): sums of each group's rows of the joined dys (M, N). No host sync."""
+    """Sum dys, joined to (M, N), over each group's rows. Returns (G, N) fp32, or fp64 for fp64. No host sync."""
     if offs is not None:
         sums = [group_sums(dy, offs) for dy in dys]
     else:
@@ -165,8 +184,13 @@ def joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
 
 
 class SavedProduct(NamedTuple):
-    """out (M, N), and tensors for backward: a for wgrad; w, or its parts, for dgrad; the amax of w's columns, or
-    None."""
+    """Result of `run_forward`.
+
+    out: (M, N).
+    a: (M, K) for wgrad, or None.
+    ws: tuple of weights for dgrad, or of one weight that is already quantized in 2-D blocks.
+    amax: (G, K) amax of the weights' columns, or None.
+    """
 
     out: Tensor
     a: Any
@@ -184,7 +208,7 @@ def run_forward(
     out_dtype: torch.dtype,
     needs: tuple[bool, bool],
 ) -> SavedProduct:
-    """Run `forward`, with the held weight if there is one."""
+    """Run `forward`, with the quantized weight that `quantize_weights_once` holds, if there is one."""
     whole, saved = join_parts(ws), None
     w: Any = whole
     if is_held(whole, recipe):
@@ -197,7 +221,9 @@ def run_forward(
 
 
 def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, recipe: Recipe, backend: Backend) -> tuple[Any, Any]:
-    """A saved weight and its amax for `backward`; the held colwise form if there is one."""
+    """(weight, amax) for `backward`: the weight quantized for dgrad and None if `quantize_weights_once` holds weights.
+
+    Otherwise the saved weights and their amax, unchanged."""
     whole = join_parts(ws)
     if isinstance(ws[0], Tensor) and is_held(whole, recipe):
         return as_parts(SavedWeight(whole, amax).colwise(recipe, backend)), None
@@ -205,7 +231,7 @@ def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, recipe: Recipe, back
 
 
 def is_known_by_name(a: Tensor, recipe: Recipe, backend: Backend) -> bool:
-    """True if `product` applies: a is plain, backward needs no plain a, names identify recipe and backend."""
+    """True if `product` may be called: a is plain, wgrad uses qdata, and recipe and backend can be found by name."""
     named = recipe.fmt == E4M3 and BACKENDS.get(backend.name) is backend
     return named and recipe.scaling != "none" and recipe.wgrad == "mx" and not isinstance(a, MXTensor)
 
@@ -220,7 +246,7 @@ def product(
     out_dtype: torch.dtype,
     wgrad_scale: float,
 ) -> Any:
-    """The result of `multiply`, for operands that pass `is_known_by_name`."""
+    """Compute what `multiply` does, through the op for torch.compile. `is_known_by_name` must be True."""
     needs = [a.requires_grad, any(w.requires_grad for w in ws), bias is not None and bias.requires_grad]
     needs = [need and torch.is_grad_enabled() for need in needs]
     out = forward_op(a, [*ws], bias, offs, recipe.name, backend.name, out_dtype, wgrad_scale, needs)[0]
@@ -238,13 +264,16 @@ def _forward(
     wgrad_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    """[out (M, N), qdata and scales of a and of w in 2-D blocks, amax of w's columns]. Missing tensors are 0-d."""
+    """Returns [out (M, N), qdata of a, scales of a, qdata of w, scales of w, amax of w's columns].
+
+    qdata and scales of w are returned only if w has 2-D blocks. Missing tensors are 0-d.
+    """
     how = Recipe.named(recipe), select(backend, a.device)
     with torch.no_grad():
         ws = _grouped(ws)
         out, rows, w, amax = run_forward(a, ws, bias, offs, *how, out_dtype, (needs[0], needs[1]))
         saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
-        if is_held(join_parts(ws), how[0]):  # a compiled graph may overwrite outputs
+        if is_held(join_parts(ws), how[0]):  # copy held tensors, because a compiled graph may overwrite outputs
             saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
     return [out, *(a.new_empty(()) if x is None else x for x in saved)]
 
@@ -265,7 +294,7 @@ def backward_op(
     wgrad_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    """[da (M, K) in dtype, dw (G, N, K)], without those that `needs` excludes."""
+    """Returns [da (M, K) in dtype, dw (G, N, K)]. A gradient that `needs` excludes is left out of the list."""
     ws = _grouped(ws)
     qdata, scale, w_qdata, w_scale, amax = (x if x.dim() else None for x in saved)
     rows = None
@@ -328,13 +357,15 @@ forward_op.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _parts(x: Any) -> tuple[Tensor | None, Tensor | None]:
-    """qdata and scales of an MXTensor; None for a plain tensor, which is an argument anyway."""
+    """(qdata, scales) of an MXTensor, to be saved. (None, None) for a plain tensor, which is an argument of the op."""
     return (x.qdata, x.scale) if isinstance(x, MXTensor | MXParts) else (None, None)
 
 
 def _grouped(ws: list[Tensor]) -> list[Tensor]:
-    """View weights (N, K) as (1, N, K) with the same version counter, which identifies held weights. Views made within
-    an op, or by a compiler, would get a new counter."""
+    """View weights (N, K) as (1, N, K). The views share the weights' version counters.
+
+    `quantize_weights_once` compares versions. An ordinary view made inside an op, or by a compiler, has a new counter.
+    """
     grouped = [w if w.dim() == 3 else w.unsqueeze(0) for w in ws]
     if weights_are_held():
         torch._C._autograd._unsafe_set_version_counter((*grouped,), tuple(w._version for w in ws))
@@ -342,9 +373,10 @@ def _grouped(ws: list[Tensor]) -> list[Tensor]:
 
 
 def is_wanted(ctx: Any, i: int) -> bool:
-    """True if the running backward uses the gradient of a function's i-th tensor argument.
+    """True if the running backward pass uses the gradient of the i-th tensor argument of an autograd function.
 
-    ctx: the function's, in its backward. Always True under torch.compile: its graphs compute all required gradients.
+    ctx: the context that the function's backward was given. Under torch.compile the result is always True, because
+    compiled graphs compute all required gradients.
     """
     if torch.compiler.is_compiling():
         return True
@@ -353,20 +385,20 @@ def is_wanted(ctx: Any, i: int) -> bool:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked about, and only for that
+    except RuntimeError:  # torch raises it only if torch.autograd.grad was asked for this leaf's gradient
         return True
 
 
 def graph_is_retained() -> bool:
-    """True if the autograd graph can be used again after the running backward."""
+    """True if the running backward pass keeps the autograd graph (retain_graph=True)."""
     return not torch.compiler.is_compiling() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 @dataclass(frozen=True)
 class SavedOperands:
-    """Operands that one backward kept for another with the same incoming gradients.
+    """Operands of the weight gradient that one backward pass kept for a later one with the same incoming gradients.
 
-    dys: those gradients. versions: their versions at that time. operands: operands of the weight gradients.
+    dys: the incoming gradients. versions: their version counters when they were kept. operands: the kept operands.
     """
 
     dys: tuple[Tensor, ...]
@@ -378,14 +410,15 @@ class SavedOperands:
         return cls(dys, tuple(dy._version for dy in dys), operands)
 
     def fits(self, *dys: Tensor) -> bool:
-        """True if dys are the same tensors as kept, unchanged."""
+        """True if dys are the tensors of the earlier backward pass, and were not written to since."""
         return all(dy is old and dy._version == was for dy, old, was in zip(dys, self.dys, self.versions))
 
 
 def for_anomaly_mode(grad: Any, offs: Tensor | None) -> Any:
-    """Return grad (R, ...) or None unchanged; while torch checks for NaN, a copy with zeros from row offs[-1] on.
+    """Return grad (R, ...) or None unchanged. If torch's anomaly mode is on, return a copy with zeros from offs[-1] on.
 
-    `torch.autograd.set_detect_anomaly(True)` checks all rows, but rows past the groups are unspecified and may be NaN.
+    `torch.autograd.set_detect_anomaly(True)` checks all rows for NaN. Rows past the groups are unspecified, and may be
+    NaN.
     """
     if grad is None or offs is None or torch.compiler.is_compiling():
         return grad

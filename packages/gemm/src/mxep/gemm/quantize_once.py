@@ -1,16 +1,16 @@
 """Lifetime of quantized weights, and the state of a weight that forward saves for backward.
 
-By default GEMMs quantize a weight at each call: rowwise in forward, colwise in backward.
-`quantize_weights_once` lets the micro-batches of a step share one quantization.
+By default GEMMs quantize a weight at each call: rowwise (blocks along K) in forward, colwise (blocks along N) in
+backward. `quantize_weights_once` lets the micro-batches of a step share one quantization of each.
 
-A weight may be several parameters with concatenated rows, such as gate and up, or q, k and v:
+A weight may be several parameters with concatenated rows, such as gate and up, or q, k and v. These are its parts:
 
     (G, N1, K) --quantize--> qdata, scales of (G, N1 + N2, K), rowwise or colwise
     (G, N2, K) ------^
 
-The bits are those of the joined weight. With one scale per row or column, two or three parts are read in place and
-written into the joined result. Blocks of 32 do not depend on where a part ends, so parts are quantized first and joined
-after that, a byte per element. Unquantized weights are joined as they are.
+The result has the bits of quantizing the joined weight. If each row or column has one scale, two or three parts are
+read in place and written into the joined result. Blocks of 32 never cross parts, so with these the parts are quantized
+first, and their qdata joined, a byte per element. If the recipe does not quantize, the parts are joined as they are.
 
 G groups, N out features, K in features.
 """
@@ -36,22 +36,21 @@ from mxep.runtime.bundle import as_whole, tensors_in
 from mxep.runtime.replay import Replayed, replayed
 
 Weight = Tensor | tuple[Tensor, ...]
-"""(G, N, K), or its parts (G, N of each, K), which are joined only when they are quantized."""
+"""A weight (G, N, K), or a tuple of its parts, (G, N of the part, K), which are joined when they are quantized."""
 
 
 class SavedWeight(NamedTuple):
-    """State that forward saves to quantize a weight colwise in backward, so that no qdata wait in between.
+    """What forward saves of a weight. Backward quantizes it colwise from this, so colwise qdata need not be saved.
 
-    weight: the weight or its parts, to be quantized for dgrad; or its 2-D blocks, already quantized, which dgrad uses
-        as they are.
-    amax: (G, K) amax of its columns, or None.
+    weight: the weight or its parts. If the recipe has 2-D blocks, the quantized weight, which dgrad uses as it is.
+    amax: (G, K) amax of the weight's columns, or None.
     """
 
     weight: Any
     amax: Tensor | None
 
     def colwise(self, recipe: Recipe, backend: Backend) -> Tensor:
-        """The weight quantized for dgrad."""
+        """Return the weight quantized for dgrad. A frozen weight is returned as it is."""
         if isinstance(self.weight, MXTensor | FrozenWeight):
             return self.weight  # type: ignore[return-value]  # each GEMM expands a frozen weight
         colwise: Tensor = _once(quantize_colwise, self.weight, recipe, backend, amax=self.amax)
@@ -61,44 +60,51 @@ class SavedWeight(NamedTuple):
 def rowwise_and_saved(
     w: Weight | FrozenWeight, recipe: Recipe, backend: Backend, *, dgrad: bool
 ) -> tuple[Any, SavedWeight]:
-    """The weight quantized for forward, and its state to save for backward. A frozen one stays as it is.
+    """Return (w quantized for forward, what to save for backward). A frozen w is returned as it is.
 
-    dgrad: True if that state will be used."""
+    dgrad: True if backward will need w, to compute the input's gradient.
+    """
     if isinstance(w, FrozenWeight):
         return w, SavedWeight(w, None)
-    # A held weight serves other calls, too, which may have a dgrad.
+    # A weight that quantize_weights_once holds serves other calls, too, which may need dgrad.
     rowwise, amax = _once(quantize_rowwise, w, recipe, backend, with_amax=dgrad or weights_are_held())
     return rowwise, SavedWeight(rowwise if getattr(rowwise, "axis", None) == (-2, -1) else w, amax)
 
 
 @contextlib.contextmanager
 def quantize_weights_once() -> "Iterator[QuantizedOnce]":
-    """While it is open, each weight is quantized once, each way when it is first needed. Closing it frees everything.
+    """Context manager in which each weight is quantized only once: rowwise and colwise, each when first needed.
 
         with quantize_weights_once():
             for x in micro_batches:
                 model(x).sum().backward()
         optimizer.step()
 
-    It holds for the process: every `grouped_mm`, MoE layer and converted module shares it, on all threads (autograd's,
-    too) and streams. Nested contexts share one cache, which is freed when the last one closes.
-    Weights must not change while it is open. RuntimeError is raised if a torch optimizer steps, and at the next use of
-    a weight that was written to in place and has other values. To compare values, a weight that was written to is
-    quantized again, which waits for the device. PEFT causes this: it adds adapters to experts' weights and restores
-    them. Writes that count no version are not seen: through `.data`, raw pointers, or a replayed CUDA graph.
+    The context covers the whole process: every `grouped_mm`, MoE layer and converted module uses its cache, on all
+    threads (including autograd's) and streams. Nested contexts share one cache, which is freed when the last of them
+    closes. Open the context outside of compiled code.
 
-    It holds a byte per element and way, and scales. Under FSDP2 these are the gathered weights, all of them. A weight
-    is identified by its memory: views share. Other memory under the same parameter (`.data =`, `.to()`) is another
-    weight. So is the new tensor that a cast in forward makes at each call, so it is quantized at each call.
-    Three more kinds are quantized at each call: tensor subclasses, weights under torch.compile's
-    mode="reduce-overhead", and weights of GEMMs that torch.compile traces (recipes with bf16 weight gradients,
-    `main_grad`, custom backends). Other compiled GEMMs and MoE layers share like eager ones. Open it outside of
-    compiled code.
+    Weights must not change while the context is open. RuntimeError is raised if a torch optimizer steps. It is also
+    raised at the next use of a weight whose values were changed in place. To find out, a weight that was written to is
+    quantized again and compared, which waits for the device. PEFT causes such comparisons: it adds adapters to experts'
+    weights and restores them. Writes that do not increase the tensor's version counter are not noticed: through
+    `.data`, raw pointers, or a replayed CUDA graph.
 
-    CUDA graphs: qdata made in a capture serve only captures, and each replay makes them again. Open it within a
-    capture, or around captures of first and further micro-batches. Then the memory of the qdata belongs to the pool of
-    the graph that quantizes. That graph must live and be replayed before the others, and nothing else may be captured
-    into that pool after closing.
+    Memory: one byte per element rowwise, another colwise, and scales. Under FSDP2 these are all gathered weights.
+
+    A weight is identified by its memory, so views of it share its quantization. If the parameter gets other memory
+    (`.data =`, `.to()`), it counts as another weight. These weights are quantized at each call nevertheless:
+
+    - weights that forward casts, because each cast makes a new tensor;
+    - tensor subclasses;
+    - weights under torch.compile's mode="reduce-overhead";
+    - weights of GEMMs that torch.compile traces: with a bf16 weight gradient in the recipe, with `main_grad`, or on a
+      custom backend. Other compiled GEMMs and MoE layers share quantizations as eager ones do.
+
+    CUDA graphs: qdata made during a capture are used only during captures, and each replay computes them again. Open
+    the context within one capture, or around the captures of all micro-batches of a step. The qdata then lie in the
+    memory pool of the graph that quantizes. That graph must be kept, and replayed before the others. After closing the
+    context, nothing else may be captured into that pool.
     """
     global _open
     with _lock:
@@ -115,12 +121,11 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
 
 
 def quantize_weights_once_a_step() -> "QuantizedOnce":
-    """Open `quantize_weights_once` until `close()` of the result. Each step of a torch optimizer frees the quantized
-    weights.
+    """Open `quantize_weights_once` until the result's `close()`. Each step of a torch optimizer clears the cache.
 
-    For third-party training loops, which have no place to open and close it. Weights may change only in a step, also
-    between its closures (LBFGS). A checkpoint that is loaded later raises at the next forward. Raises RuntimeError
-    within `quantize_weights_once`.
+    This is for third-party training loops, which have no place for a `with` statement. Weights may change only within
+    an optimizer's step, including between the closure calls of LBFGS. If a checkpoint is loaded afterwards, the next
+    forward raises. Raises RuntimeError if `quantize_weights_once` is already open.
     """
     global _open
     with _lock:
@@ -133,11 +138,12 @@ def quantize_weights_once_a_step() -> "QuantizedOnce":
 
 
 def quantize_after_step(optimizer: torch.optim.Optimizer) -> "QuantizedOnce":
-    """Open `quantize_weights_once_a_step`, and quantize the optimizer's weights anew right after each of its steps.
+    """Open `quantize_weights_once_a_step`, and quantize the optimizer's weights right after each of its steps.
 
-    So no micro-batch quantizes, from the second step on. Weights are quantized as the step before used them. Weights
-    in other memory than the optimizer's, such as those that FSDP2 gathers, are quantized at their next use. With
-    several optimizers, pass the one that steps last. `close()` of the result ends it.
+    So from the second step on no micro-batch has to quantize. After a step, the weights that were used since the
+    previous step are quantized, each rowwise, and colwise if it was used so. If a weight does not lie in the
+    optimizer's memory, as when FSDP2 gathers it, it is quantized at its next use instead. With several optimizers, pass
+    the one that steps last. The result's `close()` ends this.
     """
     once = quantize_weights_once_a_step()
     once._optimizers.add(optimizer)
@@ -145,29 +151,29 @@ def quantize_after_step(optimizer: torch.optim.Optimizer) -> "QuantizedOnce":
 
 
 class QuantizedOnce:
-    """Cache of an open `quantize_weights_once`. quantizations: number of quantizations made."""
+    """Cache of an open `quantize_weights_once`. quantizations: number of quantizations so far."""
 
     def __init__(self, *, steps: bool = False) -> None:
         self.quantizations = 0
         self._users = 0
         self._steps = steps
-        self._stepping = False  # between the hooks of a step, whose closures see weights change
+        self._stepping = False  # True during an optimizer's step: its closures see weights change
         self._held: dict[tuple[Any, ...], _Held] = {}
-        self._used: dict[tuple[Any, ...], _Used] = {}  # in the last step
-        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # quantize their weights after steps
+        self._used: dict[tuple[Any, ...], _Used] = {}  # weights used since the last step
+        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers to quantize weights for
         self._hooks = [register_optimizer_step_pre_hook(_before_step)]
         if steps:
             self._hooks.append(register_optimizer_step_post_hook(self._after_step))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of qdata and scales held now."""
+        """Bytes of the qdata and scales that the cache holds now."""
         return sum(part.nbytes for held in list(self._held.values()) for part in tensors_in(held.made))
 
     def _get(self, quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:
         parts = weight_parts(w)
         first, version = parts[0], [None if x.is_inference() else x._version for x in parts]
-        if first.is_meta:  # a rehearsal's, which stands in for a weight
+        if first.is_meta:  # a stand-in for a weight, used in a rehearsal
             return _made(quantize, w, recipe=recipe, backend=backend, **how)
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         places = tuple((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in parts)
@@ -182,14 +188,14 @@ class QuantizedOnce:
                 made = _made(quantize, w, recipe=recipe, backend=backend, **how)
                 storages = [StorageWeakRef(x.untyped_storage()) for x in parts]
                 stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
-                # Another capture could not wait for an event of this one.
+                # No event during a capture: another capture could not wait for it.
                 event = None if stream is None or capturing else stream.record_event()
                 held = self._held[key] = _Held(made, places, storages, version, recipe, backend, stream, event)
                 self.quantizations += 1
         held.wait()
         if held.version != version:
             again = None if capturing else _made(quantize, w, recipe=recipe, backend=backend, **how)
-            if again is not None:  # written to, but perhaps with the same values, as by PEFT
+            if again is not None:  # the weight was written to, perhaps with the same values, as by PEFT
                 pairs = zip(tensors_in(again), tensors_in(held.made), strict=True)
                 if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
                     held.version = version
@@ -201,7 +207,7 @@ class QuantizedOnce:
         return held.made
 
     def _forget(self) -> None:
-        """Free all that is held, before and after a step; `_after_step` quantizes it again."""
+        """Clear the cache, before and after a step. `_used` lists what `_after_step` shall quantize again."""
         for (quantize, *_), held in self._held.items() if self._optimizers else ():
             key = held.places, held.recipe, id(held.backend)
             used = self._used.setdefault(key, _Used(held.places, held.recipe, held.backend))
@@ -211,7 +217,7 @@ class QuantizedOnce:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         with _lock:
             self._stepping = False
-            self._forget()  # a closure has quantized the weights before they changed
+            self._forget()  # the step's closures may have quantized weights that changed afterwards
         if optimizer not in self._optimizers:
             return
         own: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -226,7 +232,7 @@ class QuantizedOnce:
                     saved.colwise(each.recipe, each.backend)
 
     def close(self) -> None:
-        """Close what `quantize_weights_once_a_step` or `quantize_after_step` opened. A second call does nothing."""
+        """End `quantize_weights_once_a_step` or `quantize_after_step`. A second call does nothing."""
         global _open
         with _lock:
             if not self._steps:
@@ -251,13 +257,16 @@ _open: QuantizedOnce | None = None
 
 def _made(quantize: Replayed, w: Weight, *, amax: Tensor | None = None, **how: Any) -> Any:
     given = (w,) if amax is None else (w, amax)
-    with torch.inference_mode(False), torch.no_grad():  # others may save them for backward
+    with torch.inference_mode(False), torch.no_grad():  # autograd must be able to save the result
         return as_whole(quantize(*given, **how))
 
 
 @dataclass
 class _Used:
-    """A weight that a step quantized. places: storage, offset, shape, stride, dtype of parts. colwise: both ways."""
+    """A weight that was quantized since the last step.
+
+    places: (storage, offset, shape, stride, dtype) of each part. colwise: True if also quantized colwise.
+    """
 
     places: tuple[Any, ...]
     recipe: Recipe
@@ -267,8 +276,11 @@ class _Used:
 
 @dataclass
 class _Held:
-    """Held tensors of a weight. places: as in _Used. backend: kept alive, because the key has its id. stream, event:
-    where and when made."""
+    """Cache entry of a weight.
+
+    made: the quantized weight. places: as in _Used. storages: of its parts. version: version counters of its parts.
+    backend: kept alive, because the entry's key contains its id. stream: that made it. event: recorded after that.
+    """
 
     made: Any
     places: tuple[Any, ...]
@@ -280,26 +292,28 @@ class _Held:
     event: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Make the current stream wait for the tensors, and keep their memory until its work is done."""
+        """Make the current stream wait until `made` is computed. Keep its memory until the stream's work is done."""
         if self.stream is None:
             return
         if torch._C._cuda_getCurrentRawStream(self.stream.device_index) == self.stream.cuda_stream:
-            return  # compared without a torch.cuda.Stream, which takes 4 us
+            return  # raw handles are compared, because making a torch.cuda.Stream takes 4 us
         stream = torch.cuda.current_stream(self.stream.device)
         if self.event is not None:
             stream.wait_event(self.event)
         else:
             with torch.cuda.stream(self.stream):
                 captures = torch.cuda.is_current_stream_capturing()
-            if captures:  # otherwise another capture made it, and its graph is replayed first
+            if captures:  # otherwise an earlier capture made it, and that graph is replayed first
                 stream.wait_stream(self.stream)
         for x in tensors_in(self.made):
             x.record_stream(stream)
 
 
 def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
-    """True if an open `quantize_weights_once` holds quantized forms of w. They are then arguments of replayed
-    functions: a form looked up inside one would be as old as its graph."""
+    """True if an open `quantize_weights_once` caches w. Replayed functions then get the quantized w as an argument.
+
+    If they looked it up themselves, a replayed graph would read the quantization that was cached at its recording.
+    """
     if not weights_are_held() or torch.compiler.is_compiling() or recipe.scaling == "none":
         return False
     if isinstance(w, FrozenWeight) or any(type(x) not in (Tensor, nn.Parameter) for x in weight_parts(w)):
@@ -308,25 +322,25 @@ def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
 
 
 def weights_are_held() -> bool:
-    """True if `quantize_weights_once` is open, so that other GEMMs may use the same quantized weights."""
+    """True if `quantize_weights_once` is open."""
     return _open is not None
 
 
 def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:
-    """`quantize` of w, or its result held by an open `quantize_weights_once`."""
+    """Return quantize(w), from the cache if `quantize_weights_once` is open and caches w."""
     if (once := _open) is None or not is_held(w, recipe):
         return quantize.function(w, recipe=recipe, backend=backend, **how)
     return once._get(quantize, w, recipe, backend, **how)
 
 
 def in_graph_tree(device: torch.device) -> bool:
-    """True if torch.compile's mode="reduce-overhead" may be at work. In that mode only outputs may outlive a call."""
+    """True if torch.compile's mode="reduce-overhead" may be active. In this mode only outputs may outlive a call."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees") if device.type == "cuda" else None
     key = "tree_manager_containers"
     if trees is None or not (hasattr(trees.local, key) or torch._C._is_key_in_tls(key)):
         return False
     manager = trees.get_manager(device.index, create_if_none_exists=False)
-    # A manager reports a recording only after the first one is over.
+    # torch's manager of CUDA graph trees reports a recording only after the first recording is over.
     return manager is not None and (manager.in_warmup or torch.cuda.is_current_stream_capturing())
 
 
@@ -344,23 +358,23 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def joined(w: Weight) -> Tensor:
-    """The whole weight; a copy if it has parts."""
+    """The weight as one tensor, a copy if it has several parts."""
     return w if isinstance(w, Tensor) else torch.cat(w, 1)
 
 
 def weight_parts(w: Weight) -> tuple[Tensor, ...]:
-    """Tensors that a weight consists of."""
+    """The parts of a weight, as a tuple of tensors."""
     return (w,) if isinstance(w, Tensor) else w
 
 
 def join_parts(parts: Sequence[Any]) -> Any:
-    """The weight made of these tensors, the inverse of `weight_parts`. A single tensor (or stand-in) is the weight."""
+    """Make a weight of these parts, the inverse of `weight_parts`. If there is one part, it is the weight itself."""
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 @replayed
 def quantize_rowwise(w: Weight, *, recipe: Recipe, backend: Backend, with_amax: bool) -> tuple[Tensor, Tensor | None]:
-    """Quantize the whole weight as `Backend.quantize_weight_rowwise` does."""
+    """Quantize a weight, joined if it has parts, as `Backend.quantize_weight_rowwise` does."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)
     if not with_amax or backend.block_size(recipe) is not None:
@@ -370,7 +384,7 @@ def quantize_rowwise(w: Weight, *, recipe: Recipe, backend: Backend, with_amax: 
 
 @replayed
 def quantize_colwise(w: Weight, amax: Tensor | None = None, *, recipe: Recipe, backend: Backend) -> Tensor:
-    """Quantize the whole weight as `Backend.quantize_weight_colwise` does. amax: per column, over all parts."""
+    """Quantize a weight, joined if it has parts, as `Backend.quantize_weight_colwise` does. amax: over all parts."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_colwise(joined(w), recipe, amax)
     if backend.block_size(recipe) is not None:
@@ -381,19 +395,22 @@ def quantize_colwise(w: Weight, amax: Tensor | None = None, *, recipe: Recipe, b
 
 
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:
-    """True if parts are quantized before they are joined. False if they are stored (G, K, N), so that a column is a
-    row, if they are rounded first, and for custom backends that quantize differently."""
+    """True if parts are quantized before they are joined.
+
+    False if the parts are stored (G, K, N), because a column then lies in memory like a row. Also False if weights are
+    rounded before, and for custom backends that override quantization.
+    """
     if recipe.scaling == "none" or recipe.weight_rounding != "none":
         return False
     if not all(part.is_contiguous() for part in parts):
         return False
-    kind = type(backend)  # torch.compile knows the modules of functions, not of methods
+    kind = type(backend)  # torch.compile can trace __module__ of a function, but not of a bound method
     methods = (getattr(kind, name, None) for name in ("quantize_weight_rowwise", "quantize_weight_colwise"))
     return all(method is not None and method.__module__.startswith("mxep.gemm.backends.") for method in methods)
 
 
 def _join(parts: Sequence[Any]) -> MXTensor:
-    """Join quantized parts along N. qdata keep their memory order: (G, K, N) if blocked along N."""
+    """Join quantized parts along N. Parts with blocks along N stay (G, K, N) in memory."""
     first: MXTensor = parts[0]
     if first.axis == -2:
         qdata = _cat([part.qdata.mT for part in parts], -1).mT
@@ -403,7 +420,7 @@ def _join(parts: Sequence[Any]) -> MXTensor:
 
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate bytes, eight at once if they are aligned: torch's kernel moves one element per thread."""
+    """Concatenate tensors of bytes. If aligned, 8 bytes count as an element: torch's kernel moves one per thread."""
     wide = not torch.compiler.is_compiling() and all(
         part.is_contiguous() and part.shape[-1] % 8 == 0 and part.storage_offset() % 8 == 0 for part in parts
     )

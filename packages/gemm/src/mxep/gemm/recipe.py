@@ -1,21 +1,26 @@
-"""Recipe: how the operands of the three GEMMs are quantized, in one frozen description that every layer passes down.
+"""Recipe: how the operands of the three GEMMs are quantized. Every layer passes the same frozen Recipe down.
 
     forward  out = a  w^T     contracts K   a quantized along K (rows), w along K
     dgrad    da  = dy w       contracts N   dy quantized along N (rows), w along N
-    wgrad    dw  = dy^T a     contracts M   the same qdata, requantized along tokens; else see `Recipe.wgrad`
+    wgrad    dw  = dy^T a     contracts M   by default the qdata of a and dy, requantized along tokens (`Recipe.wgrad`)
 
-Scaling "none" multiplies operands as they are ("bf16"), "row" has one power-of-two scale per row ("fp8"), "mx" one per
-32 elements ("mxfp8"). Contracted sizes (K, N, each group's tokens) are multiples of GROUP_ALIGNMENT[scaling].
+A recipe's scaling is one of three:
+
+    "none"   operands are multiplied unquantized                         recipe "bf16"
+    "row"    each row has one power-of-two scale                         recipe "fp8"
+    "mx"     each 32 elements of a row have one power-of-two scale       recipe "mxfp8"
+
+Contracted sizes (K, N, and each group's number of tokens) must be multiples of GROUP_ALIGNMENT[scaling].
 
 M rows, N out features, K in features, G groups.
 
-Recipe "auto" is MXFP8 if it pays, else bf16. Only the shape decides; nothing is measured at run time. A GEMM of T rows
-saves time in proportion to T K N. Its cost grows with the quantized elements, T K + T N + K N, and with launches, which
-take as long as FIXED more elements. So the gain grows with
+Recipe "auto" means MXFP8 if it pays, else bf16. Only the shape decides; nothing is measured at run time. A GEMM of T
+rows saves time in proportion to T * K * N. Quantizing costs time in proportion to the number of elements,
+T * K + T * N + K * N. Its launches take as long as FIXED more elements. So the gain should grow with
 
-    size = T K N / (T K + T N + K N + FIXED)
+    size = T * K * N / (T * K + T * N + K * N + FIXED)
 
-and so do the measured gains of docs/lab/linear.md. LEAST has the sizes at which MXFP8 begins to pay.
+and the measured gains of docs/lab/linear.md do. LEAST has the sizes above which MXFP8 pays.
 """
 
 import itertools
@@ -33,7 +38,7 @@ from mxep.quant import BLOCK, E2M1, E4M3, E5M2, MXFormat, MXTensor, ScaleMode, q
 Scaling = Literal["none", "row", "mx"]
 
 GROUP_ALIGNMENT: Final[dict[str, int]] = {"none": 1, "row": 16, "mx": BLOCK}
-"""Multiple that the rows of every group are padded to. K and N are multiples of it, too."""
+"""For each scaling, the number of which K, N and every group's number of rows must be multiples."""
 
 _BASES: Final[dict[str, Scaling]] = {"bf16": "none", "fp8": "row", "mxfp8": "mx"}
 _CHANGES: Final[dict[str, dict[str, Any]]] = {
@@ -48,26 +53,30 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of `grouped_mm`.
+    """How `grouped_mm` quantizes its operands.
 
-    scaling: "none", "row" or "mx".
-    fmt: element format of activations and weights. grad_fmt: the gradients'.
-    mode: rule that computes a scale from the largest magnitude of its block or row.
-    weight_block: "1x32", blocks along the contraction, so a weight is quantized twice (along K, along N); "32x32",
-        tiles, so one quantization serves w and w^T (scaling "mx" only).
-    wgrad: "mx" makes the weight gradient from the qdata of both operands, and saves only qdata for backward. Scaling
-        "mx" requantizes them along tokens without bf16 in between; "row" multiplies their dequantized values. "bf16"
-        saves the unquantized activation, if there is one, and multiplies unquantized operands.
-    weight_rounding: "none", or "mxfp4": weights are rounded to MXFP4 along K first, in forward and dgrad alike, and
-        their gradients pass unchanged: quantization-aware training (scaling "mx", blocks "1x32"). FP8 holds the rounded
-        values exactly if the scales within one block or row differ by a factor of at most 2^14. fp32 weights are first
-        rounded to bf16, as in an export. Each quantization allocates a bf16 copy of the weight.
-    saved_gate_up: form of gate and up that a layer of `mxep.ep` saves for backward: "unquantized", or "fp8". "fp8" is
-        `fmt` with one scale per row: half of the bytes. Backward computes all gradients from the saved form. Forward's
-        results and the GEMMs do not depend on it.
+    Attributes:
+        scaling: "none", "row" or "mx", as above.
+        fmt: element format of activations and weights.
+        grad_fmt: element format of gradients.
+        mode: rule that computes a scale from the largest magnitude of its block or row.
+        weight_block: "1x32" or "32x32". "1x32" are blocks along the contracted axis, so a weight is quantized twice:
+            along K for forward, along N for dgrad. "32x32" are square blocks, so one quantization serves both GEMMs. It
+            needs scaling "mx".
+        wgrad: "mx" or "bf16". "mx" computes the weight gradient from the qdata of both operands, and saves only qdata
+            for backward. With scaling "mx" these qdata are requantized along tokens, without bf16 in between. With
+            scaling "row" their dequantized values are multiplied. "bf16" multiplies unquantized operands, and therefore
+            saves the unquantized activation, if the caller passed one.
+        weight_rounding: "none" or "mxfp4". "mxfp4" is for quantization-aware training: it rounds weights to MXFP4 along
+            K before they are quantized, for forward and dgrad alike. Gradients pass through unchanged. fp32 weights are
+            first rounded to bf16, as in an export. FP8 holds the rounded values exactly if the scales within one block
+            or row differ by a factor of at most 2^14. Each quantization allocates a bf16 copy of the weight. "mxfp4"
+            needs scaling "mx" and weight_block "1x32".
+        saved_gate_up: "unquantized" or "fp8". How a layer of `mxep.ep` saves gate and up for backward. "fp8" saves them
+            in `fmt` with one scale per row, in half of the bytes, and backward computes all gradients from these. The
+            results of forward do not depend on saved_gate_up. "fp8" does not go with scaling "none".
 
-    Raises ValueError for other values, for tiles without MX scales, for rounding with tiles or without MX scales, and
-    for saved_gate_up "fp8" with scaling "none".
+    Raises ValueError for other values and combinations.
     """
 
     scaling: Scaling
@@ -95,27 +104,32 @@ class Recipe:
 
     @classmethod
     def bf16(cls) -> Self:
-        """No quantization: operands are multiplied as they are."""
+        """Recipe without quantization: operands are multiplied as they are."""
         return cls("none")
 
     @classmethod
     def fp8(cls, **changes: Any) -> Self:
-        """Row-scaled FP8 with power-of-two scales; `changes` are fields, such as grad_fmt=E5M2."""
+        """Row-scaled FP8 with power-of-two scales. `changes` sets fields, such as grad_fmt=E5M2."""
         return cls("row", **changes)
 
     @classmethod
     def mxfp8(cls, **changes: Any) -> Self:
-        """MXFP8, E4M3 everywhere; `changes` are fields, such as grad_fmt=E5M2."""
+        """MXFP8, with E4M3 for all operands. `changes` sets fields, such as grad_fmt=E5M2."""
         return cls("mx", **changes)
 
     @staticmethod
     def named(name: "Recipe | str") -> "Recipe":
-        """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16". A Recipe
-        is returned as it is.
+        """Return the recipe called `name`, such as "mxfp8_e5m2_wgrad_bf16". A Recipe is returned as it is.
 
-        Changes, in this order: e5m2 (gradients), 32x32 (weight tiles) or mxfp4_weights (rounding), both of mxfp8 alone,
-        wgrad_bf16, gate_up_fp8 (saved), and one of floor, ceil, even (scale mode). Raises ValueError, listing these,
-        for any other name.
+        A name is bf16, fp8 or mxfp8. After fp8 and mxfp8, these suffixes may follow, in this order:
+
+            e5m2                          grad_fmt E5M2
+            32x32 or mxfp4_weights        weight_block or weight_rounding, for mxfp8 only
+            wgrad_bf16                    wgrad
+            gate_up_fp8                   saved_gate_up
+            floor, ceil or even           mode
+
+        Raises ValueError for any other name. The message lists these suffixes.
         """
         if isinstance(name, Recipe):
             return name
@@ -131,35 +145,35 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Name by which `named` finds this recipe. Recipes with activation formats other than E4M3 have none."""
+        """The name by which `named` finds this recipe. It identifies the recipe only if fmt is E4M3."""
         base = next(base for base, scaling in _BASES.items() if scaling == self.scaling)
         changes = (c for c, fields in _CHANGES.items() if all(getattr(self, f) == v for f, v in fields.items()))
         return "_".join((base, *changes))
 
     @property
     def group_alignment(self) -> int:
-        """Multiple that the rows of every group are padded to."""
+        """The number of which K, N and every group's number of rows must be multiples."""
         return GROUP_ALIGNMENT[self.scaling]
 
     @property
     def block_size(self) -> int | None:
-        """Elements per scale along a row: 32 for "mx", None (the whole row) for "row"; "none" has no scales."""
+        """Elements of a row that share a scale: 32 with scaling "mx". None with "row" (all of them) and with "none"."""
         return BLOCK if self.scaling == "mx" else None
 
     def fits(self, x: MXTensor) -> bool:
-        """True if `x` has the blocks that this recipe gives an activation or a gradient (M, K).
+        """True if x (M, K) has the blocks that this recipe gives to activations and gradients.
 
-        E4M3 and E5M2 both fit: qdata carry their own format. E2M1 does not.
+        E4M3 and E5M2 both fit, whatever fmt and grad_fmt are. E2M1 never fits.
         """
         if self.scaling == "none" or x.qdata.dtype == E2M1.dtype:
             return False
         return x.axis == -1 and x.block_size == (self.block_size or x.shape[-1])
 
     def along_tokens(self, x: Tensor, offs: Tensor | None) -> Tensor:
-        """Block an operand of wgrad (M, D) along M instead of D, in its own format. x may have a row index.
+        """Requantize x (M, D), an operand of wgrad, from blocks along D to blocks along M, in its own element format.
 
-        offs None: one group of any number of rows; the last block is filled up with zero rows.
-        Only MXTensors with scaling "mx" are requantized. Anything else is returned as it is.
+        x may have a row index. If offs is None, there is one group of any number of rows, and its last block is filled
+        up with zero rows. x is returned unchanged if it is plain, or if scaling is not "mx".
         """
         if self.scaling != "mx" or not isinstance(x, MXTensor):
             return x
@@ -167,20 +181,21 @@ class Recipe:
             index = x.row_index
             if index is None:
                 index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-            # The index adds the zero rows: no byte of x moves.
+            # Index -1 stands for a row of zeros, so x is padded without a copy.
             x = x.with_parts(x.qdata, x.scale, torch.nn.functional.pad(index, (0, missing), value=-1))
         return requantize(x, mode=self.mode, offs=offs)
 
     def rounded_weight(self, w: Tensor) -> Tensor:
-        """The values (G, N, K) that GEMMs quantize: w, or with weight_rounding "mxfp4" w rounded to MXFP4, as bf16."""
+        """The weight values (G, N, K) to quantize: w itself, or w rounded to MXFP4, in bf16 (weight_rounding)."""
         if self.weight_rounding == "none":
             return w
         return quantize(w.bfloat16(), fmt=E2M1).dequantize(torch.bfloat16)
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat | None = None, room: int | None = None) -> Tensor:
-        """Quantize x (..., D) bf16 or fp32 along D; x itself if scaling is "none". Gradients pass unchanged.
+        """Quantize x (..., D) bf16 or fp32 along D. Returns x itself if scaling is "none". Gradients pass unchanged.
 
-        fmt: default self.fmt; pass self.grad_fmt for a gradient. room: as for `mxep.quant.quantize`."""
+        fmt: default self.fmt. To quantize a gradient, pass self.grad_fmt. room: as for `mxep.quant.quantize`.
+        """
         if self.scaling == "none":
             return x
         return quantize(x, fmt=fmt or self.fmt, mode=self.mode, block_size=self.block_size, room=room)
@@ -197,62 +212,70 @@ def _all() -> Iterator[Recipe]:
                 yield Recipe(scaling, **dict(fields))
 
 
-_NAMED: Final = {recipe.name: recipe for recipe in _all()}  # made here, because code under torch.compile makes none
+_NAMED: Final = {recipe.name: recipe for recipe in _all()}  # made at import: code under torch.compile cannot make one
 
 
 AUTO: Final = "auto"
 LEAST: Final = {"linear": 470, "grouped_mm": 470, "experts": 240}
-"""Sizes above which MXFP8 pays on an H200, in device time of forward and backward with every quantization.
+"""Sizes above which `auto_recipe` chooses MXFP8, from speedups measured on an H200.
 
-linear: a GEMM with one weight, or with q, k and v together. Size 535 gains 1.23, 362 gains 1.04, 209 loses (0.70).
-grouped_mm: T rows per group. The smallest measured size is 473 and gains 1.18.
-experts: a layer of mxep.ep, T rows per expert, model dim K, hidden dim N. Size 267 gains 1.14, 176 nothing.
+A speedup is device time in bf16 / device time in MXFP8, of forward and backward, including all quantization.
 
-These gains are over torch's bf16 GEMM. Over the hopper backend's bf16 GEMM, size 266 gains 1.01 (experts, an H100).
+linear: a GEMM with one weight, or with q, k and v together. Speedup 1.23 at size 535, 1.04 at 362, 0.70 at 209.
+grouped_mm: T rows per group. Speedup 1.18 at size 473, the smallest measured.
+experts: a layer of mxep.ep, T rows per expert, model dim K, hidden dim N. Speedup 1.14 at size 267, 1 at 176.
+
+bf16 is torch's GEMM here. With the hopper backend's bf16 GEMM, the speedup at size 266 is 1.01 (experts, an H100).
 """
 FIXED: Final = {"linear": 26e6, "grouped_mm": 0.0, "experts": 0.0}
-"""Elements that take as long as the launches. Groups share launches, but the rule does not know their number."""
+"""Number of elements that take as long to quantize as the launches. 0 where launches are shared by unknown many groups.
+"""
 
-_BF16, _MXFP8 = Recipe.bf16(), Recipe.mxfp8()  # made here, because code under torch.compile makes none
+_BF16, _MXFP8 = Recipe.bf16(), Recipe.mxfp8()  # made at import: code under torch.compile cannot make one
 
 
 def auto_recipe(rows: float, in_features: int, out_features: int, *, of: str = "linear") -> Recipe:
-    """mxfp8 if it pays for the shape, else bf16; the same on every device.
+    """Return recipe mxfp8 if it pays for the shape, else bf16. All devices get the same recipe.
 
-    rows: T, per expert or group on average. in_features: K. out_features: N. of: a key of LEAST.
-    Example: 4096 tokens of 4096 features to 2048 have size 572, above 470: mxfp8. 2048 tokens have 362: bf16.
-    Sizes that are no multiple of MXFP8's blocks get bf16. Raises ValueError for another `of`.
+    Args:
+        rows: T, the number of rows. With groups or experts, their average number of rows.
+        in_features: K. If it is no multiple of 32, the result is bf16.
+        out_features: N. If it is no multiple of 32, the result is bf16.
+        of: a key of LEAST. Any other raises ValueError.
+
+    Example: with 4096 in features and 2048 out features, 4096 tokens have size 572, above 470: mxfp8. 2048 tokens have
+    size 362: bf16.
     """
     return _MXFP8 if rows > least_rows(in_features, out_features, of=of) else _BF16
 
 
 def least_rows(in_features: int, out_features: int, *, of: str) -> float:
-    """Rows T that give size LEAST[of]: MXFP8 pays from more rows on. inf if it never pays.
+    """Return the number of rows T that has size LEAST[of]. With more rows MXFP8 pays. inf: it never pays.
 
     Example: for experts with 2048 and 768 features, 240 * 2048 * 768 / (2048 * 768 - 240 * (2048 + 768)) = 420.9.
     """
     if of not in LEAST:
         raise ValueError(f"of: got {of!r}, want one of {', '.join(LEAST)}")
-    saved = in_features * out_features - LEAST[of] * (in_features + out_features)  # per further row
+    saved = in_features * out_features - LEAST[of] * (in_features + out_features)  # > 0 if MXFP8 pays with enough rows
     if saved <= 0 or in_features % _MXFP8.group_alignment or out_features % _MXFP8.group_alignment:
         return math.inf
     return LEAST[of] * (in_features * out_features + FIXED[of]) / saved
 
 
 def recipe_of_experts(rows: float, dim: int, hidden_dim: int) -> tuple[Recipe, str]:
-    """`auto_recipe` of a layer's experts for this average number of rows per expert, and its reason in words."""
+    """(recipe, reason) for a layer's experts by `auto_recipe`. rows: average number per expert. reason: for a log."""
     recipe, least = auto_recipe(rows, dim, hidden_dim, of="experts"), least_rows(dim, hidden_dim, of="experts")
     pays = "never pays" if least == math.inf else f"pays from {math.floor(least) + 1} on"
     return recipe, f"{recipe.name}, as an expert gets {rows:.0f} rows: with D {dim} and F {hidden_dim} MXFP8 {pays}"
 
 
 def recipe_of(recipe: Recipe | str) -> Recipe | str:
-    """The Recipe of a name. "auto" stays, because it needs a shape. Raises ValueError for unknown names."""
+    """Return the Recipe of this name, but "auto" as it is, because it needs a shape. Raises ValueError if unknown."""
     return recipe if recipe == AUTO else Recipe.named(recipe)
 
 
 def recipe_for(recipe: Recipe | str, x: Tensor, out_features: int) -> Recipe:
-    """The recipe for a linear of x (..., K)."""
+    """Return the Recipe for a linear of x (..., K). "auto" is decided by x's number of rows, K and out_features."""
     if recipe != AUTO:
         return Recipe.named(recipe)
     features = x.shape[-1] if x.dim() else 1
@@ -260,12 +283,12 @@ def recipe_for(recipe: Recipe | str, x: Tensor, out_features: int) -> Recipe:
 
 
 def recipe_name(recipe: Recipe | str) -> str:
-    """Name of a recipe, or "auto"."""
+    """The recipe's name. A name, or "auto", is returned as it is."""
     return recipe if isinstance(recipe, str) else recipe.name
 
 
 def check_tensors(**operands: object) -> None:
-    """Refuse operands that are not one tensor, such as qdata and scales."""
+    """Raise ValueError for an operand that is not a tensor, such as a pair of qdata and scales."""
     for name, x in operands.items():
         if not isinstance(x, Tensor):
             cure = "MXTensor.from_qdata_and_scales(qdata, scales) makes one tensor of qdata and scales"
@@ -273,7 +296,7 @@ def check_tensors(**operands: object) -> None:
 
 
 def check_plain(**operands: object) -> None:
-    """Refuse DTensors: these GEMMs run on this rank alone."""
+    """Raise ValueError for DTensors, because these GEMMs run on this rank alone."""
     for name, x in operands.items():
         if hasattr(x, "device_mesh"):
             raise ValueError(
@@ -292,7 +315,7 @@ def check_operands(
     out_dtype: torch.dtype,
     main_grad: Tensor | None,
 ) -> None:
-    """Check shapes, dtypes, devices and alignment; on CPU also the values of offs."""
+    """Check shapes, dtypes, devices and alignment of `grouped_mm`'s operands. On CPU also check the values of offs."""
     check_plain(a=a, offs=offs, w=w)
     if a.dim() != 2 or len(w.shape) != 3 or a.shape[1] != w.shape[2]:
         raise ValueError(f"shapes: got a {tuple(a.shape)}, w {tuple(w.shape)}, want a (M, K) and w (G, N, K)")
@@ -325,7 +348,10 @@ def check_linear(
     main_grad: Tensor | None,
     rowwise: bool = False,
 ) -> None:
-    """Check x (..., K), w (N, K), bias (N,) likewise. rowwise: x with MX scales may also have one scale per row."""
+    """Check the operands of a linear: x (..., K), w (N, K), bias (N,).
+
+    rowwise: True if x may also be an MXTensor with one scale per row, although the recipe has scaling "mx".
+    """
     if w.dim() != 2 or not x.dim() or x.shape[-1] != w.shape[1]:
         raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (..., K) and w (N, K)")
     if not (rowwise and isinstance(x, MXTensor) and recipe.scaling == "mx" and x.block_shape == (1, x.shape[-1])):
@@ -355,7 +381,7 @@ def _check_parameters(
 
 
 def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w") -> None:
-    """Check a weight (G, N, K) or (N, K) by itself, for GEMMs on `device`."""
+    """Check a weight (G, N, K) or (N, K), and its main_grad, by themselves. device: where the GEMM runs."""
     if w.numel() == 0:
         raise ValueError(f"{name}: got shape {tuple(w.shape)}, want (G, N, K), at least one group, output and input")
     floats = _floats(recipe)

@@ -1,19 +1,21 @@
-"""The two products of a router, in fp32 accuracy: `fp32_linear` and `top_k`.
+"""The two operations of a router: `fp32_linear` computes logits in fp32 accuracy, `top_k` chooses experts by them.
 
-fp32_linear: x w^T on bf16 tensor cores, with fp32 accuracy, because logits decide a token's experts.
+fp32_linear runs on bf16 tensor cores. It has fp32 accuracy, because logits decide a token's experts.
 
-    forward  out (T, E) fp32 = x w^T      one kernel each, on sums of bf16 terms (`kernels.router_ops`); a kernel with
-    backward dx (T, D) bf16  = dy w       few tiles splits them into parts and adds these up
+    forward  out (T, E) fp32 = x w^T
+    backward dx (T, D) bf16  = dy w
              dw (E, D)       = dy^T x
 
-Backward needs only x and w. torch's fp32 GEMM runs outside the tensor cores, on an fp32 copy of x.
+Each of the three is one kernel. It splits fp32 operands into sums of bf16 numbers (`kernels.router_ops`). Forward saves
+only x and w. torch's fp32 GEMM would run outside the tensor cores, on an fp32 copy of x.
 
-top_k: chooses a token's experts and their weights from its logits.
+top_k chooses a token's experts, and computes their weights from the token's logits.
 
     logits (T, E) -> scores (softmax or sigmoid) -> the K best -> their scores, divided by their sum
                      or choice -----------------^
 
-On CUDA it is one kernel forward and one backward. Backward needs ids, weights and chosen logits (T, K), not all logits.
+On CUDA, top_k has one forward kernel and one backward kernel. Forward saves the chosen experts' ids, weights and
+logits, (T, K) each. The logits of all experts are not saved.
 
 T tokens, D in features, E out features or experts, K experts per token.
 """
@@ -34,14 +36,21 @@ _DEVICE = "cuda"
 
 
 def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
-    """(T, E) fp32: x.float() @ w.float().T, with or without autocast. Gradients have the dtypes of x and w.
+    """x.float() @ w.float().T with fp32 accuracy, with or without autocast. Gradients have the dtypes of x and w.
 
-    x: (T, D) floating point. w: (E, D) floating point. Raises ValueError for shapes that do not fit.
+    Args:
+        x: (T, D) floating point.
+        w: (E, D) floating point.
 
-    Plain CUDA tensors with x bf16 and w fp32 or bf16 use tensor cores: differentiable once, no torch.func. The errors
-    of out and of an fp32 dw are below the bound of an fp32 GEMM. A bf16 dx or dw is the rounded sum of two terms per
-    operand. Before that rounding dx is off by at most 3 * 2^-16 of the sum of |dy| |w|, dw by at most 2^-16 of the sum
-    of |dy| |x|. Inf, and values that round to Inf in bf16, give NaN. Other inputs use torch's own GEMM.
+    Returns (T, E) fp32. Raises ValueError for shapes that do not fit.
+
+    If both are plain CUDA tensors, x is bf16, and w is fp32 or bf16, the GEMMs run on tensor cores. The result is then
+    differentiable once and does not support torch.func. Inf, and numbers that round to Inf in bf16, give NaN. All other
+    inputs use torch's own GEMM.
+
+    Errors on tensor cores, with dy the incoming gradient: those of the result and of an fp32 dw are below the bound of
+    an fp32 GEMM. A bf16 dx or dw is computed from 16 bits of each fp32 operand. Before its rounding to bf16, this costs
+    dx at most 3 * 2^-16 * sum(|dy| * |w|), and dw at most 2^-16 * sum(|dy| * |x|).
     """
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (T, D) and w (E, D)")
@@ -79,7 +88,7 @@ class _FP32Linear(torch.autograd.Function):
     launcher="mxep.gemm.kernels.router_ops:fp32_linear",
 )
 def linear_op(x: Tensor, w: Tensor) -> Tensor:
-    """x (T, D) bf16, w (E, D) fp32 or bf16 -> (T, E) fp32."""
+    """x (T, D) bf16, w (E, D) fp32 or bf16 -> x w^T (T, E) fp32."""
     return x.float() @ w.float().t()
 
 
@@ -89,7 +98,7 @@ def linear_op(x: Tensor, w: Tensor) -> Tensor:
     launcher="mxep.gemm.kernels.router_ops:fp32_dgrad",
 )
 def dgrad_op(dy: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy (T, E) fp32, w (E, D) fp32 or bf16 -> (T, D) `dtype`."""
+    """dy (T, E) fp32, w (E, D) fp32 or bf16 -> dy w (T, D) in `dtype`."""
     return (dy @ w.float()).to(dtype)
 
 
@@ -99,21 +108,29 @@ def dgrad_op(dy: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     launcher="mxep.gemm.kernels.router_ops:fp32_wgrad",
 )
 def wgrad_op(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy (T, E) fp32, x (T, D) bf16 -> (E, D) `dtype`."""
+    """dy (T, E) fp32, x (T, D) bf16 -> dy^T x (E, D) in `dtype`."""
     return (dy.t() @ x.float()).to(dtype)
 
 
 def top_k(logits: Tensor, k: int, score: str = "softmax", *, choice: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(expert_ids (T, K) int32, best first, weights (T, K) fp32 that sum to 1). Weights are differentiable, on CUDA
-    once.
+    """Choose K experts per token, and weight them by their normalized scores.
 
-    logits: (T, E) fp32. score: "softmax" over all experts, or "sigmoid" of each. choice: (T, E) fp32, such as scores
-    plus a bias. Its largest values are chosen instead of the best scores. Raises ValueError for another dtype, shape or
-    score, or k not in 1..E.
+    Args:
+        logits: (T, E) fp32.
+        k: K, the number of experts per token, 1 to E.
+        score: "softmax" over all experts, or "sigmoid" of each logit.
+        choice: (T, E) fp32, such as scores plus a bias. If given, the experts with the largest choice are chosen.
+            Otherwise the experts with the best scores are chosen.
 
-    Logits are compared, not scores: scores have the same order, but may round to the same number, or to 0. Among equal
-    choices the larger logit is taken, among equal logits the lower id. A NaN logit comes first, whatever its choice,
-    and makes the token's weights NaN. A NaN choice comes next. All devices agree.
+    Returns:
+        expert_ids: (T, K) int32, best first.
+        weights: (T, K) fp32. Each token's weights sum to 1. They are differentiable in logits, on CUDA only once.
+
+    Raises ValueError for another dtype, shape, score or k.
+
+    Experts are ranked by logits, because different logits may have equal scores after rounding. If choices are equal,
+    the larger logit wins. If logits are equal, too, the lower id wins. A NaN logit ranks above all others, whatever its
+    choice, and makes the token's weights NaN. A NaN choice ranks next. All devices give the same ids.
     """
     for name, x in (("logits", logits), ("choice", choice)):
         if x is not None and (x.dim() != 2 or x.dtype != torch.float32 or x.shape != logits.shape):
@@ -130,20 +147,21 @@ def top_k(logits: Tensor, k: int, score: str = "softmax", *, choice: Tensor | No
 
 
 def scores_of(logits: Tensor, score: str) -> Tensor:
-    """Scores (T, E) of logits."""
+    """Scores (T, E) of logits (T, E). score: "softmax" or "sigmoid"."""
     return logits.softmax(-1) if score == "softmax" else logits.sigmoid()
 
 
 def _plain(logits: Tensor, choice: Tensor | None, k: int, score: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, weights, chosen logits). Weights come from logits, so that scores that underflow have a sum and
-    gradients."""
+    """(ids, weights, chosen logits), each (T, K). Weights are a softmax of logits, or of their log-sigmoids.
+
+    Scores may underflow to 0. Their weights would have no sum to divide by, and no gradients."""
     ids = best_first(logits.detach(), choice)[:, :k]
     chosen = logits.gather(1, ids)
     return ids.int(), (chosen if score == "softmax" else F.logsigmoid(chosen)).softmax(-1), chosen
 
 
 def best_first(logits: Tensor, choice: Tensor | None = None) -> Tensor:
-    """All experts of each token, ids (T, E) int64, in the order in which `top_k` takes them."""
+    """Ids (T, E) int64 of all experts, for each token in the order in which `top_k` chooses them."""
     order = logits.sort(dim=-1, descending=True, stable=True).indices  # NaN first
     if choice is None:
         return order
@@ -174,7 +192,7 @@ def _empty_top_k(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -
 
 @op("mxep::top_k", fake=_empty_top_k, launcher="mxep.gemm.kernels.router_ops:top_k")
 def top_k_op(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """logits, choice (T, E) fp32 -> ids (T, K) int32, weights (T, K), chosen logits (T, K)."""
+    """logits, choice (T, E) fp32 -> ids (T, K) int32, weights (T, K) fp32, chosen logits (T, K) fp32."""
     return _plain(logits, choice, k, "softmax" if softmax else "sigmoid")
 
 
@@ -186,7 +204,7 @@ def top_k_op(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tu
 def top_k_backward_op(
     d_weights: Tensor, weights: Tensor, ids: Tensor, chosen: Tensor, experts: int, softmax: bool
 ) -> Tensor:
-    """(T, experts) fp32, zero except at ids."""
+    """Gradient of the logits: (T, experts) fp32, zero except at the chosen experts' ids."""
     d_chosen = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
     if not softmax:
         d_chosen = d_chosen * (-chosen).sigmoid()

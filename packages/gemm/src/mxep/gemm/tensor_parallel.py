@@ -1,16 +1,19 @@
-"""linear over a tensor-parallel mesh: F.linear of DTensors, with each rank's GEMM by a recipe.
+"""linear over a tensor-parallel mesh: x, w and bias are DTensors, and each rank runs its GEMM as the recipe says.
 
-    weight          x on each rank                  out           gradients
-    Shard(0)        all of it: gathered, quantized  Shard(-1)     dx reduced over ranks, dw and dbias of the shard
-    Shard(1)        Shard(-1)                       Partial       dx of the shard, dw of the shard; bias added after
-    Replicate       Replicate, or Shard of tokens   as x          dw, dbias reduced over ranks where tokens are sharded
+    weight       x that each rank multiplies         out         gradients
+    Shard(0)     all of x (gathered)                 Shard(-1)   dx: summed over ranks. dw, dbias: each rank its shard
+    Shard(1)     the rank's shard, Shard(-1)         Partial     dx, dw: each rank its shard. bias is added to the sum
+    Replicate    all of x, or its shard of tokens    as x        dw, dbias: summed over ranks if tokens are sharded
 
 So `parallelize_module` with ColwiseParallel and RowwiseParallel works on converted models. With sequence parallelism,
-use `QuantizedColwiseParallel`: it leaves x sharded over tokens, so that qdata and scales are gathered, half of bf16's
-bytes. Blocks of 32 do not cross ranks, so with MX scales each rank holds a multiple of 32 features.
+use `QuantizedColwiseParallel` instead of ColwiseParallel. It quantizes each rank's tokens and then gathers qdata and
+scales, half of bf16's bytes. Blocks of 32 do not cross ranks, so with MX scales each rank must hold a multiple of 32
+features.
 
-Tokens need not be a multiple of the ranks, nor, with recipe "bf16", need features. The last ranks have fewer or none,
-as with torch.chunk. Uneven tokens are gathered unquantized.
+The number of tokens need not be a multiple of the number of ranks. With recipe "bf16" the number of features need not
+be one, either. The last ranks then have fewer or none, as with torch.chunk. Uneven tokens are gathered unquantized.
+
+N out features, K in features, B sequences of S tokens.
 """
 
 from collections.abc import Callable
@@ -29,10 +32,11 @@ from mxep.quant import MXTensor
 
 
 class QuantizedColwiseParallel(ColwiseParallel):
-    """ColwiseParallel of a converted linear or a `Linear`. Its input is sharded over tokens and gathered as MXFP8.
+    """ColwiseParallel for a converted linear or a `Linear` whose input is sharded over tokens. Gathers it quantized.
 
-    input_layouts: sharding of the module's plain input, Shard(1) of (B, S, K), with as many tokens on each rank. Give
-    an uneven one as a DTensor. Others: as for ColwiseParallel.
+    input_layouts: sharding of the module's input, such as Shard(1) for x (B, S, K). A plain tensor must have as many
+        tokens on each rank. An unevenly sharded input must be a DTensor.
+    output_layouts and other arguments: as for ColwiseParallel.
     """
 
     def __init__(self, *, input_layouts: Placement, output_layouts: Placement | None = None, **options: Any) -> None:
@@ -41,9 +45,10 @@ class QuantizedColwiseParallel(ColwiseParallel):
 
 
 def check_shards(name: str, w: Any, recipe: Recipe | str) -> None:
-    """Raise ValueError, on every rank, if a rank's shard of w (N, K), a DTensor, does not fit. "auto" fits any.
+    """Raise ValueError, on every rank, if any rank's shard of w (N, K), a DTensor, does not fit the recipe.
 
-    Tensor parallelism is the last mesh dimension. Those of FSDP before it are gathered before a GEMM.
+    "auto" fits every shard. Only the last mesh dimension is checked, which is tensor parallelism's. Dimensions before
+    it are FSDP's, which gathers shards before a GEMM.
     """
     if recipe == AUTO:
         return
@@ -59,7 +64,7 @@ def check_shards(name: str, w: Any, recipe: Recipe | str) -> None:
 
 
 def _misfit(features: int, ranks: int, recipe: Recipe) -> int:
-    """Features of the first shard that is no multiple of the recipe's alignment; 0 if all fit."""
+    """Number of features of the first shard that does not fit the recipe's alignment; 0 if all shards fit."""
     first = -(-features // ranks)  # as torch.chunk shares them out
     shards = first, features % first if first else 0
     return next((shard for shard in shards if shard % recipe.group_alignment), 0)
@@ -75,8 +80,10 @@ def sharded_linear(
     recipe: Recipe | str,
     **options: Any,
 ) -> Tensor:
-    """`linear` of DTensors on a 1-D mesh. Raises ValueError, on all ranks alike, for other meshes, placements and
-    shapes, and for shards that do not fit the recipe."""
+    """Compute `linear` of DTensors on a 1-D mesh. Returns a DTensor (..., N).
+
+    Raises ValueError for other meshes, placements and shapes, and if shards do not fit the recipe. All ranks raise it.
+    """
     mesh = w.device_mesh
     if mesh.ndim != 1:
         raise ValueError(f"w: got a DTensor on a mesh of {mesh.ndim} dimensions, want one, such as mesh['tp']")
@@ -126,7 +133,7 @@ def sharded_linear(
 
 
 def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """A rank's GEMM. Without features of w on this rank it is torch's, for gradients that are zero or empty."""
+    """Run this rank's GEMM. If this rank holds no features of w, run torch's, which gives empty or zero gradients."""
     if w.numel():
         return linear(x, w, bias, **options)
     dtype = options["out_dtype"] or x.dtype
@@ -136,7 +143,7 @@ def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | N
 
 
 def _whole(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> DTensor:
-    """DTensor of the ranks' parts. Uneven parts need the shape: from_local would multiply this rank's size."""
+    """Make a DTensor of `shape` from each rank's part. from_local infers a shape, wrongly if parts are uneven."""
     sizes: dict[str, Any] = {}
     if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
         stride = torch.empty(shape, device="meta", dtype=local.dtype).stride()
@@ -145,7 +152,7 @@ def _whole(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.S
 
 
 def _gathered(x: DTensor, given: Placement, recipe: Recipe) -> Tensor:
-    """All of x on this rank; its gradient is summed over ranks. Evenly sharded tokens travel quantized."""
+    """Gather all of x on this rank, quantized if tokens are evenly sharded. Backward sums the gradient over ranks."""
     mesh = x.device_mesh
     tokens = isinstance(given, Shard) and given.dim < x.dim() - 1
     quantizes = recipe.scaling != "none" and recipe.wgrad == "mx" and not torch.compiler.is_compiling()
@@ -159,7 +166,7 @@ def _gathered(x: DTensor, given: Placement, recipe: Recipe) -> Tensor:
 
 
 class _GatherQuantized(torch.autograd.Function):
-    """Quantize, then gather along an axis of tokens. Backward sums over ranks and scatters, unquantized."""
+    """Quantize x, then gather it along an axis of tokens. Backward reduce-scatters the unquantized gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, mesh: DeviceMesh, recipe: Recipe) -> Tensor:

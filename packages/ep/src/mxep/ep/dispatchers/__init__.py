@@ -1,7 +1,9 @@
-"""Token dispatchers: they bring tokens to experts, and results back. `make_dispatcher` makes one from a `Dispatch`.
+"""Token dispatchers bring tokens to experts, and results back. `make_dispatcher` makes one from a `Dispatch`.
 
-MoE(64, 32, 8, 2, dispatch=Dispatch("hierarchical", capacity=1.25, max_tokens=4096))
-MoE(64, 32, 8, 2, dispatcher="hierarchical", capacity=1.25, max_tokens=4096)            the same
+These two lines make the same layer:
+
+    MoE(64, 32, 8, 2, dispatch=Dispatch("hierarchical", capacity=1.25, max_tokens=4096))
+    MoE(64, 32, 8, 2, dispatcher="hierarchical", capacity=1.25, max_tokens=4096)
 """
 
 import dataclasses
@@ -46,7 +48,7 @@ _CLASSES: dict[str, Any] = {
 DISPATCHERS = tuple(_CLASSES)
 NODES = "ranks_per_node", "nodes_per_token"
 _LACKS = {"local": NODES, "all_to_all": ("timeout", *NODES), "symmetric": NODES, "hierarchical": (), "nvshmem": NODES}
-"""Options that a dispatcher does not have. local never waits, so it takes any timeout."""
+"""Options that each dispatcher refuses. local accepts any timeout, because it never waits."""
 
 
 class DispatchFields(TypedDict, total=False):
@@ -62,21 +64,22 @@ class DispatchFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How tokens reach experts and return: a dispatcher and its limits, checked at once.
+    """How tokens reach experts and return: a dispatcher and its limits. They are checked when this object is made.
 
     Attributes:
-        dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers. A shared one has its own
-            limits, so none may be given here. A group of one rank uses the local one for any name.
-        capacity: bound on the rows of a rank's experts; a number c is ``Capacity.factor(c)``. None:
-            ``Capacity.worst_case()``. all_to_all ignores it: its buffers have each step's size, and it drops no row.
-        max_tokens: maximum tokens a rank brings to one call, equal on all ranks. None: the most that any rank brings to
-            the first batch. A larger batch raises ValueError: all ranks must call :meth:`MoE.reserve` before it.
-        timeout: maximum seconds to wait for a peer, for all layers of the group. None: the process group's, as for
-            all_to_all.
-        ranks_per_node, nodes_per_token: for hierarchical only: see :class:`HierarchicalDispatcher`.
+        dispatcher: one of the names :data:`DISPATCHERS`, or a dispatcher object to share between layers. A shared
+            object has its own limits, so none may be given here. A group of one rank uses "local", whatever the name.
+        capacity: limit for the rows of a rank's experts. A number c means ``Capacity.factor(c)``. None means
+            ``Capacity.worst_case()``. "all_to_all" ignores it: its buffers have each step's size, and it drops no row.
+        max_tokens: maximum tokens that a rank brings to one call, equal on all ranks. None: the most tokens that any
+            rank brings to the first batch. Before a batch with more tokens, all ranks must call :meth:`MoE.reserve`.
+            Otherwise it raises ValueError.
+        timeout: maximum seconds to wait for a peer, for all layers of the group. None: the process group's timeout,
+            which all_to_all always uses.
+        ranks_per_node, nodes_per_token: only for "hierarchical", see :class:`HierarchicalDispatcher`.
 
-    Raises ValueError for a value out of range or NaN, for a limit that the dispatcher does not have, and for a limit
-    together with a dispatcher to share.
+    Raises ValueError if a value is out of range or NaN, if the dispatcher does not have a given limit, and if a limit
+    is given together with a dispatcher object.
     """
 
     dispatcher: str | TokenDispatcher = "symmetric"
@@ -115,12 +118,12 @@ class Dispatch:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """All fields but ``dispatcher``, by name."""
+        """All fields except ``dispatcher``, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "dispatcher"}
 
     @staticmethod
     def of(dispatch: "Dispatch | None", fields: DispatchFields) -> "Dispatch":
-        """The Dispatch of a function with ``dispatch=None, **fields: Unpack[DispatchFields]``.
+        """Return `dispatch`, or make a Dispatch of `fields`, for functions that take either of them as arguments.
 
         Raises ValueError if both are given, and TypeError for a keyword that is no field.
         """
@@ -137,7 +140,7 @@ class Dispatch:
         return dispatch
 
     def times(self, rows_per_token: int) -> "Dispatch":
-        """The Dispatch of a layer that sends each token several times: max_tokens counts rows."""
+        """The same Dispatch for a layer that sends each token rows_per_token times: max_tokens is multiplied by it."""
         if self.max_tokens is None:
             return self
         return dataclasses.replace(self, max_tokens=self.max_tokens * rows_per_token)
@@ -160,14 +163,14 @@ def make_dispatcher(
     group: dist.ProcessGroup | None = None,
     **fields: Unpack[DispatchFields],
 ) -> TokenDispatcher:
-    """The dispatcher of a name and limits, or of a :class:`Dispatch`. Layers that ask for the same share one object.
+    """Return a dispatcher for a name and limits, or for a :class:`Dispatch`. Equal arguments give one shared object.
 
-    A group of one rank exchanges nothing, so it gets a :class:`LocalDispatcher` for every name. Layers made after a
-    dispatcher's first dispatch get a new one: the old one might be gone on some ranks. Symmetric dispatchers of a group
-    share their memory in any case.
+    After a dispatcher's first dispatch, equal arguments give a new object, because the old one might be gone on some
+    ranks. Symmetric dispatchers of a group share their memory even then. A group of one rank exchanges nothing, so it
+    gets a :class:`LocalDispatcher` for every name.
 
-    dtype: widest dtype of rows on the wire. Raises ValueError as Dispatch does, and if a dispatcher to share serves
-    another number of experts, or narrower rows.
+    dtype: widest dtype of rows that are sent. Raises ValueError as Dispatch does. Also raises it if `name` is a
+    dispatcher object for another number of experts, or for narrower rows.
     """
     how = Dispatch.of(name, fields) if isinstance(name, Dispatch) else Dispatch.of(None, {**fields, "dispatcher": name})
     if isinstance(how.dispatcher, TokenDispatcher):

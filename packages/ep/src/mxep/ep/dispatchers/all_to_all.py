@@ -1,22 +1,25 @@
-"""AllToAllDispatcher: collectives with split sizes that the host knows. Any fabric, any backend; the baseline.
+"""AllToAllDispatcher uses all-to-all collectives with split sizes, on any fabric and torch backend. It is the baseline.
 
-    dispatch    rows sorted by destination rank, one per (token, expert): bytes, id, weight   all-to-all
-    redispatch  the same rows' other bytes, same order                                        all-to-all
-    combine     the same rows, the other way, then the sum                                    all-to-all
+    dispatch    one all-to-all of rows sorted by destination rank, one row per (token, expert): bytes, id, weight
+    redispatch  one all-to-all of other bytes, in the same order of rows
+    combine     one all-to-all that returns the rows; then each token's rows are summed
 
-Only a dispatch exchanges sizes, with a device-to-host copy. Received rows are in (source rank, token, list) order, and
-are the slots of a plan with one source. So experts get the same rows in the same order as with the other dispatchers.
-Receive buffers are rounded up (`_room`), so that shapes repeat and steps between exchanges are replayed.
+The host must know split sizes. Only a dispatch exchanges them, with a device-to-host copy. Received rows are ordered by
+source rank, then token, then position in the token's expert_ids. They are the slots of a plan with one sender. So
+experts get the same rows in the same order as with the other dispatchers. Receive buffers are rounded up (`_room`), so
+that shapes repeat and steps between exchanges are replayed.
 
-Each rank's rows begin with a header row, which the plan takes for a pair without an expert. Each receiver compares
-headers with its own:
+The rows that a rank sends to another begin with a header row. In the plan, it is a pair without an expert.
 
     header   number of the dispatch * 4 + step (1 dispatch, 2 redispatch, 3 combine), int32; other bytes are 0. A new
-             dispatch has no number yet: it sends its layer's (`TokenDispatcher.begin`)
+             dispatch has no number yet, so its header has its layer's number (`TokenDispatcher.begin`)
 
-Headers reveal a rank that leaves out an exchange, or makes it in another order. Sizes would not: in the hierarchical
-dispatcher all blocks have one size. The number comes from the plan on the device, so graphs can contain all this. A
-mismatch raises at once on CPUs. On GPUs the host reads it without a sync, at the next exchange or `check()`.
+Each receiver compares the headers with its own. Different headers reveal a rank that leaves out an exchange, or makes
+exchanges in another order. Sizes would not reveal it: the hierarchical dispatcher, which uses headers, too, has blocks
+of one size. The number is part of the plan on the device, so CUDA graphs can contain all of this. A mismatch raises at
+once on CPUs. On GPUs the host reads it without a sync, at the next exchange or in `check()`.
+
+T tokens of this rank, K experts per token, E experts in all, W ranks.
 """
 
 import dataclasses
@@ -49,28 +52,30 @@ STEPS = "", "dispatch", "redispatch", "combine"
 
 
 class Headers:
-    """Headers of a dispatcher. ranks: the rank that each block of received rows comes from."""
+    """Writes and compares a dispatcher's headers. ranks: for each block of received rows, the rank that sent it."""
 
     def __init__(self, rank: int, ranks: list[int]) -> None:
         self.rank, self.ranks = rank, ranks
         self._found: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        """By device: (1 + W,) int32, 1 after a mismatch, then the headers of the first one; and a copy for the host."""
+        """By device, (found, copy for the host). found: (1 + W,) int32: 0, or 1 and the headers of the first mismatch.
+        """
         self._new: dict[tuple[torch.device, int], Tensor] = {}
 
     def new(self, number: int, device: torch.device) -> Tensor:
-        """(1,) int32 with this number, to send in a header."""
+        """Make a (1,) int32 tensor of this number, to send in a header."""
         if (device, number) not in self._new:
             made = made_to_stay(device, lambda: torch.full((1,), number, dtype=torch.int32, device=device))
             self._new[device, number] = made
         return self._new[device, number]
 
     def mark(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
-        """Write headers into rows (R, n) uint8. sizes: (W, any) int64, each block's number of rows first. number: (1,)
-        int32."""
+        """Write headers into rows (R, n) uint8, which consist of W blocks.
+
+        sizes: (W, any) int64, with each block's number of rows in the first column. number: (1,) int32."""
         _mark(rows, sizes, number, step=STEPS.index(step))
 
     def compare(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
-        """Compare received headers with this rank's. Raises PeersDisagree, on CUDA in a later :meth:`check`."""
+        """Compare received headers with this rank's. If they differ, raise PeersDisagree, on CUDA later in `check`."""
         device = rows.device
         if device not in self._found:
             self._found[device] = made_to_stay(device, lambda: self._make(device))
@@ -82,7 +87,7 @@ class Headers:
             self.check()
 
     def check(self) -> None:
-        """Raise PeersDisagree for mismatches that the host knows. Does not wait for the device."""
+        """Raise PeersDisagree for a mismatch that has reached the host. Does not wait for the device."""
         for _, seen in self._found.values():
             differ, *words = seen.tolist() if int(seen.numpy()[0]) else [0]
             if differ:
@@ -107,19 +112,21 @@ def _mark(rows: Tensor, sizes: Tensor, number: Tensor, *, step: int) -> Tensor:
 
 @replayed
 def _compare(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, *, step: int) -> Tensor:
-    """found: (1 + W,), written at the first mismatch only."""
+    """Compare headers, and write the first mismatch to found (1 + W,), see `Headers`."""
     compare_headers(rows, sizes, number, found, step)
     return found
 
 
 @dataclass(frozen=True)
 class AllToAllRouting(Routing):
-    """Routing plus each row's path, and the collectives' sizes.
+    """A Routing, with the order of rows and the sizes of the collectives.
 
     Attributes:
         token, position, rows, sums: indices of sent and returned rows, see `plan_all_to_all`.
-        sent, received: number of rows to and from each rank, headers included.
-        sizes, sizes_received: (W, 3) int64 on the device. The first column is sent, or received.
+        sent: for each rank, the number of rows sent to it, including the header.
+        received: for each rank, the number of rows received from it, including the header.
+        sizes: (W, 3) int64 on the device, the sizes that were sent. The first column has the numbers of `sent`.
+        sizes_received: likewise for `received`.
     """
 
     token: Tensor
@@ -136,10 +143,10 @@ class AllToAllRouting(Routing):
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """See :class:`TokenDispatcher`. Buffers have each step's size, so ``capacity`` is ignored."""
+    """See :class:`TokenDispatcher`. Buffers are allocated with each step's size, so ``capacity`` is ignored."""
 
     borrows = True
-    """Slots are columns of the received rows, and copies of them are dense."""
+    """True so that slots are copied: they are columns of the received rows, and their copies are dense."""
     recomputes = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +167,7 @@ class AllToAllDispatcher(TokenDispatcher):
         )
         sizes, routed, token, tables, position, rows, sums = planned
         sent, received, invalid, widths, sizes_received = self._exchange_sizes(sizes)
-        if set(widths) != {width}:  # e.g. of recipes that ranks picked by different max_tokens
+        if set(widths) != {width}:  # e.g. because ranks picked recipes by different max_tokens
             raise ValueError(f"payload: got rows of {widths} bytes, by rank, wanted the same on all ranks")
         if any(invalid) and expert_ids.device.type == "cpu":
             wrong = expert_ids[(expert_ids < -1) | (expert_ids >= self.num_experts)]
@@ -183,7 +190,7 @@ class AllToAllDispatcher(TokenDispatcher):
             weight.view(torch.float32)[None],
             torch.full((1,), sum(received), dtype=torch.int32, device=ids.device),
             alignment=alignment,
-            capacity=Capacity.worst_case(),  # with one pair per slot this adds only padding
+            capacity=Capacity.worst_case(),  # each slot has one pair, so this adds only padding
             invalid=sum(invalid),
         )
         plan = dataclasses.replace(plan, dispatch=number)
@@ -211,7 +218,7 @@ class AllToAllDispatcher(TokenDispatcher):
         returned, *values = _parts(arrived, _widths(payload))
         if not returned.is_contiguous():  # `sum_slots` reads dense rows
             (returned,) = gather_rows((returned,), None)
-        # Sum a token's rows of one rank in its list's order, then the ranks' sums in rank order.
+        # Sum a token's rows from one rank in the order of its expert_ids, then the ranks' sums in rank order.
         out = sum_slots(sum_slots(returned.view(rows.dtype), routing.rows), routing.sums)
         if not values:
             return Done((out, None))
@@ -222,10 +229,10 @@ class AllToAllDispatcher(TokenDispatcher):
         return 0 if self._exchanges is None else self._exchanges.collectives
 
     def _exchange_sizes(self, outgoing: Tensor) -> tuple[list[int], list[int], list[int], list[int], Tensor]:
-        """Exchange (W, 3) sizes of outgoing rows: NCCL's all-to-all takes sizes from the host.
+        """Exchange the (W, 3) sizes of outgoing rows, and copy them to the host, as NCCL's all-to-all needs them there.
 
-        Returns, on the host, rows to each rank, rows from each, invalid ids and widths of each; and the received sizes
-        on the device.
+        Returns, as one list each with an entry per rank: rows to it, rows from it, its invalid ids, its row width.
+        Returns also the received sizes (W, 3), on the device.
         """
         incoming = outgoing
         if self.world_size > 1:
@@ -246,9 +253,9 @@ class AllToAllDispatcher(TokenDispatcher):
         number: Tensor | None,
         step: str,
     ) -> Tensor:
-        """Send the first sum(sent) rows of `join_rows`, and receive sum(received) rows at the start of (room, n)."""
+        """Send the first sum(sent) rows of `join_rows`. Returns (room, n) with sum(received) received rows first."""
         if self.world_size == 1:
-            return join_rows(payload, index, table)  # alone, room does not matter
+            return join_rows(payload, index, table)  # one rank needs no room
         assert number is not None
         self._headers.check()
         outgoing = join_rows(payload, index, table, number, STEPS.index(step))
@@ -282,7 +289,7 @@ def _widths(payload: Sequence[Tensor]) -> list[int]:
 
 
 def _room(rows: int) -> int:
-    """Rows to allocate for `rows`: at most 1/16 more."""
+    """Number of rows to allocate for `rows` rows: rounded up by at most 1/16."""
     step = 1 << max(0, rows.bit_length() - 5)
     return -(-rows // step) * step
 
@@ -295,5 +302,5 @@ def _plan_rows(
 
 
 def _parts(rows: Tensor, widths: Sequence[int]) -> Payload:
-    """Columns of (N, n) as views (N, n_i)."""
+    """Split the columns of rows (N, n) into views (N, n_i)."""
     return tuple(rows[:, : sum(widths)].split(list(widths), 1))

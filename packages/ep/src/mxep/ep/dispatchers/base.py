@@ -1,15 +1,16 @@
 """Interface of token dispatchers, and the routing that `combine` takes.
 
-A dispatcher transports bytes and plans rows. It knows nothing of formats except the alignment of groups. Exchanges:
+A dispatcher sends bytes and plans rows. It knows nothing of formats except the alignment of groups. It has three
+exchanges:
 
-    dispatch    tokens to their experts, with their ids and weights; makes the plan   (forward)
-    redispatch  other bytes of the same tokens, by the plan of dispatch               (backward of combine)
-    combine     rows back to their tokens' ranks, summed                              (forward; backward of dispatch)
+    dispatch    sends tokens to their experts' ranks, with ids and weights, and makes the plan   (forward)
+    redispatch  sends other bytes of the same tokens, by the plan of dispatch                    (backward of combine)
+    combine     sends rows back to their tokens' ranks, and sums them          (forward; backward of dispatch)
 
 Each returns a handle. If the dispatcher can, it runs the exchange on a communication stream until `wait()`.
 
-T tokens of this rank, K experts per token, D model dim, E experts in all, e local experts, W ranks,
-S slots that the local plan indexes (tokens themselves, received rows, or symmetric-memory slots).
+T tokens of this rank, K experts per token, D model dim, E experts in all, e local experts, W ranks, R_max maximum rows
+of this rank's experts, S slots that the plan reads rows from: the tokens, received rows, or symmetric memory.
 """
 
 import dataclasses
@@ -64,11 +65,11 @@ class Handle(Protocol[_T_co]):
     """An exchange in flight."""
 
     def wait(self) -> _T_co:
-        """Return the exchange's result. The current stream waits for it, the host does not. Call it once."""
+        """Return the exchange's result. The current stream waits for it, but the host does not. Call it once."""
 
 
 class Done(NamedTuple, Generic[_T]):
-    """A handle of an exchange that is over."""
+    """The handle of a finished exchange."""
 
     result: _T
 
@@ -77,7 +78,7 @@ class Done(NamedTuple, Generic[_T]):
 
 
 class Later(Generic[_T]):
-    """A handle that runs the last steps of its exchange in ``wait``, then frees their tensors."""
+    """A handle whose ``wait`` runs the last steps of the exchange, then frees their tensors."""
 
     def __init__(self, finish: Callable[[], _T]) -> None:
         self._steps = [finish]
@@ -87,24 +88,25 @@ class Later(Generic[_T]):
 
 
 Payload = tuple[Tensor, ...]
-"""uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
+"""The bytes of N rows: one or several uint8 tensors (N, n_i), such as qdata and scales."""
 LEAST_DEVICE_WITH_ROOMS = 0
-"""Index of the first device on which batches of varying length share shapes. -1 is the CPU, which replays nothing."""
+"""Batches of varying length share shapes on devices with at least this index. The CPU has -1, and replays nothing."""
 
 _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.WeakValueDictionary()
 """Live dispatchers by ``key``."""
 
 
 def find_dispatcher(key: str) -> "TokenDispatcher":
-    """The live dispatcher with this ``key``, which ops of compiled graphs take instead of an object. Raises KeyError if
-    it is gone."""
+    """Return the live dispatcher with this ``key``. Raises KeyError if it is gone.
+
+    Ops of compiled graphs take the key instead of an object."""
     return _dispatchers[key]
 
 
 def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
-    """A live, shareable dispatcher like `made` that has not dispatched yet, or None."""
+    """Return a live dispatcher like `made` that may be shared and has not dispatched yet, or None."""
     for each in _dispatchers.values():
-        # Names of groups are reused after a group is destroyed.
+        # A later group may have the name of a destroyed one.
         alike = each.shapes == made.shapes and each.group is made.group
         if each is not made and each.shared and alike and each.uses and not each.used:
             return each
@@ -112,20 +114,20 @@ def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
 
 
 def check_reserved(most: int, max_tokens: int | None) -> None:
-    """Raise ValueError if `most`, the tokens to reserve, exceeds the dispatcher's max_tokens."""
+    """Raise ValueError if `most`, the number of tokens to reserve, exceeds max_tokens."""
     if max_tokens is not None and most > max_tokens:
         raise ValueError(f"reserve: got {most} tokens, wanted at most the max_tokens = {max_tokens} of this layer")
 
 
 @dataclass(frozen=True)
 class Routing(Bundle):
-    """Metadata of a dispatch, for `redispatch` and `combine`.
+    """What `redispatch` and `combine` need to know about a dispatch.
 
     Attributes:
         plan: assigns slots to expert-major rows on this rank.
         expert_ids: (T, K) int32, for this rank's tokens.
         experts_per_rank: e.
-        room: rows of the results of `combine`, at least T; None: T.
+        room: number of rows that `combine` returns, at least T. None: T.
     """
 
     plan: RoutingPlan
@@ -134,12 +136,12 @@ class Routing(Bundle):
     room: int | None = dataclasses.field(default=None, kw_only=True)
 
     def stats(self) -> dict[str, Tensor]:
-        """Counts as 0-d int64 tensors on the device, no host sync.
+        """Counts as 0-d int64 tensors on the device, without a host sync.
 
-        ``routed``: (token, expert) pairs of this rank's tokens. ``sent``: rows that this rank's tokens put on the wire,
-        including those to itself. ``computed``: rows of this rank's GEMMs, ``padding`` included. ``dropped``: rows of
-        all ranks that did not fit the capacity. ``invalid``: ids out of range, of all ranks' tokens. The last two are
-        the same on all ranks.
+        ``routed``: (token, expert) pairs of this rank's tokens. ``sent``: rows that this rank sends, also to itself.
+        ``computed``: rows of this rank's GEMMs. ``padding``: how many of these are padding.
+        ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range.
+        ``dropped`` and ``invalid`` are sums over all ranks, equal on each.
         """
         computed = self.plan.offs[-1].long()
         return {
@@ -152,7 +154,7 @@ class Routing(Bundle):
         }
 
     def wire_rows(self) -> Tensor:
-        """Rows that this rank's tokens put on the wire, 0-d int64: one per distinct (token, destination rank)."""
+        """Number of rows that this rank sends, 0-d int64: one per distinct (token, destination rank)."""
         ids = self.expert_ids
         rank = torch.where(ids >= 0, ids.div(self.experts_per_rank, rounding_mode="floor"), -1).sort(-1).values
         first = torch.ones_like(rank, dtype=torch.bool)
@@ -166,17 +168,17 @@ class TokenDispatcher(ABC):
     Args:
         num_experts: E, a multiple of the group's size; rank r owns experts ``r * e .. (r + 1) * e - 1``.
         group: the expert-parallel process group. None: the default group if initialised, else this process alone.
-        capacity: bound on expert-major rows, default :meth:`Capacity.worst_case`.
-        sizes: a subclass's other arguments that fix shapes, by name.
+        capacity: limit for the rows of a rank's experts, default :meth:`Capacity.worst_case`.
+        sizes: other arguments of the subclass that determine shapes, by name.
 
-    Layers may share a dispatcher if every rank calls them in the same order. In a group of several ranks, one thread
-    calls all dispatchers. A second thread raises RuntimeError.
+    Layers may share a dispatcher if every rank calls them in the same order. In a group of several ranks, only one
+    thread may call dispatchers. A second thread raises RuntimeError.
 
     Attributes:
-        shapes: all that fixes shapes, as text, the same in every run.
-        key: the shapes, with a number if another live dispatcher has the same. :func:`find_dispatcher` takes it.
-        uses: number of users that have not closed it.
-        passes: recorded passes of the layers it serves. Their CUDA graphs use its memory, so closing it frees them.
+        shapes: text with everything that determines shapes. It is the same in every run.
+        key: `shapes`, with a number appended if another live dispatcher has the same. :func:`find_dispatcher` takes it.
+        uses: number of users that have not closed the dispatcher.
+        passes: recorded passes of its layers. Their CUDA graphs use the dispatcher's memory, so closing it frees them.
     """
 
     def __init__(
@@ -200,14 +202,14 @@ class TokenDispatcher(ABC):
         self.capacity = Capacity.of(capacity)
         self.passes: dict[Callable[..., Any], Replayed] = {}
         self._counts: dict[torch.device, Tensor] = {}
-        """Counts of plans since the last check: the most rows needed, sums of the others."""
+        """By device, counts of all plans since the last check: the maximum of rows needed, sums of the other counts."""
         self._room = (0, 0, 0, 0)
-        """T_max, K, alignment and R_max of the largest plan."""
-        facts: dict[str, object] = {"mxep": installed_version()}  # a compiler's disk cache knows ops by these
+        """(T_max, K, alignment, R_max) of the largest plan, with T_max the most tokens of any rank."""
+        facts: dict[str, object] = {"mxep": installed_version()}  # part of the key in compilers' disk caches
         facts |= {"group": self.group and self.group.group_name, "world_size": self.world_size}
         facts |= {"num_experts": num_experts, "capacity": repr(self.capacity)} | (sizes or {})
         self.shapes = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
-        # Live dispatchers of the same shapes need different names, because their exchanges are separate.
+        # Live dispatchers with the same shapes need different keys, because their exchanges are separate.
         names = (self.shapes if n == 1 else f"{self.shapes} #{n}" for n in itertools.count(1))
         self.key = next(name for name in names if name not in _dispatchers)
         _dispatchers[self.key] = self
@@ -215,27 +217,27 @@ class TokenDispatcher(ABC):
 
     spans_ranks = True
     used = False
-    """True once anything was dispatched."""
+    """True after the first dispatch."""
     rehearsed = False
-    """True once a layer was asked to compile its kernels ahead (`rehearse.py`)."""
+    """True after a layer has compiled its kernels ahead of time (`rehearse.py`)."""
     shared = False
     """True if :func:`make_dispatcher` made it and may share it between layers."""
     borrows = False
-    """True if slots are the dispatcher's memory, which a later exchange overwrites."""
+    """True if slots lie in the dispatcher's memory, where a later exchange overwrites them."""
     slots_are_tokens = False
     """True if slots are the payload itself, so that backward can make rows again from x."""
     in_graphs = False
-    """True if exchanges need nothing from the host, and a routing is only a plan: see :meth:`graph_state`."""
+    """True if exchanges need nothing from the host and a Routing contains only a plan: see :meth:`graph_state`."""
     has_rooms = False
-    """True if `dispatch` takes ``room``. Each class states it itself, because a derived class need not."""
+    """True if `dispatch` has an argument ``room``. It is not inherited: each class must set it itself."""
     new_dispatch = NEW
-    """Number that the next dispatch sends, see `begin`."""
+    """Number of layer and failures that the next dispatch sends to peers, see `begin`."""
     _told: tuple[int, str] | None = None
-    """Exchanges begun when peers were told of a failure, and the note's text; None: no note is left."""
+    """(exchanges begun by then, text) of the last note of a failure to peers. None: no note is left."""
     blocks = 1
-    """Number of blocks in each sender's tokens. Each block has its own source: see :func:`mxep.comms.make_plan`."""
+    """Number of blocks in each sender's tokens; each comes from another rank: see :func:`mxep.comms.make_plan`."""
     row_dtype: torch.dtype | None = None
-    """Widest dtype of rows that buffers have room for; None: any."""
+    """Widest dtype of rows that fits the buffers. None: any dtype."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.world_size}, capacity={self.capacity})"
@@ -254,8 +256,8 @@ class TokenDispatcher(ABC):
         return {**self.__dict__, **{name: {} for name in self.of_this_process}}
 
     def number_layer(self) -> int:
-        """Number of a new layer, for `begin`: from 1 on, or 0 without peers. All ranks must make a group's layers in
-        one order. It resets the count of failures."""
+        """Return a new layer's number for `begin`, from 1 on; 0 without peers. Resets the count of failures. All ranks
+        must make the layers of a group in one order."""
         if self._exchanges is None:
             return 0
         self._exchanges.failures = 0
@@ -263,18 +265,19 @@ class TokenDispatcher(ABC):
         return self._exchanges.layers
 
     def begin(self, layer: int) -> None:
-        """Declare that the next dispatch belongs to this layer, or to one without a number (0). The dispatch raises
-        PeersDisagree if two ranks give different numbers other than 0. Raises RuntimeError as `claim` does."""
+        """Declare to which layer the next dispatch belongs; 0: a layer without a number. If two ranks declare different
+        numbers other than 0, the dispatch raises PeersDisagree. Raises RuntimeError as `claim` does."""
         if self._exchanges is not None:
             self.claim()
             self.new_dispatch = new_dispatch(layer, self._exchanges.failures)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run a pass, or a part of one. If it raises, tell peers, which may wait for this rank until their timeout.
+        """Context manager for a pass, or a part of one. If it raises, peers are told, because they may wait for this
+        rank until their timeout.
 
-        Peers may complete a pass that failed here after it had sent something. The next dispatch's number includes the
-        number of failures (not for layer 0), so peers notice if only this rank repeats the pass.
+        If a pass fails after it has sent something, peers may complete it. If this rank then repeats the pass alone,
+        peers notice: the next dispatch's number includes this rank's number of failures (not for layer 0).
         """
         if self._exchanges is None:
             yield
@@ -294,26 +297,26 @@ class TokenDispatcher(ABC):
         return 0
 
     def told(self) -> str:
-        """Notes of errors that peers raised, as the end of a message."""
+        """Notes of peers' errors, to be appended to an error message."""
         return told_failures(self.group, range(self.world_size))
 
     def claim(self) -> None:
-        """Call before anything that peers take part in. Raises on a second thread: `mxep.comms.OneThread`."""
+        """Check that no second thread makes exchanges, else raise: `mxep.comms.OneThread`. Call it before each."""
         if self._exchanges is not None:
             self._exchanges.thread.claim()
 
     def close(self) -> None:
-        """Remove one user. With the last user, memory shared with peers is freed. All ranks must call it equally often.
+        """Count one user less. If none is left, free the memory shared with peers. The dispatcher is then unusable.
 
-        Users are its maker, each layer that :func:`make_dispatcher` gives it to, and each copy of a layer. Without
-        users it is unusable.
+        Users are: the code that made it, each layer that :func:`make_dispatcher` gives it to, each copy of a layer. All
+        ranks must call close equally often.
         """
         self.uses -= 1
         if self.uses < 1:
             self.passes.clear()
 
     def check_usable(self, made_alone: bool) -> None:
-        """Raise if it is closed, or was made before there was a process group."""
+        """Raise if the dispatcher is closed, or was made before there was a process group."""
         if self.uses < 1:
             raise RuntimeError("dispatcher: closed")
         if made_alone:
@@ -323,8 +326,8 @@ class TokenDispatcher(ABC):
             )
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
-        """Make room for calls with up to ``max_tokens`` of the dispatcher's tokens per rank, as :meth:`MoE.reserve`
-        does. Room never shrinks. Dispatchers with buffers of each step's size do nothing."""
+        """Make room for dispatches of up to ``max_tokens`` tokens per rank: see :meth:`MoE.reserve`. Room never
+        shrinks. Dispatchers that allocate buffers at each step do nothing."""
         self.claim()
         if max_tokens < 0:
             raise ValueError(f"reserve: got {max_tokens} tokens, wanted at least 0")
@@ -332,10 +335,10 @@ class TokenDispatcher(ABC):
             self._exchanges.failures = 0  # on all ranks, which repeat the step
 
     def room_for(self, x: Tensor, per_token: int = 1) -> int | None:
-        """Rows reserved for an eager call with x (T, D), if batches of varying length share shapes; None: use the
-        batch's own sizes. The result follows from T, the device and the most tokens that the dispatcher has room for.
+        """Number of rows to pad an eager call with x (T, D) to, so that batches of varying length share shapes.
 
-        per_token: rows of x per token of the caller.
+        None: use the batch's own size. The result depends only on T, the device and `_most_rows`.
+        per_token: number of rows of x per token of the caller.
         """
         tokens = len(x)
         if not type(self).__dict__.get("has_rooms") or not tokens or x.get_device() < LEAST_DEVICE_WITH_ROOMS:
@@ -348,11 +351,11 @@ class TokenDispatcher(ABC):
         return min(most, per_token * room_for(tokens // per_token)) if tokens <= most else None
 
     def _most_rows(self, device: torch.device) -> int | None:
-        """Maximum tokens that an exchange has room for; None: not known yet."""
+        """Maximum tokens that an exchange has room for. None: not known yet."""
         return None
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
-        """(senders, most tokens of each) of a dispatch of ``num_tokens``. None: known only after the dispatch."""
+        """(number of senders, maximum tokens of each) for a dispatch of ``num_tokens``. None: not known before it."""
         return None
 
     @abstractmethod
@@ -362,39 +365,40 @@ class TokenDispatcher(ABC):
         """Send tokens to their experts' ranks.
 
         Args:
-            payload: uint8 (T, n_i) each.
+            payload: one or several uint8 (T, n_i).
             expert_ids: (T, K) int32. weights: (T, K) fp32.
-            alignment: groups are padded to multiples of it.
-            overlap: let other work run before ``wait()``.
-            room: only if `has_rooms`: the result of `room_for`. The payload may then have that many rows, and `combine`
-                returns that many. Rows past T are unspecified.
+            alignment: each expert's rows are padded to a multiple of it.
+            overlap: True if the caller runs other work before ``wait()``.
+            room: only if `has_rooms`: the result of `room_for`. The payload may then have `room` rows, and `combine`
+                returns `room` rows. Rows from T on are unspecified.
 
-        Returns the payload as slots (S, n_i), valid until the next exchange if the dispatcher ``borrows``, and the
-        routing.
+        The handle returns (slots, routing). slots: the received payload, uint8 (S, n_i) each. If the dispatcher
+        ``borrows``, they are valid until the next exchange.
         """
 
     @abstractmethod
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
-        """Repeat the exchange for other bytes, without planning: (T, n_i) each -> slots (S, n_i) as in `dispatch`."""
+        """Send other bytes (T, n_i) of the same tokens, by the plan of `dispatch`. The handle returns (S, n_i) each."""
 
     @abstractmethod
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
-        """Return rows to their tokens' ranks: ``rows`` (R_max, D) -> (T, D), summed per token in fp32 in a fixed order.
+        """Send rows (R_max, D) back to their tokens' ranks, and sum each token's rows in fp32 in a fixed order.
 
-        For each rank, a token's rows are summed in its list's order and rounded to the rows' dtype. The ranks' sums are
-        then summed in rank order. Dispatchers over the same ranks agree bit for bit, except the hierarchical one: it
-        rounds a node's sum, too. ``row_values`` (R_max,) fp32 return as (T, K), 0 where nothing was routed.
+        The handle returns the sums (T, D), and row_values (R_max,) fp32 as (T, K), 0 for pairs without a row, or None.
+        A token's rows on one rank are summed in the order of its expert_ids, and rounded to the rows' dtype. The ranks'
+        sums are then summed in rank order. All dispatchers give the same bits, except the hierarchical one, which also
+        rounds the sum of each node.
         """
 
     def graph_state(self) -> Hashable | None:
-        """State on which a record of exchanges depends, besides tensors. None: no record can be replayed now."""
+        """State, besides tensors, on which a recorded exchange depends. None: no record can be replayed now."""
         return None
 
     @property
     def recomputes(self) -> bool:
-        """True if a layer may save fewer rows than it has (a capacity of overflow="recompute")."""
+        """True if a layer may save only a part of gate_up (a capacity of overflow="recompute")."""
         return self.capacity.overflow == "recompute"
 
     def kept_rows(self, routing: Routing) -> int:
@@ -405,7 +409,7 @@ class TokenDispatcher(ABC):
         """Count the exchanges of a record that was replayed."""
 
     def check(self) -> None:
-        """Raise failures counted since the last check: see :meth:`MoE.check`."""
+        """Raise errors counted since the last check: see :meth:`MoE.check`."""
         found = [counts.tolist() for counts in self._all_counts()]
         for transport in self._transports():
             transport.check()
@@ -416,22 +420,22 @@ class TokenDispatcher(ABC):
                 raise CapacityExceeded(self._what_did_not_fit(each[:owners], each[owners:-1]))
             if each[-1]:
                 raise ValueError(f"rank {self.rank}: {each[-1]} expert ids outside -1..{self.num_experts - 1}")
-        if self._told is not None and self._sent() > self._told[0]:  # peers have met this rank since then
+        if self._told is not None and self._sent() > self._told[0]:  # peers took part in an exchange since then
             tell_failure(self.group, self._told[1], over=True)
             self._told = None
 
     def counts(self) -> dict[str, Tensor]:
-        """Counts since the last check, as 0-d int64 tensors on the device, no host sync.
+        """Counts since the last check, as 0-d int64 tensors on the device, without a host sync.
 
         ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range. Both cover all ranks and
-        are the same on each. A checkpoint's recomputation counts again. Collective with the hierarchical dispatcher.
+        are equal on each. A checkpoint's recomputation counts again. Collective with the hierarchical dispatcher.
         """
         first, *others = self._all_counts() or [torch.zeros(3, dtype=torch.int64, device="cpu")]
         total = sum((each.to(first.device) for each in others), first)
         return {"dropped": total[len(total) // 2 : -1].sum(), "invalid": total[-1].clone()}
 
     def _all_counts(self) -> list[Tensor]:
-        """`RoutingPlan.counts` by device, the same on all ranks."""
+        """`_running_counts` of each device, the same on all ranks."""
         return list(self._counts.values())
 
     def _transports(self) -> tuple[Transport, ...]:
@@ -450,11 +454,11 @@ class TokenDispatcher(ABC):
         return f"rows did not fit {self.capacity}, {max_rows} on each rank: {lost}; the step is not usable, {cure}"
 
     def _running_counts(self, device: torch.device, owners: int) -> Tensor:
-        """(2 owners + 1,) int64 to which plans on this device add their counts."""
+        """(2 * owners + 1,) int64, to which plans on this device add `RoutingPlan.counts`."""
         self.used = True
         if device not in self._counts:
             zeros = functools.partial(torch.zeros, 2 * owners + 1, dtype=torch.int64, device=device)
-            self._counts.setdefault(device, made_to_stay(device, zeros))  # another thread may have been faster
+            self._counts.setdefault(device, made_to_stay(device, zeros))  # setdefault: another thread may be faster
             fixed(self._counts[device])
         return self._counts[device]
 
@@ -469,7 +473,7 @@ class TokenDispatcher(ABC):
         invalid: int = 0,
         max_tokens: int | None = None,
     ) -> RoutingPlan:
-        """invalid: number of ids that are no longer in the tables. max_tokens: see `make_plan`."""
+        """invalid: number of invalid ids that were removed before. max_tokens: see `make_plan`."""
         total = self._running_counts(ids.device, self.world_size)
         sizes: dict[str, Any] = {"first_expert": self.rank * self.num_local_experts, "num_experts": self.num_experts}
         sizes |= {"num_local_experts": self.num_local_experts, "alignment": alignment, "capacity": capacity}
@@ -477,7 +481,7 @@ class TokenDispatcher(ABC):
         plan: RoutingPlan = _plan(ids, weights, num_tokens, total, **sizes, invalid=invalid)
         tokens, top_k = ids.shape[1:]
         max_rows = plan.max_rows
-        if max_tokens is not None and capacity.kind != "exact":  # the actual tokens decide how many rows fit
+        if max_tokens is not None and capacity.kind != "exact":  # the actual number of tokens decides how many rows fit
             max_rows = capacity.rows(1, tokens, top_k, num_local_experts=self.num_local_experts, alignment=alignment)
         self._room = max(self._room, (tokens, top_k, alignment, max_rows))
         return plan
@@ -487,7 +491,7 @@ class TokenDispatcher(ABC):
 def _plan(
     ids: Tensor, weights: Tensor, num_tokens: Tensor, running: Tensor, *, invalid: int, **sizes: Any
 ) -> RoutingPlan:
-    """`make_plan`. It adds to running, the dispatcher's counts. The plan has no dispatch number yet."""
+    """Call `make_plan`, which adds to `running`, the dispatcher's counts. The plan has no dispatch number yet."""
     plan = make_plan(ids, weights, num_tokens, **sizes, running=running)
     if invalid:
         plan.counts[-1] += invalid

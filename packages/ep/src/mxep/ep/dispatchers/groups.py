@@ -1,10 +1,10 @@
 """State shared by the dispatchers of a process group: counters, transports with their memory, and nodes.
 
-Transports stay open from one layer to the next, until their last user closes them. The ranks of a group form nodes:
-rank r is rank r % L of node r // L. The process groups within and across nodes are made once:
+Layers share open transports. A transport is closed by its last user. The ranks of a group form nodes of L ranks: rank r
+is number r % L on node r // L. The process groups within and across nodes are made once:
 
     W = 6 ranks, L = 2 per node    within   (0 1) (2 3) (4 5)     the ranks of a node
-                                   across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
+                                   across   (0 2 4) (1 3 5)       the ranks with one number, of all nodes
 """
 
 import contextlib
@@ -39,12 +39,14 @@ _alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionar
 
 @dataclass(frozen=True)
 class Nodes:
-    """Place of this rank among nodes.
+    """The nodes of a group, and where this rank is among them.
 
     Attributes:
-        ranks: L, ranks per node. count: N. node: this rank's node.
-        within: group of this node's ranks; None for a process alone.
-        across: group of the ranks of this index; None with one node.
+        ranks: L, the number of ranks per node.
+        count: N, the number of nodes.
+        node: this rank's node.
+        within: process group of this node's ranks; None if this process is alone.
+        across: process group of the ranks with this rank's number on each node; None if there is one node.
     """
 
     ranks: int = 1
@@ -59,10 +61,13 @@ class Exchanges:
     """State that all dispatchers of a group share.
 
     Attributes:
-        thread: guard that admits one thread to exchanges. dispatches, collectives: number of collective dispatches, and
-            of all collectives. layers: number of layers. failures: passes that raised on this rank after they had sent
-            something. All ranks reset it when they make a layer or reserve room. nodes: by the given number of ranks
-            per node.
+        thread: guard that admits only one thread to exchanges.
+        dispatches: number of dispatches by collectives.
+        collectives: number of collectives.
+        layers: number of layers.
+        failures: number of passes that raised on this rank after they had sent something. All ranks reset it when they
+            make a layer or reserve room.
+        nodes: `Nodes`, by the number of ranks per node that was asked for.
     """
 
     thread: OneThread = field(default_factory=OneThread)
@@ -80,7 +85,7 @@ def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
     for stale in [name for name, (each, _) in _of_groups.items() if not lives(each)]:
         del _of_groups[stale]
     name = str(group.group_name)
-    if name not in _of_groups or _of_groups[name][0] is not group:  # names are reused
+    if name not in _of_groups or _of_groups[name][0] is not group:  # group names are reused
         _of_groups[name] = group, Exchanges()
     return _of_groups[name][1]
 
@@ -88,12 +93,12 @@ def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
 def open_transport(
     group: dist.ProcessGroup | None, device: torch.device, timeout: float | None, kind: type[Transport] | None = None
 ) -> Transport:
-    """The group's transport on this device, with one more user. Collective.
+    """Return the group's transport on this device, and count one more user. Collective.
 
-    If the transport has failed on any rank, all ranks replace it. kind: NvshmemTransport, or None for NVLink (CUDA) or
-    shared memory (CPU).
+    If the transport has failed on any rank, all ranks replace it.
+    kind: NvshmemTransport. None: NVLink on CUDA devices, shared memory on CPUs.
 
-    Raises ValueError if the transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
+    Raises ValueError if the open transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
     """
     for stale in [key for key, each in _open.items() if not lives(each.group)]:
         _open.pop(stale).close()
@@ -103,7 +108,7 @@ def open_transport(
     kind = kind or (SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport)
     key = None if group is None else str(group.group_name), device, kind
     found = transports.get(key)
-    # Names of groups are reused.
+    # A later group may have the name of a destroyed one.
     failed = found is None or found.group is not group or has_failed(found)
     if group is not None and transports is _open:
         anywhere = [failed] * group.size()
@@ -121,7 +126,7 @@ def open_transport(
 
 
 def close_transport(transport: Transport) -> None:
-    """Remove one user. The last one closes it."""
+    """Count one user less. If none is left, close the transport."""
     transport.arena.users -= 1
     if transport.arena.users:
         return
@@ -150,16 +155,16 @@ _T = TypeVar("_T")
 
 
 def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
-    """Return the tensors of make(), which outlive the current call. Records do not include make()'s steps.
+    """Return make()'s tensors, which outlive the current call. Records do not include the steps of make().
 
-    While torch.compile's mode="reduce-overhead" warms up or records, CUDA graphs own this thread's allocations and
-    raise if anything but outputs stays. Then another thread calls make().
+    While torch.compile's mode="reduce-overhead" warms up or records, it owns this thread's allocations, and raises if
+    anything but outputs stays allocated. make() is then called on another thread.
     """
 
     def aside() -> _T:
         with torch.cuda.device(device):
             made = make()
-            torch.cuda.current_stream().synchronize()  # nobody waits for this thread's stream
+            torch.cuda.current_stream().synchronize()  # other streams do not wait for this thread's
         return made
 
     with torch.inference_mode(False), set_up():
@@ -170,16 +175,16 @@ def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
 
 
 GRACE = 1.0
-"""Seconds in which live ranks must report to the store after an exchange has failed."""
+"""Seconds after a failed exchange in which a rank must report to the store to count as alive."""
 
 
 def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
-    """The group's nodes, of `ranks` ranks each; one node per host if `ranks` is None. Collective at the first call with
-    these arguments.
+    """Return the group's nodes. The first call with these arguments is collective.
 
-    timeout: maximum seconds of a collective between nodes; None: the group's. Later calls ignore it.
+    ranks: number of ranks per node. None: each host is a node.
+    timeout: maximum seconds of a collective between nodes. None: the group's timeout. Only the first call uses it.
 
-    Raises ValueError on all ranks if `ranks` does not divide the group or differs between ranks.
+    Raises ValueError on all ranks if `ranks` does not divide the group's size, or differs between ranks.
     """
     if group is None:
         return Nodes()
@@ -213,12 +218,12 @@ def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) ->
 
 
 def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
-    """Make a group of these ranks, which alone call it. They must be in ascending order, because torch sorts them."""
+    """Make a group of these ranks. Only they call this. They must be in ascending order, because torch sorts them."""
     if ranks != sorted(ranks):
         raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     world: Any = dist.group.WORLD
-    # With a bound device torch would split the default communicator, and NCCL would wait for all of the job's ranks.
+    # If a device were bound, torch would split the default communicator, and NCCL would wait for all ranks of the job.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
@@ -228,17 +233,17 @@ def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
 
 
 def silence(group: dist.ProcessGroup) -> str:
-    """Name the ranks that are silent after an exchange of the group failed. All live ranks call it."""
+    """After an exchange of the group failed, return text that names the silent ranks. All live ranks call it."""
     ranks, present = dist.get_process_group_ranks(group), set[int]()
 
     def listen() -> None:
         store = dist.distributed_c10d._world.pg_map[group][1]
-        with contextlib.suppress(RuntimeError):  # rank 0 may have the store, and end first
+        with contextlib.suppress(RuntimeError):  # rank 0, which may hold the store, may end first
             store.set(f"mxep/{dist.get_rank()}", "")
             for _ in range(10):
                 present.update(rank for rank in ranks if store.check([f"mxep/{rank}"]))
                 time.sleep(GRACE / 10)
-            store.delete_key(f"mxep/{dist.get_rank()}")  # another failure asks anew
+            store.delete_key(f"mxep/{dist.get_rank()}")  # so that a later failure can ask again
 
     thread = threading.Thread(target=listen, daemon=True)  # daemon: a store on a silent node blocks it forever
     thread.start()

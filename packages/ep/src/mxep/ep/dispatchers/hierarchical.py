@@ -1,4 +1,4 @@
-"""HierarchicalDispatcher: a token crosses to another node once, for all its experts there, then spreads within it.
+"""HierarchicalDispatcher sends a token once to each other node that it needs, and from there to the node's ranks.
 
     across   rank l of node n <-> rank l of each node m    all-to-all of equal splits: the host reads no sizes
     within   rank l of node m <-> the node's ranks         symmetric memory: a `SymmetricDispatcher` of the node
@@ -7,23 +7,26 @@
     redispatch   the same two steps with other bytes of the same tokens, without ids
     combine      within: one sum for each token that came across; then across: these sums return, and are summed
 
-N nodes of L ranks, W = N L. Rank r is rank l = r % L of node n = r // L, and node m owns experts from m E / N on. T
-tokens of this rank, T_max of any, K experts per token, E in all.
+N nodes of L ranks, W = N * L ranks. Rank r is number l = r % L on node n = r // L. Node m owns the E / N experts from
+m * E / N on. T tokens of this rank, T_max maximum tokens of any rank, K experts per token, E experts in all, D model
+dim, S slots within the node.
 
-The capacity gives C slots for a rank's tokens to each node. An equal split sends all slots, used or not, after a header
-row that names the exchange (`all_to_all.py`): B = C + 1 rows. Slot m B + 1 + i holds the i-th token that needs node m:
+The capacity gives each rank C slots for its tokens to each node. A rank sends all C slots to each node, used or not,
+after a header row that names the exchange (`all_to_all.py`). So a block to one node has B = C + 1 rows. With the header
+of node m's block counted as slot m * B, slot m * B + 1 + i holds the i-th token that needs node m:
 
     N = 2, C = 2, E = 4    token 0 [0, 3]    token 1 [2, -1]    token 2 [3, 2]
     slots                        [1, 4]            [-1, -1]           [-1, 5]    node 1 has no third slot: lost
     tokens                 [-1, 0, -1, -1, 0, 2]
 
-If n > C tokens of a rank need a node, C of them go, spread evenly over the batch: the i-th goes if i C / n and (i + 1)
-C / n round to different numbers. The plan within a node gets blocks of B slots, so that all W ranks share the rows that
-fit an expert, as with the other dispatchers.
+If c > C tokens of a rank need a node, only C of them are sent, spread evenly over the batch. The i-th of them is sent
+if i * C / c and (i + 1) * C / c round to different numbers. The plan within a node knows the blocks of B slots, so that
+all W ranks share the rows that an expert has room for, as with the other dispatchers.
 
-**Order of sums.** A token's rows on one rank are summed in its list's order, then the sums of a node's ranks in rank
-order, then those of nodes in node order. Each sum is in fp32 and rounded once to the rows' dtype. With one node, or
-nodes of one rank, the other dispatchers do the same. Rows of an expert are ordered by (l, n, token) of their source.
+**Order of sums.** A token's rows on one rank are summed in the order of its expert_ids. Then the ranks' sums are summed
+within each node in rank order, then the nodes' sums in node order. Each sum is computed in fp32, and rounded once to
+the rows' dtype. With one node, or nodes of one rank, the other dispatchers sum in the same way. Rows of an expert are
+ordered by (l, n, token) of their source.
 """
 
 import math
@@ -59,12 +62,12 @@ from .symmetric import SymmetricDispatcher, most_tokens
 
 @dataclass(frozen=True)
 class HierarchicalRouting(Routing):
-    """Routing plus the way between nodes.
+    """A Routing, with the tokens' slots between nodes.
 
     Attributes:
-        within: routing within this node, of the tokens that came to this rank from all nodes. It has the plan.
-        slots: (T, N) int32, slot of each token for each node, -1 for none.
-        tokens: (N B,) int32, token in each slot, -1 for unused slots and headers.
+        within: the Routing within this node, of the tokens that this rank received from all nodes. It has the plan.
+        slots: (T, N) int32, the slot of each token for each node, -1 for none.
+        tokens: (N * B,) int32, the token in each slot, -1 for unused slots and headers.
     """
 
     within: Routing
@@ -72,9 +75,12 @@ class HierarchicalRouting(Routing):
     tokens: Tensor
 
     def stats(self) -> dict[str, Tensor]:
-        """Counts as of any routing, but ``dropped`` and ``invalid`` cover only this node's experts (`counts()` covers
-        all). ``sent``: rows between nodes, one per (token, node), including the own node. ``sent_within``: rows from
-        this rank within its node. An all-to-all sends all N B slots."""
+        """The counts of :meth:`Routing.stats`, with three differences.
+
+        ``dropped`` and ``invalid`` cover only this node's experts. (The dispatcher's `counts()` cover all.)
+        ``sent``: used rows between nodes, one per (token, node), including this node. All N * B rows travel, though.
+        ``sent_within``: rows that this rank sends within its node.
+        """
         return super().stats() | {"sent_within": self.within.wire_rows()}
 
     def wire_rows(self) -> Tensor:
@@ -85,15 +91,17 @@ class HierarchicalDispatcher(TokenDispatcher):
     """See :class:`TokenDispatcher`. Collective: it makes process groups, and :meth:`check` and `counts` use the group.
 
     Args:
-        dim, dtype, max_tokens, timeout: as for :class:`SymmetricDispatcher`. A rank with more than max_tokens raises
-            ValueError, and its peers time out. timeout also limits collectives between nodes.
-        capacity: with ``factor(c)``, C is c times the slots that a uniform choice of experts needs, at most T_max.
-            Otherwise C = T_max, and every token fits.
+        dim, dtype: as for :class:`SymmetricDispatcher`.
+        max_tokens: T_max. If a rank brings more tokens, it raises ValueError and its peers time out.
+        timeout: as for :class:`SymmetricDispatcher`. It also limits collectives between nodes.
+        capacity: with ``factor(c)``, C is c times the number of slots that are needed if experts are chosen uniformly,
+            but at most T_max. Otherwise C = T_max, and every token fits.
         ranks_per_node: L. None: the number of ranks on each host.
-        nodes_per_token: maximum nodes of a token's experts, if the router limits them. It matters for factor(c).
+        nodes_per_token: maximum number of nodes that have a token's experts, if the router limits it. Used only with
+            ``factor(c)``.
 
-    Expert ids out of range are counted on all devices, and :meth:`check` raises for them: raising earlier would keep
-    other ranks waiting. Raises ValueError on all ranks if ranks do not fit nodes.
+    Expert ids out of range are counted on all devices, and :meth:`check` raises for them, because other ranks would
+    wait if one raised earlier. Raises ValueError on all ranks if ranks_per_node does not divide the group's size.
     """
 
     borrows = True
@@ -125,21 +133,21 @@ class HierarchicalDispatcher(TokenDispatcher):
         first, step = (self.rank % self.nodes.ranks, self.nodes.ranks)
         self._headers = Headers(self.rank, list(range(first, self.world_size, step)))
         self._blocks: dict[tuple[torch.device, int], Tensor] = {}
-        """Sizes of the nodes' blocks, by B."""
+        """Results of `_block_sizes`, by (device, B)."""
         self._agreed: set[tuple[int, int, int]] = set()
-        """(T_max, K, bytes of a row) of blocks between nodes that ranks have compared."""
+        """Sizes (T_max, K, bytes of a row) on which the ranks have agreed."""
         self._most_tokens = 0
-        """T_max if max_tokens was not given."""
+        """T_max. Used if max_tokens was not given."""
         self._within: dict[int, SymmetricDispatcher] = {}
         """Dispatchers within the node, by C."""
         self._node_counts: dict[torch.device, Tensor] = {}
-        """Counts of all dispatchers within the node, which share them."""
+        """By device, the counts that all dispatchers within the node share."""
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, nodes={self.nodes.count})"
 
     def slots_per_node(self, max_tokens: int, top_k: int) -> int:
-        """C, from T_max and K."""
+        """C for this max_tokens (T_max) and top_k (K)."""
         return slots_per_node(self.capacity, max_tokens, self._share(top_k))
 
     def dispatch(
@@ -202,7 +210,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             counts.tolist()  # waits for all exchanges
         self._headers.check()
         for transport in self._transports():
-            transport.check()  # before a collective, in which a lost rank would be missing
+            transport.check()  # before the next collective, which would wait for a lost rank
         try:
             super().check()
         finally:
@@ -222,7 +230,7 @@ class HierarchicalDispatcher(TokenDispatcher):
                 self._within.popitem()[1].close()
 
     def _max_tokens(self, tokens: int, device: torch.device) -> int:
-        """T_max, at least 1, for a dispatch of this many tokens."""
+        """Return T_max, at least 1, for a dispatch of this number of tokens."""
         most = self.max_tokens or self._most_tokens
         if not most:
             most = self._most_tokens = most_tokens(tokens, device, self.group)
@@ -233,7 +241,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         return max(1, most)
 
     def _agree(self, max_tokens: int, top_k: int, row_bytes: int) -> None:
-        """Raise ValueError on all ranks if sizes of blocks differ. Collective for new sizes."""
+        """Raise ValueError on all ranks if ranks differ in these sizes. Collective if the sizes are new."""
         sizes = max_tokens, top_k, row_bytes
         if sizes in self._agreed:
             return
@@ -248,7 +256,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         self.check_usable(False)
         if num_slots not in self._within:
             here, capacity = self.nodes.count * (num_slots + 1), self.capacity
-            if capacity.kind == "factor":  # relative to T_max K rows, not to slots x K
+            if capacity.kind == "factor":  # relative to T_max * K rows, not to slots * K
                 capacity = Capacity.factor(capacity.load * max_tokens / here, capacity.overflow)
             sizes = self._sizes | {"max_tokens": here}
             made = SymmetricDispatcher(self.experts_per_node, group=self.nodes.within, capacity=capacity, **sizes)
@@ -268,12 +276,14 @@ class HierarchicalDispatcher(TokenDispatcher):
         return self._within_by(routing).kept_rows(routing)
 
     def _join(self, payload: Payload, tokens: Tensor, number: Tensor, step: str) -> Tensor:
-        """(T, n_i) each -> (N B, n), rows of slots, with headers if there is another node."""
+        """Copy the payload (T, n_i) into slots, and write headers if there are other nodes. Returns (N * B, n)."""
         return join_rows(payload, tokens, None, None if self.nodes.across is None else number, STEPS.index(step))
 
     def _cross(self, outgoing: Sequence[Tensor], number: Tensor, step: str) -> Handle[Payload]:
-        """Send B rows of (N B, n_i) each to each node, and receive as many. The first tensor has the headers, with
-        `number` (1,) int32."""
+        """Send B rows of each tensor (N * B, n_i) to each node, and receive as many. The first tensor has headers.
+
+        number: (1,) int32, the number in the headers.
+        """
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
         self._headers.check()
@@ -289,7 +299,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             try:
                 for i, work in enumerate(works):
                     work.wait()
-                    if i == 0:  # before the next one, which these peers might not join
+                    if i == 0:  # before the next collective, which these peers might not join
                         self._headers.compare(incoming[0].view(torch.uint8), sizes, number, step)
             except PeersDisagree:
                 raise
@@ -300,7 +310,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         return Later(arrived)
 
     def _block_sizes(self, rows: Tensor) -> Tensor:
-        """(N, 1) int64: B for each node."""
+        """Size B of each node's block, as (N, 1) int64."""
         nodes, device = self.nodes.count, rows.device
         key = device, len(rows) // nodes
         if key not in self._blocks:
@@ -320,13 +330,13 @@ class HierarchicalDispatcher(TokenDispatcher):
         return tuple({id(t): t for each in self._within.values() for t in each._transports()}.values())
 
     def _all_counts(self) -> list[Tensor]:
-        """Counts with 2 W owners: rows of the W ranks' experts, then slots of the W senders. Collective."""
+        """Counts with 2 * W owners: the rows of each rank's experts, then the slots of each sender. Collective."""
         totals, ranks = [], self.world_size
         for device, (most, lost, invalid) in self._counts.items():
             total = torch.zeros(4 * ranks + 1, dtype=torch.int64, device=device)
             needed, overflow = total[: 2 * ranks], total[2 * ranks : -1]
             needed[ranks + self.rank], overflow[ranks + self.rank], total[-1] = most, lost, invalid
-            # All ranks of a node have counted the same.
+            # All ranks of a node have the same counts.
             if self.rank % self.nodes.ranks == 0 and device in self._node_counts:
                 rows, owners = self._node_counts[device], slice(self.rank, self.rank + self.nodes.ranks)
                 needed[owners], overflow[owners] = rows[: self.nodes.ranks], rows[self.nodes.ranks : -1]
@@ -351,15 +361,14 @@ class HierarchicalDispatcher(TokenDispatcher):
 
 
 def share_of_node(nodes: int, nodes_per_token: int, experts_per_node: int, top_k: int) -> float:
-    """Share of tokens that need a node, if each choice of nodes_per_token nodes and of experts on them is equally
-    likely."""
+    """Fraction of tokens that need a node, if each token chooses nodes, and then experts on these, uniformly."""
     reached = nodes_per_token * experts_per_node
     others = math.comb(reached - experts_per_node, top_k) / max(1, math.comb(reached, top_k))
     return nodes_per_token / nodes * (1 - others)
 
 
 def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:
-    """C, from T_max and the share of tokens that need a node."""
+    """C for this max_tokens (T_max), if a fraction `share` of tokens needs each node."""
     if capacity.kind != "factor" or capacity.overflow == "recompute":
         return max_tokens
     return min(max_tokens, max(1, math.ceil(capacity.load * max_tokens * share)))
@@ -371,7 +380,7 @@ def _number(routing: HierarchicalRouting) -> Tensor:
 
 
 def _parted(slots: Payload, payload: Payload) -> Payload:
-    """Split slots (S, n) into the payload's parts."""
+    """Split the columns of slots (S, n) as the payload's."""
     widths = [part.shape[1] for part in payload]
     return tuple(slots[0][:, : sum(widths)].split(widths, 1))
 
@@ -387,13 +396,13 @@ def _plan_slots(
     experts_per_node: int,
     num_experts: int,
 ) -> tuple[Tensor, ...]:
-    """`plan_slots`. It adds to counts."""
+    """Call `plan_slots`, which adds to `counts`."""
     return (*plan_slots(ids, weights, counts, num_nodes, num_slots, experts_per_node, num_experts),)
 
 
 @replayed
 def _read_tables(tables: Tensor, *, first_expert: int, experts_per_node: int) -> tuple[Tensor, ...]:
-    """Ids among the node's experts (N B, K) int32 and weights (N B, K), from tables (N B, 8 K)."""
+    """Read tables (N * B, 8 * K) uint8. Returns (ids among the node's experts int32, weights fp32), (N * B, K) each."""
     return (*read_tables(tables, first_expert, experts_per_node),)
 
 
@@ -401,6 +410,8 @@ def _read_tables(tables: Tensor, *, first_expert: int, experts_per_node: int) ->
 def _sum_rows(
     rows: Tensor, values: Tensor | None, slots: Tensor, ids: Tensor, *, experts_per_node: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Each token's sum (T, D) of the nodes' rows (N B, D), and each pair's value (T, K) from the nodes' (N B, K), or
-    None."""
+    """Sum the nodes' rows (N * B, D) for each token, and gather the nodes' values (N * B, K) or None for each pair.
+
+    Returns the sums (T, D), and the values (T, K) or None.
+    """
     return sum_slots(rows, slots), None if values is None else pick_values(values, slots, ids, experts_per_node)

@@ -1,6 +1,8 @@
-"""LocalDispatcher: no expert parallelism. Slots are the tokens themselves, and only the plan is made.
+"""LocalDispatcher, without expert parallelism: it sends nothing, and only makes the plan. Slots are the tokens.
 
-Several threads may call one dispatcher at once: exchanges share nothing, and plans add counts under a lock.
+Several threads may call one dispatcher at once, because exchanges share no state, and counts are added under a lock.
+
+T tokens, K experts per token, D model dim.
 """
 
 import dataclasses
@@ -20,16 +22,16 @@ from mxep.runtime.replay import replayed
 from .base import Done, Handle, Payload, Routing, TokenDispatcher, check_reserved
 
 _counting = threading.Lock()
-"""Lock for CPU plans, which add to the counts of a dispatcher."""
+"""Held while a plan on a CPU adds to the counts of its dispatcher."""
 
 
 class LocalDispatcher(TokenDispatcher):
-    """All experts live on this process; see :class:`TokenDispatcher`.
+    """Dispatcher of a process that has all experts; see :class:`TokenDispatcher`.
 
     Args:
-        max_tokens: maximum tokens of a call; more raise ValueError. None: any number.
-        stands_in_for: name of the dispatcher that a group of one rank asked for. It raises ValueError if a process
-            group of several ranks is initialised later.
+        max_tokens: maximum tokens of a call. More raise ValueError. None: any number.
+        stands_in_for: name of the dispatcher that was asked for with a group of one rank. If a process group of several
+            ranks is initialised later, this dispatcher raises ValueError.
     """
 
     spans_ranks = False
@@ -49,7 +51,7 @@ class LocalDispatcher(TokenDispatcher):
         sizes: dict[str, object] = {"max_tokens": max_tokens, "stands_in_for": stands_in_for}
         super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
         self._most = max_tokens
-        if max_tokens is not None:  # if it is None, the layer's own max_tokens decides the pick of "auto"
+        if max_tokens is not None:  # an attribute only if given: MoE reads it, and recipe "auto" depends on it
             self.max_tokens = max_tokens
         self._made_alone = stands_in_for is not None and not dist.is_initialized()
 
@@ -87,7 +89,7 @@ class LocalDispatcher(TokenDispatcher):
         tables = expert_ids[None], weights[None], num_tokens
         with _counting if expert_ids.is_cpu else nullcontext():
             plan = self._plan(*tables, alignment=alignment, capacity=self.capacity, max_tokens=room)
-        plan = dataclasses.replace(plan, dispatch=num_tokens)  # any tensor, because a compiler expects one
+        plan = dataclasses.replace(plan, dispatch=num_tokens)  # any tensor will do: compiled graphs expect one
         return Done((payload, Routing(plan, expert_ids, self.num_local_experts, room=room)))
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
@@ -105,7 +107,7 @@ class LocalDispatcher(TokenDispatcher):
 
 @replayed
 def _sum_rows(rows: Tensor, slot_rows: Tensor, row_values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Each token's sum of rows, (T, D), and its pairs' values (T, K) or None."""
+    """Sum each token's rows. Returns the sums (T, D), and row_values gathered to (T, K) or None."""
     out = sum_slots(rows, slot_rows)
     if row_values is None:
         return out, None

@@ -1,7 +1,10 @@
-"""SymmetricDispatcher: symmetric-memory stores, one barrier per exchange, no host sync, no collective.
+"""SymmetricDispatcher stores rows into peers' memory, with one barrier per exchange, no host sync and no collective.
 
-A token travels once per destination rank, and each receiver makes its own plan. A dispatch of new sizes makes a
-workspace, with collectives. All workspaces of a group share one pair of buffers (`groups.py`).
+A token travels once to each rank that has one of its experts, and each receiver makes its own plan. The first dispatch
+with new sizes makes a workspace, which takes collectives. All workspaces of a group share one pair of buffers
+(`groups.py`).
+
+T_max maximum tokens of any rank, K experts per token, D model dim.
 """
 
 import dataclasses
@@ -26,19 +29,20 @@ from .base import Handle, Later, Payload, Routing, TokenDispatcher, check_reserv
 from .groups import close_transport, has_failed, made_to_stay, open_transport
 
 OVERLAP_SMS = 32
-"""SMs for a dispatch that overlaps with other work. They reach 0.92 of the links' bandwidth."""
+"""Number of SMs for a dispatch that overlaps with other work. With these it reaches 0.92 of the links' bandwidth."""
 
 
 class SymmetricDispatcher(TokenDispatcher):
     """See :class:`TokenDispatcher`.
 
     Args:
-        dim: D. dtype: widest dtype of rows on the wire, in dispatch (unquantized) or combine.
-        max_tokens: T_max, see :class:`Dispatch`. It decides the number of slots. A rank with more tokens raises
-            ValueError, its peers PeersDisagree. Then make the layers again, or, if max_tokens is None, call ``reserve``
-            on each.
-        timeout: see :class:`Dispatch`. It also limits how late a rank may come between two steps. None: that of the
-            group's open transport, else that of the group's collectives.
+        dim: D.
+        dtype: widest dtype of rows that dispatch (if unquantized) or combine sends.
+        max_tokens: T_max, see :class:`Dispatch`. It decides the number of slots. If a rank brings more tokens, it
+            raises ValueError and its peers raise PeersDisagree. To go on, make the layers again, or, if max_tokens is
+            None, call ``reserve`` on each layer.
+        timeout: see :class:`Dispatch`. It also limits how much later than its peers a rank may begin an exchange. None:
+            the timeout of the group's open transport, or if there is none, of the group's collectives.
     """
 
     borrows = True
@@ -46,7 +50,7 @@ class SymmetricDispatcher(TokenDispatcher):
     has_rooms = True
     of_this_process = ("passes", "_opened", "_most_tokens", "_workspaces")
     kind: type[Transport] | None = None
-    """Kind of the group's transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
+    """Class of the group's transport. None: shared memory for CPU tensors, NVLink for CUDA tensors."""
 
     def __init__(
         self,
@@ -67,9 +71,9 @@ class SymmetricDispatcher(TokenDispatcher):
         self.timeout = timeout
         self._opened: dict[torch.device, Transport] = {}
         self._most_tokens: dict[torch.device, int] = {}
-        """T_max by device, if max_tokens was not given."""
+        """T_max by device. Used if max_tokens was not given."""
         self._workspaces: dict[tuple[torch.device, int, int], Workspace] = {}
-        """By device, T_max and K."""
+        """Workspaces by (device, T_max, K)."""
 
     def __repr__(self) -> str:
         first = max(self._most_tokens.values(), default=None)
@@ -93,7 +97,7 @@ class SymmetricDispatcher(TokenDispatcher):
         room: int | None = None,
     ) -> Handle[tuple[Payload, Routing]]:
         self.claim()
-        given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # errors on a CPU name the given ids
+        given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # on a CPU, errors quote the ids as given
         expert_ids = narrow_ids(given)
         workspace = self.workspace(expert_ids)
         workspace.transport.arena.new_dispatch = self.new_dispatch
@@ -116,13 +120,14 @@ class SymmetricDispatcher(TokenDispatcher):
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
         workspace, plan, ids = self._workspace_of(routing), routing.plan, routing.expert_ids
-        # Over NVLink, overlap with a GEMM gains nothing, and rows would be held to its end (docs/lab/layer.md).
+        # Over NVLink overlap is ignored: it gains nothing, and holds rows to the GEMM's end (docs/lab/layer.md).
         aside = overlap and workspace.transport.access == "puts"
         return combine(workspace, rows, plan, ids, row_values, async_op=aside, room=routing.room)
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
-        """See :class:`TokenDispatcher`. After a batch that was too large, it drops the failed buffers on all ranks, so
-        that the step can be repeated. Call it for every layer that shares the buffers."""
+        """See :class:`TokenDispatcher`. Call it for every layer that shares the buffers.
+
+        After a batch that was too large, it drops the failed buffers on all ranks, so that the step can be repeated."""
         super().reserve(max_tokens, device)
         device = torch.empty(0, device=device, dtype=torch.float32).device
         if device.type == "cuda":
@@ -135,13 +140,13 @@ class SymmetricDispatcher(TokenDispatcher):
             self.passes.clear()
             if device in self._counts:
                 self._counts[device].zero_()  # counts of the failed step
-            # A rank with an intact transport must not find it again, either.
+            # A rank whose transport is intact must not reuse it, because its peers' transports have failed.
             transport.arena.refused = transport.arena.refused or "given up by reserve(), which others need, too"
             close_transport(self._opened.pop(device))
         check_reserved(most, self.max_tokens)
         if self.max_tokens is None and most > self._most_tokens.get(device, 0):
             self._most_tokens[device] = most
-            self.passes.clear()  # recorded CUDA graphs have fewer slots
+            self.passes.clear()  # their CUDA graphs have too few slots
 
     def begin(self, layer: int) -> None:
         super().begin(layer)
@@ -168,7 +173,7 @@ class SymmetricDispatcher(TokenDispatcher):
             close_transport(self._opened.popitem()[1])
 
     def _transport_here(self) -> Transport | None:
-        """Transport of the current CUDA device."""
+        """The transport on the current CUDA device, or None."""
         return self._opened.get(_device(torch._C._cuda_getDevice()))
 
     def _transports(self) -> tuple[Transport, ...]:
@@ -192,7 +197,7 @@ class SymmetricDispatcher(TokenDispatcher):
 
     def _make_workspace(self, device: torch.device, max_tokens: int, top_k: int) -> Workspace:
         self.check_usable(self.group is None and dist.is_initialized())
-        self.used = True  # even if this dispatch fails, so that layers made again get another
+        self.used = True  # set before the dispatch may fail: layers made again then get another
 
         def make() -> Workspace:
             transport = self._opened.get(device)
@@ -212,7 +217,7 @@ class SymmetricDispatcher(TokenDispatcher):
 
 
 def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Maximum tokens of any rank. Collective."""
+    """The most tokens that any rank of the group passes. Collective."""
     most = torch.tensor(tokens, device=device, dtype=torch.int64)
     if group is not None and group.size() > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
@@ -225,8 +230,10 @@ def _device(index: int) -> torch.device:
 
 
 class NvshmemDispatcher(SymmetricDispatcher):
-    """A :class:`SymmetricDispatcher` over NVSHMEM, for CUDA tensors. It is meant for several hosts, and never ran on
-    any. Its group must have all ranks of the job. Needs mxep-comms' extra. Raises RuntimeError at the first dispatch if
-    a rank has no CUDA, no NVSHMEM, or symmetric memory of another backend in its process."""
+    """A :class:`SymmetricDispatcher` over NVSHMEM, for CUDA tensors. Meant for several hosts, on which it never ran.
+
+    The group must contain all ranks of the job. It needs an extra of mxep-comms. The first dispatch raises RuntimeError
+    if a rank has no CUDA, no NVSHMEM, or symmetric memory of another backend in its process.
+    """
 
     kind = NvshmemTransport

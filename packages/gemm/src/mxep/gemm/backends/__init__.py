@@ -1,10 +1,10 @@
 """Backends: the implementations of the GEMMs. `select` picks one by name or, for "auto", by device.
 
-reference   fp32 accumulation group by group, in a loop on the host: the definition, for any device, fast on CPUs
-dequant     dequantize to bf16, then torch's grouped mm: any device, no host sync
-hopper      MX folded to one scale per row, FP8 tensor cores of Hopper, promoted sums; the choice of "auto" there
-triton      the exact MX GEMM by `tl.dot_scaled`: tensor cores of Blackwell, upcasts elsewhere; CPU: interpreted
-blackwell   torch's scaled grouped mm on Blackwell, E4M3 only, bf16 results; not run on hardware yet
+reference   the definition of results: a host loop over groups, sums in fp32. Runs on any device, fast on CPUs.
+dequant     dequantizes to bf16 and calls torch's grouped mm. Runs on any device, without a host sync.
+hopper      folds MX to one scale per row and multiplies on Hopper's FP8 tensor cores. "auto" picks it on Hopper.
+triton      exact MX GEMMs by `tl.dot_scaled`: on Blackwell's tensor cores, in bf16 on other GPUs, interpreted on CPUs.
+blackwell   torch's scaled grouped mm on Blackwell. E4M3 operands and bf16 results only. Never ran on hardware.
 """
 
 import functools
@@ -25,17 +25,18 @@ __all__ = ["AUTO", "BACKENDS", "Backend", "Hopper", "select"]
 BACKENDS: Final[Mapping[str, Backend]] = {
     backend.name: backend for backend in (Reference(), Dequant(), Hopper(), Triton(), Blackwell())
 }
-"""All backends by name."""
+"""All backends, by name."""
 
 AUTO: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("reference",), "cuda": ("hopper", "dequant", "reference")}
-"""Backends that "auto" tries on a device type, best first. It takes the first that can run. The last always can."""
+"""Backends that "auto" tries on a device type, in this order. "auto" takes the first that can run; the last always can.
+"""
 
 
 def select(backend: str | Backend, device: torch.device) -> Backend:
-    """The backend of this name, or the best for `device` if "auto". A Backend is returned as it is.
+    """Return the backend of this name, or for "auto" the best one for `device`. A Backend is returned as it is.
 
-    "auto" logs its choice once per process, with the reasons against better backends. Raises ValueError for an unknown
-    name, and RuntimeError with the reason if the backend cannot run on `device`.
+    "auto" logs its choice once per process, with the reasons why better backends cannot run.
+    Raises ValueError for an unknown name. Raises RuntimeError, with the reason, if the backend cannot run on `device`.
     """
     if backend == "auto":
         return _best.__wrapped__(device) if torch.compiler.is_compiling() else _best(device)

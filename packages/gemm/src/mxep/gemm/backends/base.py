@@ -23,28 +23,32 @@ from mxep.quant import (
 
 
 class AlongTokens(NamedTuple):
-    """Operands of a weight gradient: dy (M, N) and a (M, K), plain, or MXTensors blocked along M."""
+    """Operands of a weight gradient: dy (M, N) and a (M, K). Both may be plain, or MXTensors with blocks along M."""
 
     dy: Tensor
     a: Tensor
 
 
 class Backend(Protocol):
-    """Three GEMMs over ragged groups of rows: rows offs[g-1] .. offs[g] - 1 belong to group g.
+    """Three GEMMs over ragged groups of rows. Derive from this class to inherit its methods.
 
-    Operands are quantized by the recipe: MXTensor, or plain bf16 / fp32. Activations and gradients are blocked along
-    their rows, and a row index may point into receive slots. Weights are as this backend quantized them, or BlockFP8
-    (of a frozen weight) in blocks of 128 x 128. Rows past offs[-1] (int32, on the device) are not read, and unspecified
-    in results. offs None means one group of any number of rows, as in a linear. Only reference syncs with the device.
-    Derive from this class to inherit its methods.
+    offs (G,) int32, on the device, are inclusive cumulative group sizes: rows offs[g-1] to offs[g] - 1 belong to group
+    g. Rows from offs[-1] on are not read, and are unspecified in results. If offs is None, as in a linear, there is one
+    group of any number of rows. Only backend "reference", and torch's grouped mm on older GPUs, read offs on the host.
+
+    Operands are MXTensors if the recipe quantizes, else plain bf16 or fp32. Activations and gradients have blocks along
+    their rows, and may have a row index, which points into receive slots. Weights are as this backend quantized them.
+    A frozen weight may also be BlockFP8 in blocks of 128 x 128.
+
+    M rows, N out features, K in features, G groups.
 
     Attributes:
-        name: name that users pick it by.
-        wants_rowwise: True if its GEMMs fold MX rows to one scale per row. Producers of rows may then fold them, and
-            plain operands get one scale per row, dgrad's weights one per column.
-        bf16_is_torchs: True if a linear's plain bf16 GEMM is torch's, without asking the backend.
-        recordable: True if it starts only torch ops and kernels of `mxep.runtime.launch`, so that a record shows them
-            (`mxep.runtime.record`). Otherwise its calls are never replayed. Each class states it itself, because a
+        name: the name by which users pick the backend.
+        wants_rowwise: True if the GEMMs fold MX rows to one scale per row. Producers of rows may then fold them.
+            Plain operands get one scale per row, and dgrad's weights one per column.
+        bf16_is_torchs: True if a linear in plain bf16 calls torch's GEMM instead of this backend.
+        recordable: True if the backend starts only torch ops and kernels of `mxep.runtime.launch`, which
+            `mxep.runtime.record` can record. If False, its calls are never replayed. Every class must set it, because a
             derived class may start other kernels.
     """
 
@@ -54,21 +58,21 @@ class Backend(Protocol):
     recordable: bool = False
 
     def unsupported_reason(self, device: torch.device) -> str | None:
-        """Why it does not run on `device`, as the end of a sentence; None: it does."""
+        """None if the backend runs on `device`; else the reason why not, as the end of a sentence."""
         ...
 
     def block_size(self, recipe: Recipe) -> int | None:
-        """Elements per scale with this recipe; None for a whole row or column."""
+        """Elements per scale with this recipe. None: one scale per row or column."""
         return None if self.wants_rowwise else recipe.block_size
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
-        """Quantize a plain activation or gradient (M, D) to elements of `fmt`."""
+        """Quantize a plain activation or gradient (M, D) along D, to elements of `fmt`."""
         if recipe.scaling == "none":
             return x
         return quantize(x, fmt=fmt, mode=recipe.mode, block_size=self.block_size(recipe))
 
     def quantize_parts(self, parts: Sequence[Tensor], fmt: MXFormat, recipe: Recipe) -> Tensor:
-        """Quantize the concatenation along D of plain gradients (M, D of each), as `quantize_rows` does."""
+        """Concatenate plain gradients, (M, D1), (M, D2) and so on, along D. Quantize as `quantize_rows` does."""
         if self.wants_rowwise and recipe.scaling != "none":
             return quantize_joined(parts, fmt=fmt, mode=recipe.mode)
         return self.quantize_rows(torch.cat([*parts], 1), fmt, recipe)
@@ -76,11 +80,12 @@ class Backend(Protocol):
     def quantize_weight_rowwise(
         self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(w (G, N, K) quantized for forward, along K or in 2-D blocks; the amax of its columns or None), without
-        gradients.
+        """Quantize w (G, N, K) for forward. No gradients.
 
-        amax: (G, K) fp32, which saves `quantize_weight_colwise` a read. None without `with_amax`, and for weights with
-        several scales per column.
+        Returns:
+            the quantized w, with blocks along K, or 2-D blocks.
+            the amax of w's columns, (G, K) fp32. It saves `quantize_weight_colwise` a read of w. None if `with_amax` is
+                False, or if the weight gets several scales per column.
         """
         if recipe.scaling == "none":
             return w, None
@@ -92,7 +97,7 @@ class Backend(Protocol):
         return quantize(w, fmt=fmt, mode=mode, block_size=None), None
 
     def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
-        """Quantize w (G, N, K) for dgrad, blocked along N, without a gradient. amax: from `quantize_weight_rowwise`."""
+        """Quantize w (G, N, K) for dgrad, with blocks along N. No gradient. amax: from `quantize_weight_rowwise`."""
         if recipe.scaling == "none":
             return w
         w, fmt, mode = recipe.rounded_weight(w.detach()), recipe.fmt, recipe.mode
@@ -103,32 +108,35 @@ class Backend(Protocol):
         return quantize(w, fmt=fmt, mode=mode, axis=-2, block_size=None)
 
     def expand_rowwise(self, w: FrozenWeight) -> Any:
-        """A frozen weight, prepared for `forward`."""
+        """The values of a frozen weight, as `forward` takes them."""
         x = w.along_k()
         return to_mxfp8(x) if isinstance(x, MXTensor) else x
 
     def expand_colwise(self, w: FrozenWeight) -> Any:
-        """A frozen weight, prepared for `dgrad`: the same values as in forward, if the backend's fold is exact."""
+        """The values of a frozen weight, as `dgrad` takes them. They equal forward's if the backend folds exactly."""
         return Backend.expand_rowwise(self, w)
 
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        """a (M, K), w (G, N, K) quantized rowwise -> (M, N): a[rows of g] @ w[g].T + bias[g].
+        """Compute a[rows of g] @ w[g].T + bias[g] for each group g. Returns (M, N) in out_dtype.
 
-        bias: (G, N) or None.
+        a: (M, K). w: (G, N, K), from `quantize_weight_rowwise`. bias: (G, N) or None.
         """
         ...
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
-        """dy (M, N), w (G, N, K) quantized colwise -> (M, K) that the caller may overwrite: dy[rows of g] @ w[g]."""
+        """Compute dy[rows of g] @ w[g] for each group g. Returns (M, K), which the caller may overwrite.
+
+        dy: (M, N). w: (G, N, K), from `quantize_weight_colwise`.
+        """
         return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
-        """Prepare dy (M, N) and a (M, K), both blocked along their rows, for the contraction of `wgrad` over rows.
+        """Prepare dy (M, N) and a (M, K), both with blocks along their rows, for `wgrad`, which contracts over rows.
 
-        The result holds all tensors that `wgrad` needs, so dy and a may be freed before the gradient is allocated. Its
-        form is the backend's own choice; this one is the definition.
+        The result holds all tensors that `wgrad` needs, so dy and a may be freed before the gradient is allocated. A
+        backend may return any type. The AlongTokens returned here define what `wgrad` must compute.
         """
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
@@ -143,14 +151,17 @@ class Backend(Protocol):
         halves: Tensor | None = None,
         transposed: bool = False,
     ) -> Tensor | None:
-        """scale * dy[rows of g].T @ a[rows of g], zero for empty groups: (G, N, K) in out_dtype.
+        """Compute scale * dy[rows of g].T @ a[rows of g] for each group g, zero if g is empty.
 
         Args:
-            accumulate_into: (G, N, K). The result is added to it, in its dtype, and None is returned.
-            halves: (2, G, N / 2, K) in out_dtype, contiguous, the dense gradients of two weights with consecutive rows.
-                The result is written to it, and None is returned.
-            transposed: the result shall lie (G, K, N) in memory, as a weight `is_transposed`. Sums into gradients with
-                another layout than theirs are slow. Without effect on operands of a custom form.
+            operands: dy and a, from `prepare_wgrad`.
+            accumulate_into: (G, N, K) or None. If given, the result is added to it in its dtype.
+            halves: (2, G, N / 2, K) in out_dtype, contiguous, or None: the gradients of two weights, such as gate and
+                up, that are multiplied as one. If given, the result is written to it.
+            transposed: True to store the result (G, K, N) in memory, like a weight that `is_transposed`. torch is slow
+                at adding a gradient to one with another layout. Ignored if operands have a custom backend's own type.
+
+        Returns (G, N, K) in out_dtype; None if accumulate_into or halves is given.
         """
         if accumulate_into is not None:
             transposed = is_transposed(accumulate_into)
@@ -170,22 +181,24 @@ class Backend(Protocol):
         return None
 
     def wgrad_into(self, out: Tensor, operands: Any, offs: Tensor | None, scale: float, *, add: bool) -> bool:
-        """Write the result to out, or add it if `add`, in the GEMM's kernel. False if there is no such kernel. out:
-        contiguous, (G, N, K) or halves (2, G, N / 2, K)."""
+        """Let the GEMM's kernel write the result to out, or add it if `add`. Returns False if no kernel can.
+
+        out: contiguous, (G, N, K), or (2, G, N / 2, K) as `halves` of `wgrad`.
+        """
         return False
 
     def wgrad_product(self, operands: Any, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
-        """The result of `wgrad`, (G, N, K) in out_dtype."""
+        """The result of `wgrad` as a new tensor, (G, N, K) in out_dtype."""
         raise NotImplementedError
 
 
 def is_transposed(w: Tensor) -> bool:
-    """True if w (.., N, K) lies (.., K, N) in memory, as gpt-oss stores its experts' weights."""
+    """True if w (..., N, K) lies (..., K, N) in memory, as gpt-oss stores its experts' weights."""
     return not w.is_contiguous() and w.mT.is_contiguous()
 
 
 def _exchanged(operands: Any) -> Any:
-    """Operands of the transposed weight gradient. The same products are summed in the same order."""
+    """Swap dy and a: `wgrad` then computes the transposed gradient, with the same sums in the same order."""
     if isinstance(operands, AlongTokens):
         return AlongTokens(operands.a, operands.dy)
     if isinstance(operands, WgradOperands):
@@ -194,10 +207,10 @@ def _exchanged(operands: Any) -> Any:
 
 
 def _axis(recipe: Recipe, axis: int) -> Axis:
-    """Axis of a weight's blocks. 2-D blocks serve both orientations."""
+    """The axis of a weight's blocks: both of the last two if the recipe has 2-D blocks, else `axis`."""
     return (-2, -1) if recipe.weight_block == "32x32" else axis
 
 
 def ends(offs: Tensor | None, rows: Tensor) -> Tensor:
-    """offs, or the number of rows as the only end if offs is None."""
+    """Ends of the groups, (G,) int32: offs, or [number of rows] if offs is None."""
     return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device) if offs is None else offs

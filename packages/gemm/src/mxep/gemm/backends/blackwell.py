@@ -1,31 +1,33 @@
 """The two backends for Blackwell: triton, by `tl.dot_scaled`, and blackwell, by torch's scaled grouped mm (CUTLASS).
 
-NEITHER RAN ON BLACKWELL. Both take operands as the recipe defines them, without folding, and never sync. GEMMs of
-unquantized operands (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in dequant. Not for "fp8".
+NEITHER RAN ON BLACKWELL. Both multiply MX operands without folding them, and never sync with the host. Both refuse
+recipe "fp8". GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") run torch's grouped mm, as in dequant.
 
-triton is one persistent kernel per GEMM, sums in fp32:
+triton runs one persistent kernel per GEMM, with fp32 sums:
 
     forward  a (gathered by its index inside the kernel)   x w along K       -> out
     dgrad    dy (likewise)                                 x w along N       -> da
-    wgrad    dy, a requantized along tokens, one pass each x, group by group -> dw, or added to fp32
+    wgrad    dy and a, each requantized along tokens by one kernel           -> dw, or added to fp32
 
-On Blackwell (sm_100) the tensor cores apply the scales. Other GPUs upcast to bf16, which is slow. On a CPU it runs
-under Triton's interpreter, for tests.
+On Blackwell (sm_100) the tensor cores apply the scales. Other GPUs convert to bf16 first, which is slow. On a CPU
+triton runs under Triton's interpreter, for tests.
 
-blackwell has MX scales in the layout of Blackwell's tensor cores:
+blackwell passes scales in the layout that Blackwell's tensor cores need ("swizzled"):
 
     a       qdata (M, K), gathered if indexed     scales swizzled group by group, each group's rows padded to 128
     w       qdata (G, N, K)                       scales swizzled matrix by matrix                -> out (M, N), and da
     dy, a   qdata (N, M), (K, M), requantized     scales swizzled group by group, each group's blocks of tokens padded
             along tokens                          to 4: `swizzle_along_tokens`                    -> dw (G, N, K)
 
-A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`). Groups need only MX's own multiple of 32 rows, because the
-scales are padded and the rows are not. Layouts are tested bit for bit against the published formula, operands against
-torch's own checks of shapes and strides. No GEMM has been computed.
+A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`). Only the scales are padded to tiles, so each group needs just
+MX's own multiple of 32 rows. Tests compare the layouts bit for bit with the published formula, and check operands with
+torch's own checks of shapes and strides. No GEMM was ever computed.
 
-torch sets blackwell's limits: compute capability 10.x, E4M3 for both operands, bf16 results. So fp32 results are
-rounded to bf16 once more, and a bias or main_grad is added after this rounding. E5M2 gradients are refused. Weights'
-scales (1/32 of their qdata) are swizzled at each call. Tiles (32x32) are kept as two copies of the qdata.
+torch limits blackwell to compute capability 10.x, E4M3 for both operands, and bf16 results. So fp32 results are rounded
+to bf16 once more, and a bias or main_grad is added after this rounding. E5M2 gradients are refused. The scales of a
+weight, 1/32 of its bytes, are swizzled at each call. With weight_block "32x32" the weight's qdata are kept twice.
+
+M rows, N out features, K in features, G groups.
 """
 
 import os
@@ -95,17 +97,17 @@ class Triton(Backend):
 
 
 def _in_bytes(x: MXTensor) -> tuple[Tensor, Tensor]:
-    """qdata, and the scales as bytes: inductor cannot compile an op that writes and has an e8m0 tensor."""
+    """(qdata, scales as uint8). Inductor cannot compile an op that writes to a tensor and has an e8m0 argument."""
     return x.qdata, x.scale.view(torch.uint8)
 
 
 def _mx(w: Tensor | BlockFP8) -> Tensor:
-    """A weight in MXFP8. Block FP8 is quantized at each call, because MX units do not have its scales."""
+    """Return a weight in MXFP8. Block FP8 is requantized at each call: MX units cannot apply its fp32 scales."""
     return quantize(w.dequantize()) if isinstance(w, BlockFP8) else w
 
 
 def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -> MXTensor:
-    """`x`, if it is an MXTensor in blocks of 32 along one of `axes`. Else raises ValueError."""
+    """Return x if it is an MXTensor with blocks of 32 along one of `axes`. Otherwise raise ValueError."""
     if isinstance(x, MXTensor) and x.axis in axes and x.block_size == BLOCK:
         return x
     got = repr(x) if isinstance(x, MXTensor) else f"a plain tensor of {x.dtype}"
@@ -135,7 +137,11 @@ def grouped_mm_dot_scaled(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a (R, K), index (M,) or None, w (G, N, K), bias (G, N) or None -> (M, N) out_dtype."""
+    """Compute rows of g of a @ w[g].T + bias[g] for each group g. Returns (M, N) in out_dtype.
+
+    a: (R, K) with blocks of 32 along K. a_index: (M,) row index of a, or None if M = R. w: (G, N, K) with blocks of 32,
+    or 32 x 32. bias: (G, N) or None.
+    """
     from mxep.gemm.kernels import dot_scaled
 
     out: Tensor = dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype)  # type: ignore[no-untyped-call]
@@ -151,8 +157,11 @@ def grouped_mm_dot_scaled(
 def grouped_wgrad_dot_scaled(
     out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """Contract y (M, N) and x (M, K), both blocked along M, over the rows of each group. scale * the result is written
-    to out, or added to it in fp32 if `add`. out: contiguous, (G, N, K) or the halves of N (2, G, N / 2, K)."""
+    """Compute scale * y[rows of g].T @ x[rows of g] for each group g. Writes it to out, or adds it in fp32 if `add`.
+
+    y: (M, N). x: (M, K). Both have blocks along M. out: contiguous, (G, N, K), or (2, G, N / 2, K), whose two parts
+    take the first and second half of N.
+    """
     from mxep.gemm.kernels import dot_scaled
 
     dot_scaled.grouped_wgrad(out, y, y_scale, x, x_scale, offs, scale, add)  # type: ignore[no-untyped-call]
@@ -161,7 +170,7 @@ def grouped_wgrad_dot_scaled(
 ROWS, COLS = 128, 4
 """Rows and columns of scales in a swizzled tile."""
 Operand = tuple[Tensor, Tensor]
-"""qdata and their swizzled scales."""
+"""(qdata, swizzled scales)."""
 
 
 class Blackwell(Backend):
@@ -232,43 +241,58 @@ class Blackwell(Backend):
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
-    """torch's GEMM of qdata with swizzled e8m0 scales, in bf16: a (M, K) x b (G, K, N), or a (N, M) x b (M, K)."""
+    """torch's grouped GEMM of qdata with swizzled e8m0 scales. Returns bf16.
+
+    For forward and dgrad a is (M, K) and b (G, K, N). For wgrad a is (N, M) and b (M, K).
+    """
     out: Tensor = torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=offs, out_dtype=torch.bfloat16)
     return out
 
 
 def rows_operand(a: MXTensor, offs: Tensor) -> Operand:
-    """a (M, K) along K -> qdata (M, K) by rows, scales (round_up(M + G * 127, 128), round_up(K/32, 4))."""
+    """Operand of a (M, K) with blocks along K.
+
+    qdata: (M, K), contiguous. scales: (round_up(M + G * 127, 128), round_up(K/32, 4)).
+    """
     if a.row_index is not None or not a.qdata.is_contiguous():
         return gather_swizzled(a, offs=offs)
     return a.qdata, swizzle_scales(a.scale, offs=offs)
 
 
 def weight_operand(w: MXTensor) -> Operand:
-    """w (G, N, K) along K -> qdata (G, K, N), K contiguous, scales (G, round_up(N, 128) * round_up(K/32, 4))."""
+    """Operand of w (G, N, K) with blocks along K.
+
+    qdata: (G, K, N) with contiguous K. scales: (G, round_up(N, 128) * round_up(K/32, 4)).
+    """
     return w.qdata.contiguous().mT, swizzle_scales(w.scale).flatten(1)
 
 
 def tokens_operand(x: MXTensor, offs: Tensor) -> Operand:
-    """x (M, N) along M, as `requantize` stores it -> qdata (N, M) by rows, scales of `swizzle_along_tokens`."""
+    """Operand of x (M, N) with blocks along M, as `requantize` returns it.
+
+    qdata: (N, M), contiguous. scales: from `swizzle_along_tokens`.
+    """
     return x.qdata.mT, swizzle_along_tokens(x.scale, offs)
 
 
 def swizzle_along_tokens(scale: Tensor, offs: Tensor) -> Tensor:
     """Swizzle the scales of operands that contract over each group's tokens, group by group.
 
-    scale: (M/32, N) e8m0, blocks of 32 tokens; those from offs[-1] / 32 on are not read. Returns (round_up(N, 128),
-    round_up(M/32 + 3 G, 4)): the bytes of `swizzle_scales(scale[blocks of g].mT)` for all g, one after another. A
-    group's blocks are padded to 4 with zeros. Bytes after the last group are unspecified.
+    scale: (M/32, N) e8m0, a row for each block of 32 tokens. Rows from offs[-1] / 32 on are not read.
 
-    Example: N 128, groups of 32 and 160 tokens: a tile of block 0, then two tiles of blocks 1 to 4 and 5.
+    Returns (round_up(N, 128), round_up(M/32 + 3 * G, 4)). It holds the bytes of `swizzle_scales(scale[blocks of g].mT)`
+    for all g, one after another. Each group's blocks are padded to a multiple of 4 with zeros. Bytes after the last
+    group are unspecified.
+
+    Example: N = 128, groups of 32 and 160 tokens. Group 0 has block 0, in one tile. Group 1 has blocks 1 to 5, in two
+    tiles: blocks 1 to 4, then block 5.
     """
     blocks = offs // BLOCK
     sizes = blocks.diff(prepend=blocks.new_zeros(1))
     padded = pad_groups(scale.view(torch.uint8), sizes, alignment=COLS)
     all_groups = swizzle_scales(padded.rows.mT)
     rows, columns = all_groups.shape[0] // ROWS, all_groups.shape[1] // COLS
-    # Tile numbers: row tile * width + column tile within a group, row tile * columns + column tile over all groups.
+    # A tile's number is row tile * width + column tile within its group, and row tile * columns + column tile overall.
     last = padded.offs.long() // COLS
     first = torch.nn.functional.pad(last[:-1], (1, 0))
     tile = torch.arange(rows * columns, device=scale.device, dtype=torch.int64)

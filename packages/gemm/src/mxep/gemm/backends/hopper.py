@@ -1,19 +1,22 @@
-"""The hopper backend: MX operands folded to one scale per row, FP8 tensor cores of Hopper, sums promoted to fp32.
+"""The hopper backend folds MX operands to one scale per row, and multiplies them on Hopper's FP8 tensor cores.
 
-    forward  a MX (slots, index) --fold, gather--> qdata, a scale a row --\\
-             w bf16 ----quantize, one scale a row------------------------- > wgmma, x scales, + bias -> out
-    dgrad    dy in the same way                x w, one scale a column                               -> da
-    wgrad    dy, a --fold for wgrad: transposed, tokens contiguous---------> wgmma, x 2^e -> dw, or += dw
+    forward  a MX (slots, index) --fold, gather--> qdata, one scale per row --\\
+             w bf16 ----quantize, one scale per row--------------------------- > wgmma, * scales, + bias -> out
+    dgrad    dy like a, with w quantized to one scale per column                                         -> da
+    wgrad    dy, a --fold for wgrad: transposed, tokens contiguous-------------> wgmma, * 2^e            -> dw, or += dw
 
-A frozen weight of block FP8 is multiplied without folding, x its scales every 128 elements; for dgrad it is transposed.
+A frozen weight of block FP8 is not folded: each sum over 128 elements is multiplied by its scale. For dgrad the weight
+is transposed.
 
-Folding moves exponents into qdata (`mxep.quant.fold`). It is exact except for elements 2^-14 or more below the largest
-of their row; `mxep.gemm.fold_report` tells if that matters. Unquantized operands, and weights in blocks or tiles, are
-quantized to one scale per row directly. Only those small elements differ: they are rounded once instead of twice.
+Folding moves the scales' exponents into qdata (`mxep.quant.fold`). It is exact, except for elements 2^-14 or more below
+the largest of their row. `mxep.gemm.fold_report` tells if that matters. Unquantized activations, gradients and weights
+are quantized to one scale per row directly, also where the recipe has blocks of 32. Compared with folding, only those
+small elements differ: they are rounded once instead of twice.
 
-GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") run the same kernel in bf16; without groups, torch's. FP8
-tensor cores add with 13 fraction bits, so sums leave them every 256 products. No host sync. GEMMs and folds cost
-nothing for rows past the last group; quantizing plain operands takes all rows.
+GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") run the same kernel in bf16. A linear, which has no groups,
+runs torch's GEMM instead. FP8 tensor cores add with 13 fraction bits, so sums leave them every 256 products. No GEMM
+syncs with the host. GEMMs and folds take no time for rows past the last group, but quantizing plain operands covers all
+rows.
 """
 
 from typing import Any
@@ -107,14 +110,14 @@ class Hopper(Backend):
 
 
 def _transposed(w: Tensor) -> Tensor:
-    """w.mT without torch's dispatcher, which takes 50 us for it."""
+    """w.mT without torch's dispatcher, which takes 50 us to transpose an MXTensor."""
     if not isinstance(w, MXTensor) or w.axis != -2:
         return w.mT
     return MXTensor(w.qdata.mT, w.scale.mT, None, -1, w.block_size, w.dtype, trusted=True)
 
 
 def _folded(x: Tensor, offs: Tensor | None = None) -> MXTensor:
-    """Fold x, an MXTensor, to one scale per row. Its rows become dense and multiples of 16 bytes apart."""
+    """Fold x, an MXTensor, to one scale per row. The result has dense rows, multiples of 16 bytes apart."""
     assert isinstance(x, MXTensor)
     if x.axis != -1:
         x = x.along(-1)
@@ -138,8 +141,11 @@ def fp8_grouped_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), offs (G,) or None, bias (G, N) or None -> (M, N) out_dtype.
-    w_scale: (G, N, 1) e8m0, or (G, ceil(N/128), ceil(K/128)) fp32 for blocks of 128 x 128."""
+    """Compute a[rows of g] @ w[g].T, * scales, + bias[g] for each group g. Returns (M, N) in out_dtype.
+
+    a: (M, K) fp8. a_scale: (M, 1) e8m0. w: (G, N, K) fp8. offs: (G,) int32 or None. bias: (G, N) or None.
+    w_scale: (G, N, 1) e8m0, or for blocks of 128 x 128 (G, ceil(N/128), ceil(K/128)) fp32.
+    """
     out: Tensor = grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
     return out
 
@@ -153,10 +159,13 @@ def fp8_grouped_mm(
 def fp8_grouped_wgrad(
     out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """Contract y_t (N, C) and x_t (K, C) fp8 over C, group by group. exponent, offs: (G,) int32, as in WgradOperands.
+    """Contract y_t (N, C) and x_t (K, C) fp8 over the C columns of each group. Writes the result, or adds it if `add`.
 
-    scale * the result is rounded to out's dtype, then written to out, or added to it if `add`. out: contiguous, (G, N,
-    K) or the halves of N (2, G, N / 2, K). 2^e is applied in two steps, because it may lie outside fp32.
+    The result of group g is scale * 2^exponent[g] * y_t[:, columns of g] @ x_t[:, columns of g].T, rounded to out's
+    dtype. 2^exponent is applied in two steps, because it may lie outside fp32.
+
+    out: contiguous, (G, N, K), or (2, G, N / 2, K), whose two parts take the first and second half of the N rows.
+    exponent, offs: (G,) int32, as in WgradOperands.
     """
     dw = torch.zeros_like(out, dtype=torch.float32)
     starts = [0, *offs.tolist()]
@@ -176,7 +185,10 @@ def fp8_grouped_wgrad(
     launcher="mxep.gemm.kernels.hopper:bf16_grouped_mm",
 )
 def bf16_grouped_mm(a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """a (M, K), w (G, N, K) bf16, offs (G,) int32, bias (G, N) or None -> (M, N) out_dtype. Sums are fp32."""
+    """Compute a[rows of g] @ w[g].T + bias[g] for each group g, with fp32 sums. Returns (M, N) in out_dtype.
+
+    a: (M, K) bf16. w: (G, N, K) bf16. offs: (G,) int32. bias: (G, N) or None.
+    """
     return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
 
 
@@ -187,8 +199,10 @@ def bf16_grouped_mm(a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, out
     mutates_args=("out",),
 )
 def bf16_grouped_wgrad(out: Tensor, y: Tensor, x: Tensor, offs: Tensor, scale: float, add: bool) -> None:
-    """Contract y (M, N) and x (M, K) bf16 over M, group by group: offs (G,) int32. out, scale, add: see
-    `fp8_grouped_wgrad`."""
+    """Compute scale * y[rows of g].T @ x[rows of g] for each group g. y: (M, N) bf16. x: (M, K) bf16.
+
+    offs: (G,) int32. out, add: see `fp8_grouped_wgrad`.
+    """
     dw = Dequant().wgrad_product(AlongTokens(y, x), offs, out.dtype, scale)
     dw = dw if out.dim() == 3 else dw.unflatten(1, (2, -1)).transpose(0, 1)
     if add:

@@ -1,23 +1,29 @@
-"""The two backends in plain torch: reference, which every other backend must equal, and dequant.
+"""The two backends in plain torch: reference, the definition that other backends are tested against, and dequant.
 
-reference goes group by group, in fp32, from dequantized operands:
+reference multiplies group by group, in fp32, from dequantized operands:
 
-    rows of g -> fp32 (K)   w[g] -> fp32 (N, K)   ->   rows @ w[g].T in fp32, + bias[g]   ->   rounded once to out_dtype
+    rows of g -> fp32 (., K)   w[g] -> fp32 (N, K)   ->   rows @ w[g].T in fp32, + bias[g]   ->   rounded to out_dtype
 
-fp32 holds every qdata number times its scale exactly, so the only errors are those of the fp32 sum and of the last
-rounding. With fp64 operands (recipe "bf16" only) everything is fp64. It reads offs on the host: a sync on a GPU, where
-it is only for checking other backends. Its ops take the parts of an MXTensor: qdata, scale and row index, or a plain
-tensor and None, None. A weight of block FP8 is qdata and scales in fp32.
+fp32 holds every qdata element times its scale exactly. So the only errors are those of the fp32 sum and of the last
+rounding. With fp64 operands (recipe "bf16" only) everything is fp64. reference reads offs on the host. On a GPU this is
+a sync, so there it serves only to check other backends. Its ops take an operand as three arguments: qdata, scale and
+row index of an MXTensor, or a plain tensor, None and None. A weight of block FP8 is passed as qdata and fp32 scales.
 
-dequant makes every operand bf16, and torch's grouped mm does the rest, on any device:
+dequant converts every operand to bf16 and calls torch's grouped mm, on any device:
 
     qdata * scale -> bf16 (exact: a number of qdata has at most 4 significant bits) -> grouped mm, fp32 inside, bf16 out
 
-It saves bytes in communication and in saved tensors, but multiplies at bf16 speed. It does not sync on GPUs of compute
-capability 9 and 10; on others torch's grouped mm is a loop that reads offs. A linear is torch's plain GEMM, which never
-syncs. Compared with reference, an fp32 result is rounded to bf16 once more, fp32 operands of recipe "bf16" are rounded
-to bf16, and bias is added after the GEMM's rounding. It dequantizes the whole capacity, not only valid rows, so row
-indices past the last group must be -1 or valid.
+Communication and saved tensors still have MXFP8's size, but GEMMs run at bf16 speed. On GPUs of compute capability 9
+and 10 dequant does not sync. On other devices torch's grouped mm is a loop that reads offs. A linear runs torch's plain
+GEMM, which never syncs. There are three differences from reference:
+
+- an fp32 result is rounded to bf16 once more;
+- fp32 operands of recipe "bf16" are rounded to bf16;
+- bias is added after the GEMM's rounding.
+
+dequant also dequantizes rows past the last group, so their row indices must be -1 or valid.
+
+M rows, N out features, K in features, G groups.
 """
 
 from collections.abc import Iterator
@@ -55,7 +61,7 @@ class Reference(Backend):
 
 
 def parts_of(x: Tensor | BlockFP8) -> Parts:
-    """(qdata, scale, row_index) of an MXTensor, (qdata, scale, None) of BlockFP8, or (x, None, None)."""
+    """(qdata, scale, row_index) of an MXTensor, (qdata, scale, None) of BlockFP8, (x, None, None) of a plain x."""
     if isinstance(x, BlockFP8):
         return x.qdata, x.scale, None
     return (x.qdata, x.scale, x.row_index) if isinstance(x, MXTensor) else (x, None, None)
@@ -77,7 +83,10 @@ def grouped_mm_reference(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a (M, K), w (G, N, K), offs int32 (G,) or None, bias (G, N) or None -> (M, N) out_dtype."""
+    """Compute a[rows of g] @ w[g].T + bias[g] for each group g. Returns (M, N) in out_dtype.
+
+    a: (M, K). w: (G, N, K). offs: (G,) int32 or None. bias: (G, N) or None.
+    """
     out = a.new_empty((num_rows(a, a_index), w.shape[1]), dtype=out_dtype)
     bounds = _bounds(offs, len(out))
     values = values_of_rows((a, a_scale, a_index), bounds[-1])
@@ -105,7 +114,10 @@ def grouped_wgrad_reference(
     out_dtype: torch.dtype,
     scale: float,
 ) -> Tensor:
-    """dy (M, N), a (M, K), offs int32 (G,) or None -> scale * (G, N, K) out_dtype, zero where a group is empty."""
+    """Compute scale * dy[rows of g].T @ a[rows of g] for each group g, zero if g is empty. Returns (G, N, K) out_dtype.
+
+    dy: (M, N). a: (M, K). offs: (G,) int32 or None.
+    """
     dw = a.new_zeros((_num_groups(offs), dy.shape[1], a.shape[1]), dtype=out_dtype)
     bounds = _bounds(offs, num_rows(a, a_index))
     a_values = values_of_rows((a, a_scale, a_index), bounds[-1])
@@ -116,7 +128,7 @@ def grouped_wgrad_reference(
 
 
 def values_of_rows(parts: Parts, rows: int) -> Tensor:
-    """The first `rows` rows of a 2-D operand, in fp32; fp64 stays fp64."""
+    """Dequantize the first `rows` rows of a 2-D operand. Returns (rows, columns) fp32, or fp64 for fp64."""
     x, scale, index = parts
     if scale is None:
         return x[:rows] if x.dtype == torch.float64 else x[:rows].float()
@@ -138,7 +150,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def num_rows(x: Tensor, index: Tensor | None) -> int:
-    """An operand's number of rows: those of its index, if it has one."""
+    """Number of rows of an operand: the length of its row index if it has one, else x.shape[0]."""
     return x.shape[0] if index is None else index.shape[0]
 
 
@@ -147,12 +159,12 @@ def _num_groups(offs: Tensor | None) -> int:
 
 
 def _bounds(offs: Tensor | None, rows: int) -> list[int]:
-    """Ends of the groups; [rows] without offs."""
+    """Ends of the groups as numbers: offs, or [rows] if offs is None."""
     return [rows] if offs is None else offs.tolist()
 
 
 def _groups(bounds: list[int]) -> Iterator[tuple[int, slice]]:
-    """(g, its rows) of every group with rows."""
+    """Yield (g, slice of g's rows) for every group g that has rows."""
     start = 0
     for g, end in enumerate(bounds):
         if end > start:
@@ -161,7 +173,7 @@ def _groups(bounds: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 ALIGNMENT = 8
-"""torch's grouped mm needs rows of 16 bytes: N and K in multiples of 8 bf16."""
+"""N and K must be multiples of this many bf16 elements: torch's grouped mm needs rows in multiples of 16 bytes."""
 
 
 class Dequant(Backend):
@@ -208,12 +220,12 @@ class Dequant(Backend):
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
     if not torch.compiler.is_compiling():
-        mode_listens()  # a mode may count FLOPs, and has no formula for torch's own op
+        mode_listens()  # gives a mode that counts FLOPs our formula for this op: torch has none
     return in_dtype(torch.nn.functional.grouped_mm(a, b, offs=offs), dtype)
 
 
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast only if needed: compiling, torch 2.11 treats a no-op cast's alias as another tensor with gradient 0."""
+    """Cast out to dtype if it has another. torch.compile (2.11) gives the alias of a no-op cast a gradient of 0."""
     return out if out.dtype == dtype else out.to(dtype)
 
 
@@ -236,5 +248,5 @@ def check_alignment(n: int, k: int) -> None:
 
 
 def group_of_row(offs: Tensor, num_rows: int) -> Tensor:
-    """Group of every row, (M,). Rows past the last group belong to it, too."""
+    """Group of every row, (M,). Rows past the last group count as rows of the last group."""
     return group_of_rows(offs, num_rows).clamp_(max=len(offs) - 1)

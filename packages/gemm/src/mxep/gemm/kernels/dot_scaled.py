@@ -1,18 +1,19 @@
 """MXFP8 GEMMs over ragged groups by `tl.dot_scaled`: one persistent kernel per GEMM, offs read on the device.
 
-    grouped_mm     a (R, C) x w[g] (N, C)        -> out (M, N)      rows of a group against its weight   forward, dgrad
-    grouped_wgrad  y (N, R) x x (K, R) over g's R -> dw (G, N, K)   a group's tokens contracted          wgrad
+    grouped_mm     out (M, N)     = a (M, C) times w[g] (N, C)^T, for each group g of rows    forward, dgrad
+    grouped_wgrad  dw[g] (N, K)   = y (N, M) times x (K, M)^T, over the tokens of group g     wgrad
 
-A program takes tiles BLOCK_M x BLOCK_N, one after another: tile t, t + programs, ... of the tiles of all groups in
-order. Each group starts a new tile, and an empty one has none. Within a group, GROUP_M row tiles at a time cover all
-columns, so that concurrent programs share rows of both operands in L2. Example: groups of 256, 0 and 32 rows,
-BLOCK_M 128, two column tiles: tiles 0 to 3 belong to group 0, tiles 4 and 5 to group 2.
+Tiles (BLOCK_M x BLOCK_N) are numbered through all groups in order. Program t computes tiles t, t + programs, and so
+on. A tile belongs to one group, and an empty group has no tiles. Within a group, numbers run through all columns of
+GROUP_M row tiles before the next GROUP_M row tiles begin. So concurrent programs share rows of both operands in L2.
+Example: groups of 256, 0 and 32 rows, BLOCK_M 128, two column tiles: tiles 0 to 3 belong to group 0, tiles 4 and 5 to
+group 2.
 
-A step of a tile's loop takes BLOCK_K = 128 qdata and 4 scales per row. Nothing past the group's rows and the
-contraction's end is read: qdata and scales are masked there (0 times 2**-127 is 0). Blackwell multiplies qdata by their
-scales in its tensor cores (tcgen05.mma.block_scale). Other GPUs upcast to bf16 first. Both accumulate in fp32.
+A step of a tile's loop takes BLOCK_K = 128 qdata and 4 scales of each row. Rows past the group's end, and columns past
+the contraction's end, are masked instead of read: qdata 0, scale 2**-127. Blackwell's tensor cores multiply qdata by
+their scales (tcgen05.mma.block_scale). Other GPUs convert the scaled qdata to bf16 first. Both accumulate in fp32.
 
-M rows (capacity), N, K sizes of w, G groups, C the contraction. Strides are in elements.
+M rows of all groups (capacity), N out features, K in features, G groups, C contracted size. Strides are in elements.
 """
 
 import os
@@ -30,7 +31,10 @@ BLOCK = tl.constexpr(32)
 
 @triton.jit
 def _tile_of(tile, tiles_before, tiles, columns, GROUP_M: tl.constexpr, group):
-    """(group, row tile, column tile) of `tile`. tiles (GROUPS,): row tiles per group. tiles_before: before it."""
+    """(group, row tile, column tile) of tile number `tile`.
+
+    tiles: (GROUPS,) number of row tiles of each group. tiles_before: (GROUPS,) row tiles of all groups before it.
+    """
     mask = (tile >= tiles_before * columns) & (tile < (tiles_before + tiles) * columns)
     g = tl.sum(tl.where(mask, group, 0))
     within = tile - tl.sum(tl.where(mask, tiles_before, 0)) * columns
@@ -46,9 +50,9 @@ def _product(
     a_ptr, a_scale_ptr, a_mask, a_stride, a_scale_stride, b_ptr, b_scale_ptr, b_mask, b_stride, b_scale_stride,
     length, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) fp32: sum over `length` of a * b.
+    """Multiply BLOCK_M rows of a by BLOCK_N rows of b, contracted over `length`. Returns (BLOCK_M, BLOCK_N) fp32.
 
-    a_ptr (BLOCK_M, 1), b_ptr (BLOCK_N, 1): starts of the rows. Strides are along the rows.
+    a_ptr (BLOCK_M, 1), b_ptr (BLOCK_N, 1): the rows' first elements. Strides lead from element to element of a row.
     """
     A_FORMAT: tl.constexpr = "e4m3" if a_ptr.dtype.scalar.element_ty == tl.float8e4nv else "e5m2"
     B_FORMAT: tl.constexpr = "e4m3" if b_ptr.dtype.scalar.element_ty == tl.float8e4nv else "e5m2"
@@ -82,7 +86,7 @@ def _halves(x):
 
 @triton.jit
 def _quarters(x):
-    """The columns of x in four parts. Storing them one after another needs fewer registers."""
+    """Split the columns of x into four parts. Storing part after part needs fewer registers."""
     left, right = _halves(x)
     return _halves(left) + _halves(right)
 
@@ -94,7 +98,7 @@ def grouped_mm_kernel(
     w_scale_stride, w_scale_stride_c, out_stride, W_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """W_BLOCK: rows of w per scale, 1 or 32. index: None for a's rows in order."""
+    """W_BLOCK: rows of w that share a scale, 1 or 32. index_ptr: row index of a; None if its rows are in order."""
     group = tl.arange(0, GROUPS)
     start, end = group_bounds(group, offs_ptr, groups, M)
     tiles = tl.cdiv(tl.maximum(end - start, 0), BLOCK_M)
@@ -136,9 +140,10 @@ def grouped_wgrad_kernel(
     ADD: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """y (N, M), x (K, M) in blocks along M. factor: fp32 factor for the result.
+    """y (N, M) and x (K, M) have blocks along M. factor: the result is multiplied by it in fp32.
 
-    ADD: add to out (groups, N, K); empty groups then have no tiles. HALVES: out is (2, groups, N / 2, K).
+    ADD: add to out (groups, N, K) instead of writing it. Empty groups then have no tiles.
+    HALVES: out is (2, groups, N / 2, K).
     """
     group = tl.arange(0, GROUPS)
     start, end = group_bounds(group, offs_ptr, groups, M)
@@ -150,7 +155,7 @@ def grouped_wgrad_kernel(
     columns = tl.cdiv(K, BLOCK_N)
     for tile in range(tl.program_id(0), tl.sum(tiles) * columns, tl.num_programs(0)):
         g, row_tile, column_tile = _tile_of(tile, tiles_before, tiles, columns, GROUP_M, group)
-        # Count blocks, not tokens: the compiler then knows that addresses are aligned, and does not load byte by byte.
+        # Count blocks instead of tokens: then the compiler knows that addresses are aligned, and makes wide loads.
         first = tl.sum(tl.where(group == g, start, 0)) // BLOCK
         length = (tl.sum(tl.where(group == g, end, 0)) // BLOCK - first) * BLOCK
         block = first.to(tl.int64)
@@ -180,7 +185,7 @@ def grouped_wgrad_kernel(
 
 
 def grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype):
-    """mxep::grouped_mm_dot_scaled. Any strides, also of index, offs and bias; w's scales (G, N or N/32, C/32)."""
+    """Launcher of mxep::grouped_mm_dot_scaled. All tensors may have any strides. w_scale: (G, N or N/32, C/32)."""
     groups, n, c = w.shape
     m = a.shape[0] if a_index is None else a_index.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
@@ -200,7 +205,7 @@ def grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype):
 
 
 def grouped_wgrad(out, y, y_scale, x, x_scale, offs, factor=1.0, add=False):
-    """mxep::grouped_wgrad_dot_scaled. Any strides; loads are wide if qdata are contiguous along M."""
+    """Launcher of mxep::grouped_wgrad_dot_scaled. Any strides. If qdata are contiguous along M, loads are wide."""
     if not out.numel():
         return
     groups, n, k = out.shape[-3], y.shape[1], x.shape[1]
@@ -216,7 +221,7 @@ def grouped_wgrad(out, y, y_scale, x, x_scale, offs, factor=1.0, add=False):
 
 
 def launch_options() -> dict[str, int]:
-    """Sizes of tile and pipeline. On sm_100 accumulators live in tensor memory, so a tile can be twice as wide."""
+    """Tile sizes and pipeline depth. On sm_100 the tile is twice as wide, because accumulators lie in tensor memory."""
     wide = False
     if os.environ.get("TRITON_INTERPRET") != "1":
         target = driver.active.get_current_target()
@@ -226,7 +231,7 @@ def launch_options() -> dict[str, int]:
 
 
 def _programs(tiles: int, device: torch.device) -> int:
-    """One program per SM. Without SMs at most 3: each costs time, but tests need a loop over tiles."""
+    """Number of programs to start: one per SM. On a CPU at most 3, because each costs time, but tests need several."""
     if device.type != "cuda":
         return min(tiles, 3)
     return min(tiles, num_sms(device))

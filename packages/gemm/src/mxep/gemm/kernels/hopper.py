@@ -1,4 +1,4 @@
-"""Launchers of the grouped GEMM on Hopper, for FP8 and bf16. `hopper_device` has the kernel and defines the result."""
+"""Launchers of the grouped GEMM on Hopper, for FP8 and bf16. `hopper_device` has the kernel and its letters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,23 +20,27 @@ from mxep.runtime.record import fixed, set_up
 BLOCK_M, BLOCK_N, BLOCK_K = _BLOCK_M.value, _BLOCK_N.value, HOPPER_BLOCK_K
 BLOCK_K_BF16 = BLOCK_K // 2
 HALF_ROWS = BLOCK_M // 2
-"""Rows of a tile that one warpgroup multiplies."""
+"""Rows of a tile that each of the two multiplying warpgroups computes."""
 STAGES = 4
 INTERVAL = 2
-"""Stages between promotions: 256 products. Fewer stages cost additions; more hold all 4 and stall loads."""
+"""Stages (of 128 products) that are summed on the tensor core before the sum is added in fp32.
+
+With fewer stages there are more additions. With more, all 4 stages would be in use, and no load could run ahead.
+"""
 GROUP_M = 16
-"""Row tiles per column of tiles, before the next column begins, so that programs share L2 contents."""
+"""Row tiles that are computed for one column of tiles before the next column begins, so that programs share L2."""
 LONG_K = 4096
-"""If K is larger, bf16 takes half of GROUP_M: with DeepSeek-V3's K = 7168, 16 tiles' rows are 29 MB."""
+"""If K is larger, bf16 halves GROUP_M. Example: with DeepSeek-V3's K = 7168, the rows of 16 tiles are 29 MB, too much.
+"""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 PART_TOKENS, MOST_PARTS = 1024, 8
-"""For a weight gradient with few tiles: minimum tokens per part, maximum parts."""
+"""Limits of `parts_of_wgrad`: minimum tokens per part, maximum number of parts."""
 _QDATA = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _BF16, _BF16_3D, _BF16_4D = (gl.NVMMASharedLayout(128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4))
 
 
 def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
-    """mxep::fp8_grouped_mm. Its reference has the types. Rows of qdata must be multiples of 16 bytes apart."""
+    """Launcher of mxep::fp8_grouped_mm, which has the types. Row strides of a and w must be multiples of 16 bytes."""
     (M, K), (G, N, _) = a.shape, w.shape
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))
@@ -49,8 +53,11 @@ def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
 
 
 def grouped_wgrad(out, y_t, x_t, exponent, offs, factor=1.0, add=False):
-    """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. If a warpgroup's rows would belong to both halves,
-    these are separate GEMMs."""
+    """Launcher of mxep::fp8_grouped_wgrad, which has the types. Groups begin at multiples of BLOCK_K columns.
+
+    A 4-D out (2, G, N / 2, K) takes the first and the second half of the N rows of y_t as two matrices. If N / 2 is no
+    multiple of HALF_ROWS, a warpgroup's rows could belong to both matrices, so each matrix gets its own launch.
+    """
     (N, C), (K, _) = y_t.shape, x_t.shape
     if len(offs) == 1:
         out = out.view(1, N, K)  # with one group the halves follow each other anyway
@@ -74,9 +81,10 @@ def grouped_wgrad(out, y_t, x_t, exponent, offs, factor=1.0, add=False):
 
 
 def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> int:
-    """Number of parts to cut a single group's tokens into, so that a small gradient's tiles occupy the SMs.
+    """Number of parts to cut a single group's tokens (`columns`) into, so that an (n, k) gradient occupies the SMs.
 
-    Example: 512 x 2048 are 32 tiles; on 132 SMs 8192 tokens are cut into 4 parts.
+    Each part is computed as a group, and the parts are added up. With several groups the result is 1, no cut.
+    Example: a 512 x 2048 gradient has 32 tiles. On 132 SMs its 8192 tokens are cut into 4 parts.
     """
     if groups > 1:
         return 1
@@ -85,7 +93,7 @@ def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> i
 
 
 def cuts_of_parts(offs: Tensor, columns: int, parts: int) -> Tensor:
-    """(parts,) int32: where each part of the single group ends. offs: (1,), number of valid columns.
+    """Ends of the parts of a single group, (parts,) int32. offs: (1,) int32, the number of valid columns.
 
     Example: 3 parts of 700 columns, 600 of them valid, end at 256, 512 and 600.
     """
@@ -95,7 +103,7 @@ def cuts_of_parts(offs: Tensor, columns: int, parts: int) -> Tensor:
 
 
 class Descriptor(NamedTuple):
-    """A tensor descriptor that launches without Triton's checks, except at the first launch per signature."""
+    """A TMA tensor descriptor. Only the first launch per signature runs Triton's checks on it."""
 
     base: Tensor
     shape: Sequence[int]
@@ -110,11 +118,11 @@ class Descriptor(NamedTuple):
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
-"""Tile counters by device and stream."""
+"""Tile counters, by (device index, stream)."""
 
 
 def _tile_counter(device: torch.device) -> Tensor:
-    """(1,) int32 counter of the current stream. It is zero, and a kernel leaves it zero."""
+    """The current stream's tile counter, (1,) int32. It is zero before and after each kernel."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or in_graph_tree(device):
         return torch.zeros(1, dtype=torch.int32, device=device)  # the graph's own: it may overlap with this stream
     index = torch._C._cuda_getDevice()
@@ -153,7 +161,7 @@ def _start(
 
 
 def bf16_grouped_mm(a, w, offs, bias, out_dtype):
-    """mxep::bf16_grouped_mm. N and K: multiples of 8. w may be a view of (G, K, N), as dgrad's is."""
+    """Launcher of mxep::bf16_grouped_mm. N and K must be multiples of 8. w may lie (G, K, N) in memory, as in dgrad."""
     (M, K), N = a.shape, w.shape[1]
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if M:
@@ -169,7 +177,7 @@ def bf16_grouped_mm(a, w, offs, bias, out_dtype):
 
 
 def bf16_grouped_wgrad(out, y, x, offs, factor=1.0, add=False):
-    """mxep::bf16_grouped_wgrad. N and K: multiples of 8."""
+    """Launcher of mxep::bf16_grouped_wgrad. N and K must be multiples of 8. A 4-D out: as for `grouped_wgrad`."""
     (C, N), (_, K) = y.shape, x.shape
     if len(offs) == 1:
         out = out.view(1, N, K)  # with one group the halves follow each other anyway
@@ -185,18 +193,23 @@ def bf16_grouped_wgrad(out, y, x, offs, factor=1.0, add=False):
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """bf16 x as TMA takes it, copied if need be: dense in the last dimension, other strides multiples of 16 bytes."""
+    """x bf16 itself if TMA can load it, else a contiguous copy.
+
+    TMA needs stride 1 in the last dimension, and multiples of 16 bytes as start address and as all other strides."""
     dense = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return x if dense else x.clone(memory_format=torch.contiguous_format)
 
 
 def ragged(x: Tensor, width: int) -> Descriptor:
-    """A descriptor of x (C, D) for loads that each set the end of rows, in blocks of BLOCK_K_BF16 rows x `width`.
+    """A descriptor of x (C, D) that loads blocks of BLOCK_K_BF16 rows x `width` columns, with zeros past a group's end.
 
-    Coordinates (ROWS_END, end, ROWS_END - n + i, j) load x[end - n + i, j]. Row `end` is coordinate ROWS_END, where the
-    descriptor ends: TMA gives zeros from there on. The address is ROWS_END (2^34 - row) + end row + (ROWS_END - n + i)
-    row + j elements. Terms with ROWS_END row cancel out. ROWS_END 2^34 is a multiple of 2^64, which addresses leave
-    out.
+    A group's end differs from load to load, but a descriptor has a fixed end. So each load passes the group's `end` as
+    a coordinate. To load x[end - n + i, j], it passes (ROWS_END, end, ROWS_END - n + i, j), with n rows in the group.
+    Row `end` has ROWS_END as its third coordinate. The descriptor ends there, so TMA gives zeros from there on.
+
+    With `row` = x.stride(0), the load's offset from x is, in elements,
+    ROWS_END * (2^34 - row) + end * row + (ROWS_END - n + i) * row + j = ROWS_END * 2^34 + (end - n + i) * row + j.
+    ROWS_END * 2^34 = 2^64, a multiple of the address space, has no effect.
     """
     row = x.stride(0)
     strides = 2**34 - row, row, row, 1

@@ -3,32 +3,35 @@
     a (M, K) ---TMA---> shared, 4 stages of 128 bytes along K ---wgmma---> 128 x 256 tile ---x scales, + bias---> out
     b (G * N, K) --^
 
-A program has two warpgroups that multiply 64 rows of the tile each, and a warp that loads. The loading warp draws tiles
-one by one from a counter and passes their numbers on. Fixed shares would be uneven: contracted groups differ in length,
-and other kernels may hold some SMs for a while. The next tile loads while one is stored. Half of a tile is stored while
-the other half is still multiplied. offs are read on the device. A group without rows costs nothing, except for its
-zeros along a ragged contraction.
+A program has two warpgroups, each of which multiplies 64 rows of the tile, and one warp that loads. The loading warp
+draws tiles one by one from a counter, and passes their numbers to the warpgroups. Fixed shares would be uneven, because
+contracted groups differ in length, and other kernels may hold some SMs for a while. The next tile is loaded while the
+current one is stored. The first half of a tile is stored while the second half is still multiplied. offs are read on
+the device. An empty group costs nothing, but with RAGGED = "contraction" its zeros are written.
 
-Why FP8 is multiplied in halves: Hopper adds products with 13 fraction bits, so a sum must leave the tensor core now and
-then. A second accumulator of a tile does not fit the registers (2 x 128 of 240 per thread). So each warpgroup
-multiplies half of its columns into 64 registers over INTERVAL stages and adds them to that half's sum in fp32. Then it
-does the other half over the same stages. One warpgroup adds while the other multiplies. Stages short of an interval
-come first, one by one. Sums of bf16 products are fp32 and stay in the tensor core.
+FP8 tiles are computed in two halves of 128 columns each. The reason: Hopper's tensor cores add products with 13
+fraction bits, so a sum must leave them now and then. A second accumulator for a whole tile does not fit the registers
+(2 x 128 of 240 per thread). So a warpgroup multiplies one half over INTERVAL stages into 64 registers, and adds these
+to the half's fp32 sum. Then it multiplies the other half over the same stages. One warpgroup adds while the other
+multiplies. If the number of stages is no multiple of INTERVAL, the remaining ones come first, one at a time. bf16 sums
+are fp32 in the tensor core, and stay there.
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
     BLOCKS                  the same with fp32 s[g, n / 128, k / 128], one per block of b, instead of 2^sb
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
-    HALVES                  the halves of m are separate matrices: all groups' first, then all groups' second
+    HALVES                  out is (2, G, M / 2, N): rows m < M / 2 of all groups, then rows m >= M / 2 of all groups
 
-bf16 has no scales. Its operands may be transposed: b (G, K, N) with TRANSPOSED; a (K, M) and b (K, N) along a ragged
-contraction.
+bf16 has no scales. Its operands may be transposed: b is (G, K, N) with TRANSPOSED. With RAGGED = "contraction", a is
+(K, M) and b is (K, N).
 
-With BLOCKS a stage is a block along K, and half of a tile's columns are a block along N (INTERVAL 1): each sum that
+With BLOCKS, INTERVAL is 1: a stage is one block along K, and half of a tile is one block along N. So each sum that
 leaves the tensor core is multiplied by one number.
 
-Along a ragged contraction FP8 groups begin at multiples of BLOCK_K, with zeros after their last column (the alignment
-of fold_for_wgrad). bf16 groups begin anywhere, because loads end at a group's end (`hopper.ragged`). Stages past the
-end of K or of a group read past the tensor's end, which gives zeros without traffic.
+With RAGGED = "contraction", FP8 groups begin at multiples of BLOCK_K and have zeros after their last column, as
+fold_for_wgrad writes them. bf16 groups may begin anywhere, because loads stop at a group's end (`hopper.ragged`). A
+stage past the end of K or of a group reads past the tensor's end, which gives zeros without memory traffic.
+
+M rows of out, N columns of out, K contracted, G groups. A stage is 128 bytes per row of both operands.
 """
 
 from triton.experimental import gluon
@@ -43,18 +46,18 @@ else:  # until Triton 3.7
     load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 MIN_BEFORE, MAX_BEFORE = gl.constexpr(-64), gl.constexpr(80)
-"""Smallest and largest exponent of the part of a row's scale that is applied before the column's."""
+"""Exponents of the smallest and largest factor that `_before_and_after` applies before the column's scale."""
 BLOCK_M, BLOCK_N, BLOCK_BITS = gl.constexpr(128), gl.constexpr(256), gl.constexpr(1024)
-"""A tile of out, and the part of each operand's row that is loaded at once."""
+"""BLOCK_M x BLOCK_N: a tile of out. BLOCK_BITS: bits per row of an operand that one stage loads."""
 ROWS_END = gl.constexpr(2**30)
-"""End of the rows of a ragged descriptor."""
+"""Number of rows that a descriptor made by `hopper.ragged` has."""
 NEXT_TILES = gl.constexpr(4)
-"""Tile numbers that the loading warp may draw ahead of the multiplying warps."""
+"""How many tile numbers the loading warp may draw ahead of the multiplying warpgroups."""
 
 
 @gluon.jit
 def _position(tile, m_tiles, n_tiles, GROUP_M: gl.constexpr):
-    """(row tile, column tile) of a group's tile."""
+    """(row tile, column tile) of the tile with number `tile` within its group."""
     first = tile // (GROUP_M * n_tiles) * GROUP_M
     height = min(m_tiles - first, GROUP_M)
     within = tile % (GROUP_M * n_tiles)
@@ -66,7 +69,7 @@ def _sizes(
     offs_ptr, g, start, M, K,
     RAGGED: gl.constexpr, ADD: gl.constexpr, BLOCK_K: gl.constexpr, INTERVAL: gl.constexpr,
 ):  # fmt: skip
-    """(end of group g, its row tiles, stages of its contraction: at least INTERVAL). Without offs the end is M."""
+    """(end, row tiles, stages) of group g. end: offs[g], or M without offs. stages: of its contraction, >= INTERVAL."""
     if RAGGED == "rows":
         end = M if offs_ptr is None else gl.minimum(gl.load(offs_ptr + g), M)
         end = gl.maximum(end, start)
@@ -82,7 +85,7 @@ def _load_stage(
     a_tile, b_tile, full, a_desc, b_desc, g, start, end, row, column, k, N, K,
     RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Load the stage of group g that begins at k. row and column: the tile's within the group."""
+    """Load the stage of group g that begins at k. row, column: first row and column of the tile within the group."""
     mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
     if a_desc.dtype == gl.bfloat16 and RAGGED == "contraction":
         k += ROWS_END - (end - start)  # counted from the end, as `hopper.ragged` says
@@ -110,7 +113,7 @@ def _load(
     G, M, N, K, RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr,
     ADD: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: draws tiles, and loads both operands of every stage that the multiplying warps release."""
+    """The loading warp: draws tiles, and loads both operands into each stage that both warpgroups have released."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     BLOCK_K: gl.constexpr = BLOCK_BITS // a_tiles.dtype.primitive_bitwidth
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -142,7 +145,7 @@ def _load(
             tiles_done += 1
         first = last
         start = end
-    # There are as many draws as tiles. The program with the last draw resets the counter.
+    # There is one draw per tile, so the program that made the last draw knows it, and resets the counter.
     if tile == gl.num_programs(0) + first - 1:
         gl.store(tile_counter_ptr, 0)
 
@@ -152,7 +155,7 @@ def _multiply_bf16(
     a_tiles, b_tiles, full, empty, sum0, sum1, step, stages,
     RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """Multiply all stages into both halves' sums. The last is neither awaited nor released."""
+    """Multiply all stages, and add them to the sums of both halves. The caller awaits and releases the last stage."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     BLOCK_K: gl.constexpr = BLOCK_BITS // a_tiles.dtype.primitive_bitwidth
     HALF: gl.constexpr = BLOCK_N // 2
@@ -180,7 +183,10 @@ def _multiply_bf16(
 def _begin(
     a_tiles, b_tiles, full, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, HALF: gl.constexpr, SUM: gl.constexpr
 ):
-    """Begin to multiply this warpgroup's 64 rows with one half of the columns, over INTERVAL stages."""
+    """Start to multiply 64 rows of the tile (number WHO, 0 or 1) by half of its columns (HALF), over INTERVAL stages.
+
+    Returns the sums, (64, 128) fp32, which are not complete before `wgmma_wait`.
+    """
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     WIDTH: gl.constexpr = b_tiles.type.shape[1] // 2
     part = gl.zeros([64, WIDTH], gl.float32, SUM)
@@ -196,7 +202,7 @@ def _begin(
 
 @gluon.jit
 def _finish(part, empty, step, INTERVAL: gl.constexpr):
-    """Wait for the second half, releasing the stages one after another."""
+    """Wait for the sums of the second half, and release each stage as soon as it has been multiplied."""
     STAGES: gl.constexpr = empty.type.shape[0]
     for u in gl.static_range(INTERVAL):
         part = wgmma_wait(INTERVAL - 1 - u, deps=[part])
@@ -209,8 +215,8 @@ def _add(
     sum0, sum1, block0, block1, a_tiles, b_tiles, full, empty, step,
     INTERVAL: gl.constexpr, BLOCKS: gl.constexpr, WHO: gl.constexpr, SUM: gl.constexpr,
 ):  # fmt: skip
-    """Add INTERVAL stages to both halves' sums. With BLOCKS, block0 and block1 point to the scales of their blocks."""
-    if BLOCKS:  # loaded before the products begin
+    """Add INTERVAL stages to the sums of both halves. With BLOCKS, block0 and block1 point to the halves' scales."""
+    if BLOCKS:  # loaded before the multiplications begin
         scale0 = gl.load(block0)
         scale1 = gl.load(block1)
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
@@ -236,9 +242,11 @@ def _power(scale):
 
 @gluon.jit
 def _before_and_after(scale):
-    """`_power` of a row's scale as two factors: one (2^-64 to 2^80) applied before the column's, and the rest after it,
-    mostly 1. A sum of products of qdata is 0 or within 2^-32 to 2^47. In this order it leaves fp32 only if the result
-    does."""
+    """Split `_power(scale)` of a row into two factors, applied before and after the column's scale.
+
+    The first factor lies in 2^-64 to 2^80. The second is the rest, mostly 1. A sum of products of qdata is 0 or lies in
+    2^-32 to 2^47. With this order of multiplication, it overflows or underflows fp32 only if the final result does.
+    """
     scale = scale.to(gl.int32)
     before = gl.maximum(gl.minimum(scale, 127 + MAX_BEFORE), 127 + MIN_BEFORE)
     return _power(before), _power(gl.where(scale == 255, 255, 127 + scale - before))
@@ -246,9 +254,13 @@ def _before_and_after(scale):
 
 @gluon.jit
 def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row, end, column, N, ADD: gl.constexpr):
-    """Scale, add, round and store 64 rows of half a tile. bf16 goes by TMA, except at the end of a group or to add."""
+    """Scale 64 rows of half a tile, add the bias, round, and store or add (ADD) to out.
+
+    row_scale: None, or two factors, to apply before and after the columns' scales. column_scale: e8m0 bytes, or None.
+    TMA stores bf16 results, except where a group ends within the 64 rows, and with ADD.
+    """
     L: gl.constexpr = half.type.layout
-    if column_scale is None:  # row_scale: numbers, or columns of 64
+    if column_scale is None:  # row_scale: None, or two factors, each a number or (64, 1)
         if row_scale is not None:
             half = half * row_scale[0] * row_scale[1]
     else:
@@ -273,7 +285,7 @@ def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row,
 
 @gluon.jit
 def _store_wide(staging, out_ptr, row, end, column, N, ADD: gl.constexpr):
-    """Store or add the tile in shared memory, 16 bytes a thread."""
+    """Store or add the staged half tile, which lies in shared memory, with 16 bytes per thread."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     _store_rows(staging.load(WIDE), out_ptr, row, end, column, N, ADD)
 
@@ -285,7 +297,7 @@ def _store_rows(piece, out_ptr, row, end, column, N, ADD: gl.constexpr):
     n = column + gl.arange(0, piece.type.shape[1], gl.SliceLayout(0, L))
     ptrs = out_ptr + (m.to(gl.int64)[:, None] * N + n[None, :])
     mask = (m < end)[:, None] & (n < N)[None, :]
-    if ADD:  # in place: nothing waits for the old values, and each number is added to once
+    if ADD:  # an atomic does not wait for the old value; each element of out gets one addition
         gl.atomic_add(ptrs, piece, mask=mask, sem="relaxed", scope="gpu")
     else:
         gl.store(ptrs, piece, mask=mask)
@@ -293,7 +305,7 @@ def _store_rows(piece, out_ptr, row, end, column, N, ADD: gl.constexpr):
 
 @gluon.jit
 def _columns(ptr, g, column, N, WIDTH: gl.constexpr):
-    """WIDTH columns of row g of ptr (G, N)."""
+    """Load WIDTH elements, from `column` on, of row g of a (G, N) tensor. Elements from N on are 0."""
     n = column + gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(ptr + g.to(gl.int64) * N + n, mask=n < N, other=0)
 
@@ -306,7 +318,7 @@ def _tile(
     RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr,
     ADD: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
+    """Compute and store 64 rows of a tile of group g. step: number of its first stage. Returns the next tile's."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     BF16: gl.constexpr = a_tiles.dtype == gl.bfloat16
     WIDTH: gl.constexpr = BLOCK_N // 2
@@ -340,7 +352,7 @@ def _tile(
             last0 = gl.load(block0)
             last1 = gl.load(block1)
         part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
-    # Computed after the loop, which has no registers for it.
+    # Computed after the loop, because the loop has no registers left.
     i, j = _position(tile, m_tiles, n_tiles, GROUP_M)
     row = i * BLOCK_M + WHO * 64
     column = j * BLOCK_N
@@ -397,7 +409,10 @@ def _multiply(
     RAGGED: gl.constexpr, TRANSPOSED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr,
     HALVES: gl.constexpr, BLOCKS: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warpgroup: computes its 64 rows of every tile, unless they are past the group's end."""
+    """A multiplying warpgroup (number WHO, 0 or 1): computes its 64 rows of every tile.
+
+    If all 64 rows are past the group's end, it only releases the stages.
+    """
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     BLOCK_K: gl.constexpr = BLOCK_BITS // a_tiles.dtype.primitive_bitwidth
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -429,7 +444,7 @@ def _multiply(
                     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
                     mbarrier.arrive(empty.index(step % STAGES), count=1)
                     step += 1
-            # All threads have read it: they met at a barrier before this warpgroup released a stage.
+            # All threads have read next_tile: they met at a barrier before this warpgroup released a stage.
             mbarrier.arrive(tile_empty.index(slot), count=1)
             tile = next_tile
             tiles_done += 1

@@ -1,12 +1,12 @@
-"""LoRA's products by groups of rows (`mxep.gemm.lora`), each in one read of its rows.
+"""LoRA's GEMMs for groups of rows (`mxep.gemm.lora` has definitions and letters). Each kernel reads its rows once.
 
-    shrink   a program: BLOCK_M rows x all of K, by the A of each group with rows among them   -> inner (BLOCK_M, r)
-    expand   a program: BLOCK_M rows x BLOCK_N columns of out, read, added to and written
-    wgrad    a program: all rows of a group x BLOCK_N columns                                  -> (r, BLOCK_N)
+    shrink   a program multiplies BLOCK_M rows (all of K) by A of every group among them  -> inner (BLOCK_M, r)
+    expand   a program adds inner B^T to BLOCK_M rows x BLOCK_N columns of out, in place
+    wgrad    a program contracts all rows of a group for BLOCK_K columns                  -> (r, BLOCK_K)
 
-They are memory-bound (a rank of 16 makes 16 multiply-adds per byte of qdata), so rows are dequantized in registers. A
-scale of a whole row multiplies sums of K (shrink), or inner (wgrad), instead of each element. wgrad is slowest,
-probably limited by conversions to bf16 and shared memory.
+The kernels are memory-bound: a rank of 16 makes 16 multiply-adds per byte of qdata. So rows are dequantized in
+registers. If a scale covers a whole row, it multiplies the sum over K (shrink) or inner (wgrad), not each element.
+wgrad is the slowest, probably limited by conversions to bf16 and by shared memory.
 """
 
 import torch
@@ -18,7 +18,7 @@ from mxep.quant.device import group_bounds, power_of_two, valid_rows
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 SHRINK_TILE, EXPAND_TILE, WGRAD_TILE = (32, 128), (64, 128), (64, 128)
-"""Rows and columns."""
+"""Tile sizes, (rows, columns)."""
 SHRINK_HOW = {"num_warps": 2, "num_stages": 3}
 EXPAND_HOW = {"num_warps": 4}
 WGRAD_HOW = {"num_warps": 4, "num_stages": 2}
@@ -29,8 +29,10 @@ def _load_values(
     x_ptr, scale_ptr, source, row_mask, first, K, row_stride, scale_stride, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Columns from `first` on of rows `source`, (., BLOCK_N) in DTYPE, zeros outside; times their scales if BLOCK is
-    32."""
+    """Load BLOCK_N columns, from column `first` on, of the rows `source`. Returns (rows, BLOCK_N) in DTYPE.
+
+    Masked rows and columns from K on are zeros. If BLOCK is 32, the elements are multiplied by their scales.
+    """
     column = first + tl.arange(0, BLOCK_N)[None, :]
     x = tl.load(x_ptr + source[:, None] * row_stride + column, mask=row_mask[:, None] & (column < K), other=0.0)
     if BLOCK == 32:
@@ -47,7 +49,7 @@ def _load_values(
 
 @triton.jit
 def _sources(row, index_ptr, row_mask):
-    """Source row of each row, int64, and a mask of rows that have one. An index of -1 is a row of zeros."""
+    """Where to read each row: (source rows int64, mask of rows to read). A row with index -1 is all zeros, not read."""
     if index_ptr is None:
         return row.to(tl.int64), row_mask
     else:
@@ -57,7 +59,7 @@ def _sources(row, index_ptr, row_mask):
 
 @triton.jit
 def _groups_of(first_row, BLOCK_M: tl.constexpr, offs_ptr, num_groups, GROUPS: tl.constexpr):
-    """(first, end) of the groups with rows from first_row to first_row + BLOCK_M."""
+    """Range (first, end) of the groups that have rows in first_row .. first_row + BLOCK_M - 1."""
     group = tl.arange(0, GROUPS)
     ends = tl.load(offs_ptr + group, mask=group < num_groups, other=2**31 - 1)
     first = tl.sum((ends <= first_row).to(tl.int32), axis=0)
@@ -71,7 +73,7 @@ def lora_shrink_kernel(
     BLOCK: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK: elements per scale, 32, 1 for a whole row, 0 for plain x."""
+    """BLOCK: 32 if a scale covers 32 elements, 1 if it covers a whole row, 0 if x is unquantized."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     first_row = tl.program_id(0) * BLOCK_M
     rows = valid_rows(offs_ptr, num_groups, rows)
@@ -138,7 +140,7 @@ def lora_wgrad_kernel(
     out_group_stride, out_rank_stride, out_k_stride,
     BLOCK: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK: as in shrink."""
+    """BLOCK: as in `lora_shrink_kernel`."""
     dtype: tl.constexpr = inner_ptr.dtype.element_ty
     group = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_K
@@ -163,7 +165,7 @@ def lora_wgrad_kernel(
 
 
 def lora_shrink(x, x_scale, x_index, A, offs, scale, dtype):
-    """mxep::lora_shrink. Its reference has the types."""
+    """Launcher of mxep::lora_shrink. `mxep.gemm.lora.lora_shrink` has the types."""
     rows, (groups, rank, k) = len(x if x_index is None else x_index), A.shape
     out = torch.empty((rows, rank), dtype=dtype, device=x.device)
     block_m, block_k = SHRINK_TILE
@@ -204,7 +206,7 @@ def _strides(x: Tensor, scale: Tensor | None) -> tuple[int, int]:
 
 
 def _block(x: Tensor, scale: Tensor | None) -> int:
-    """Elements per scale as kernels have it."""
+    """The kernels' BLOCK (see `lora_shrink_kernel`)."""
     if scale is None:
         return 0
     block = x.shape[1] // scale.shape[1]
@@ -215,5 +217,5 @@ def _block(x: Tensor, scale: Tensor | None) -> int:
 
 
 def _rank(rank: int) -> dict[str, int]:
-    """tl.dot needs 16 and powers of two."""
+    """RANK, and BLOCK_R, its padded size: tl.dot needs powers of two, at least 16."""
     return {"RANK": rank, "BLOCK_R": max(16, next_power_of_2(rank))}

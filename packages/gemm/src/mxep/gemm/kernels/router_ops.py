@@ -1,37 +1,43 @@
 """The kernels of a router: GEMMs of fp32 accuracy, and top-k.
 
-A GEMM runs on bf16 tensor cores: a number is split in registers into a sum of bf16 terms.
+A GEMM runs on bf16 tensor cores. Each fp32 number is split in registers into a sum of bf16 numbers, called its terms.
 
-    forward  out (T, E) = x (T, D) w (E, D)^T    x is bf16, w three terms
-    dgrad    dx (T, D)  = dy (T, E) w (E, D)     dy and w two terms each, three of their four products
-    wgrad    dw (E, D)  = dy (T, E)^T x (T, D)   dy three terms; two for a bf16 dw
+    forward  out (T, E) = x (T, D) w (E, D)^T    x is bf16, w is split into three terms
+    dgrad    dx (T, D)  = dy (T, E) w (E, D)     dy and w are split into two terms each
+    wgrad    dw (E, D)  = dy (T, E)^T x (T, D)   x is bf16, dy is split into three terms, or two if dw is bf16
 
-A term has 8 of fp32's 24 significant bits. Three terms are the number itself, two miss at most 2^-16 of it. Example:
-the terms of 1 + 2^-9 + 2^-23 are 1, 2^-9 and 2^-23. Products of terms are exact in fp32. dgrad leaves out the rest of
-dy, the rest of w, and the product of second terms. Each is at most 2^-16, so the error is at most 3 * 2^-16 of
-sum |dy| |w|. The rounding to bf16 is larger, 2^-8 of the sum, unless the sum cancels to 1% of its terms.
+A bf16 w is its own single term. A term has 8 of fp32's 24 significant bits, so three terms add up to the number
+exactly. Two terms miss at most 2^-16 of it. Example: the terms of 1 + 2^-9 + 2^-23 are 1, 2^-9 and 2^-23.
 
-Tensor cores cut off addends below the last bit of the running sum, always towards zero. Forward and wgrad have long
-sums. So they take BLOCK_K products at a time, smallest terms first, and add these up by ordinary fp32 additions.
+The product of two terms is exact in fp32. dgrad omits three things: the third term of dy, the third term of w, and the
+product of both second terms. Each omission costs at most 2^-16 * sum(|dy| * |w|), all of them 3 * 2^-16 * sum(|dy| *
+|w|). Rounding dx to bf16 costs more, 2^-8 of dx, unless |dx| is below 1% of sum(|dy| * |w|).
 
-With few tiles, as in most weight gradients, programs split a tile's contraction into parts, which torch adds in order.
+Tensor cores drop the bits of an addend that lie below the last bit of the running sum. Dropping always rounds towards
+zero, so errors pile up in the long sums of forward and wgrad. These two kernels sum only BLOCK_K products at a time on
+tensor cores, smallest terms first. Ordinary fp32 additions add up the partial sums.
 
-The side in terms is A of wgmma, which reads it from registers. x is B, in shared memory. Only dgrad stores terms there,
-those of w. Reads from L2 are the limit, and larger tiles need fewer of them: at T = 8192, D = 2048, E = 128 each kernel
-reads 130 MB, though its tensors have only 38 MB. The kernels take 34, 38 and 35 us on an H200, torch's fp32 GEMMs 148,
-143 and 94.
+If a GEMM has few tiles, as most weight gradients do, several programs share a tile. Each contracts one part of the
+contracted axis, and torch adds the parts in order.
+
+The operand that is split is A of wgmma, which may lie in registers. x is B, which lies in shared memory. Only dgrad has
+terms in shared memory, those of w. Reads from L2 limit the speed, and larger tiles need fewer reads. Example: at
+T = 8192, D = 2048, E = 128 each kernel reads 130 MB, although its tensors have only 38 MB. On an H200 forward, dgrad
+and wgrad take 34, 38 and 35 us. torch's fp32 GEMMs take 148, 143 and 94 us.
 
 T tokens, D model dim, E experts.
 
-Top-k of rows of logits, with normalised scores of the chosen:
+Top-k chooses the K best logits of each row (token), and normalizes their scores:
 
     forward    logits, choice or None (T, E) -> ids, weights, chosen logits (T, K)    4 E, 8 E, + 12 K bytes a token
     backward   weights, their gradients, ids (, chosen) -> d_logits (T, E), mostly zeros
 
-A logit and its place form one 64-bit integer that sorts as the logit. NaN sorts largest; ties go to the lower place.
-The row's largest is found and removed K times. Example: 2, 5, 5 become (2, 2), (5, 1), (5, 0).
-With choice, the kernel takes the largest logit of those with the largest choice. A NaN logit makes its choice NaN.
-T = 8192, E = 128, K = 8 take 13 us forward and 3 backward on an H200.
+A logit and its expert id are packed into one 64-bit integer, the logit in the upper half. Integers sort as their logits
+do. NaN sorts largest, and among equal logits the lower id sorts larger. Example: logits 2, 5, 5 become (2, 2), (5, 1),
+(5, 0). The kernel finds and removes the row's largest integer K times.
+If choice is given, the kernel finds the largest logit among the experts with the largest choice. A NaN logit makes its
+choice NaN.
+On an H200 T = 8192, E = 128, K = 8 take 13 us forward and 3 us backward.
 """
 
 import torch
@@ -43,16 +49,16 @@ from mxep.quant.device import num_sms, on_hopper
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 BLOCK_E, BLOCK_T, BLOCK_D, BLOCK_K = 64, 128, 128, 64
-"""Tiles: BLOCK_E x BLOCK_T in forward, BLOCK_E x BLOCK_D in wgrad. 4 warps, two programs per SM."""
+"""Tile sizes: BLOCK_E x BLOCK_T in forward, BLOCK_E x BLOCK_D in wgrad. A program has 4 warps; two share an SM."""
 DGRAD_BLOCK_T, DGRAD_BLOCK_K, DGRAD_WARPS, DGRAD_REGISTERS = 128, 32, 8, 128
-"""dgrad would use 138 registers per thread. With 128 two of its programs share an SM."""
+"""dgrad would use 138 registers per thread. Limited to 128, two of its programs share an SM."""
 LEAST_STEPS = 4
-"""Minimum steps of BLOCK_K per part."""
+"""Minimum length of a part of a contraction, in steps of BLOCK_K elements."""
 
 
 @triton.jit
 def _terms(x, COUNT: tl.constexpr):
-    """Split x into a sum of COUNT bf16 tensors, each the nearest to the remainder."""
+    """Split fp32 x into COUNT bf16 tensors that add up to x. Each is the remainder so far, rounded to nearest."""
     terms = ()
     for _ in tl.static_range(COUNT - 1):
         bits = (x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000  # integers are faster than conversions
@@ -69,7 +75,10 @@ def _product(
     A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, PROMOTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) fp32: sum of a (M, K) b (K, N) over first_k to end_k, in steps of BLOCK_K up to K."""
+    """One tile of a (M, K) @ b (K, N), contracted from first_k to end_k. Returns (BLOCK_M, BLOCK_N) fp32.
+
+    A_TERMS, B_TERMS: number of bf16 terms of a and b. PROMOTE: add up steps of BLOCK_K by ordinary fp32 additions.
+    """
     TERMS: tl.constexpr = max(A_TERMS, B_TERMS)
     m = tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
@@ -99,7 +108,7 @@ def fp32_linear_kernel(
     x_ptr, w_ptr, out_ptr, T, steps, D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """steps: steps of BLOCK_K per part. out: (parts, T, E)."""
+    """Each program contracts one part of D. steps: a part's length, in BLOCK_K. out: (parts, T, E)."""
     TERMS: tl.constexpr = 3 if w_ptr.dtype.element_ty == tl.float32 else 1
     first_e = tl.program_id(0) * BLOCK_E
     first_t = tl.program_id(1) * BLOCK_T
@@ -135,7 +144,7 @@ def fp32_wgrad_kernel(
     dy_ptr, x_ptr, dw_ptr, T, steps, D: tl.constexpr, E: tl.constexpr, TERMS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """steps: steps of BLOCK_K per part. dw: (parts, E, D)."""
+    """Each program contracts one part of T. steps: a part's length, in BLOCK_K. dw: (parts, E, D)."""
     first_e = tl.program_id(0) * BLOCK_E
     first_d = tl.program_id(1) * BLOCK_D
     first = tl.program_id(2) * steps * BLOCK_K
@@ -150,7 +159,7 @@ def fp32_wgrad_kernel(
 
 
 def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
-    """mxep::fp32_linear. Parts make one program per SM, because they have to be added up."""
+    """Launcher of mxep::fp32_linear. Splits D for at most one program per SM, because parts must be added up."""
     (T, D), E = x.shape, w.shape[0]
     tiles = cdiv(E, BLOCK_E), cdiv(T, BLOCK_T)
     steps, parts = _parts(D, tiles, num_sms(x.device))
@@ -175,7 +184,7 @@ def fp32_dgrad(dy: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fp32_wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """mxep::fp32_wgrad. Parts make two programs per SM."""
+    """Launcher of mxep::fp32_wgrad. Splits T for at most two programs per SM."""
     (T, E), D = dy.shape, x.shape[1]
     tiles = cdiv(E, BLOCK_E), cdiv(D, BLOCK_D)
     steps, parts = _parts(T, tiles, 2 * num_sms(x.device))
@@ -189,9 +198,9 @@ def fp32_wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(length: int, tiles: tuple[int, int], programs: int) -> tuple[int, int]:
-    """(steps of BLOCK_K per part, parts) of a contraction, so that tiles times parts occupy `programs`.
+    """Split a contraction of `length` so that tiles * parts come to about `programs`.
 
-    Example: 32 tiles and 264 programs give 8 parts, of 16 steps each for 8192 tokens.
+    Returns (steps of BLOCK_K per part, number of parts). Example: 32 tiles, 264 programs and length 8192 give (16, 8).
     """
     steps = cdiv(length, BLOCK_K)
     parts = max(1, min(programs // max(1, tiles[0] * tiles[1]), steps // LEAST_STEPS))
@@ -200,21 +209,21 @@ def _parts(length: int, tiles: tuple[int, int], programs: int) -> tuple[int, int
 
 
 ELEMENTS = 2048
-"""Elements per program, in padded rows."""
+"""Elements of logits per program, each row padded to a power of two."""
 TAKEN = tl.constexpr(-(2**63))
 LEAST = tl.constexpr(-(2**31))
-"""An order below that of -inf."""
+"""For removed experts and for padding: TAKEN replaces the 64-bit integer, LEAST the choice. Both sort below -inf."""
 
 
 @triton.jit
 def _in_order(bits):
-    """Map bits of fp32 to an int32 of the same order, and back."""
+    """Map the bits of an fp32 number to an int32 that sorts as the number does. Applied twice, it restores the bits."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _order(x):
-    """Map fp32 to an int32 of the same order. 0 and -0 are equal, NaN is the largest."""
+    """Map fp32 x to an int32 that sorts as x does. 0 and -0 are equal, NaN is the largest."""
     order = tl.where(x == 0.0, 0, _in_order(x.to(tl.int32, bitcast=True)))
     return tl.where(x == x, order, 0x7FFFFFFF)
 
