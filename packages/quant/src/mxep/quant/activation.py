@@ -49,8 +49,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 86.0
-"""The sigmoid's argument is clamped to +-LIMIT, so that exp(x), exp(-x) and all intermediate values are normal fp32
-numbers."""
+"""The sigmoid's argument is clamped to +-LIMIT, so that exp(x) and exp(-x) are normal fp32 numbers."""
 
 SCALE = -0.25 / math.log(2)
 ROUND = 1.5 * 2.0**21
