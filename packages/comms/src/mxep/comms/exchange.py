@@ -9,7 +9,7 @@ The backward of `combine` is a `dispatch`, and the backward of `dispatch` is a `
 Letters: T tokens on this rank, T_max the largest T of a rank, K experts per token, W ranks, S = W * T_max slots,
 E experts, D elements per row.
 
-Both functions return a handle, whose ``wait`` returns the received data without blocking the host. A CUDA exchange runs
+Both functions return a handle. Its ``wait`` returns the received data without blocking the host. A CUDA exchange runs
 on the transport's own stream if ``async_op=True``, or if it is a dispatch with tables. Then ``wait`` makes the current
 stream wait for it. Other exchanges run on the current stream.
 """

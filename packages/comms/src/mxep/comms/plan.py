@@ -48,7 +48,7 @@ from .layout import ANY_ID, num_owners, round_up
 
 PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 DROPPED = -2
-"""Value in ``slot_rows`` of a (token, expert) pair whose expert is on this rank, but whose row did not fit."""
+"""Value in ``slot_rows`` of a (token, expert) pair that is for this rank, but got no row because it did not fit."""
 
 
 class CapacityExceeded(RuntimeError):

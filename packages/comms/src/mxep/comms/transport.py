@@ -215,8 +215,8 @@ class Transport(ABC):
     def announce(self, new_dispatch: int) -> None:
         """Set the dispatch number that new dispatches send from now on.
 
-        It is written to the device at once, because layers may share a record, whose replays only read it. A dispatch
-        that is not replayed writes the number again (`Workspace.new_dispatch`).
+        The number is written to the device at once. Layers may share a record, and its replays only read the number. A
+        dispatch that is not replayed writes the number again (`Workspace.new_dispatch`).
         """
         arena = self.arena
         arena.new_dispatch = new_dispatch

@@ -414,7 +414,9 @@ def _fold_for_wgrad(
     x: Tensor, x_scale: Tensor, x_index: Tensor | None, y: Tensor, y_scale: Tensor, y_index: Tensor | None,
     offs: Tensor, alignment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Args:
+    """`fold_for_wgrad` as an op. C = `padded_rows(R, G, alignment)` columns.
+
+    Args:
         x, y: (S_x, K) and (S_y, N) fp8.
         x_scale, y_scale: (S_x, K/block_size) and (S_y, N/block_size) e8m0; the block sizes may differ.
         x_index, y_index: (R,) int32 each; None if x or y has R rows.

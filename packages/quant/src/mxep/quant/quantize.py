@@ -232,7 +232,7 @@ def _requantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, offs: Tensor | None,
     dtype: torch.dtype, mode: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Without a row index, R = N.
+    """`requantize` as an op. R is the number of rows after the row index was applied; without one, R = N.
 
     Args:
         qdata: (..., N, K).

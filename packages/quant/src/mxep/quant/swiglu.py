@@ -155,9 +155,9 @@ def swiglu_backward_quantize(
         d_row_weight: (R,) fp32, as from `swiglu_backward`.
         h: MXTensor (R, F), bitwise the result of `swiglu_quantize` with fmt=h_fmt, or None without `h_fmt`.
     Raises ValueError as `swiglu_backward` does, and:
-        if 2F is no multiple of `block_size`; with `h_fmt`, if F is none;
-        on CUDA, if `block_size` is neither the whole row nor a power of two that divides F;
-        if gate_up is an MXTensor with more than one scale per row.
+        - if `block_size` does not divide 2F, or with `h_fmt` does not divide F;
+        - on CUDA, if `block_size` is neither the whole row nor a power of two that divides F;
+        - if gate_up is an MXTensor with more than one scale per row.
     """
     _check(gate_up, row_weight, offs, d_h, rest)
     (values, gate_up_scale), outer = _bytes_of_rows(gate_up), gate_up.dtype
@@ -303,9 +303,11 @@ def _swiglu(
     gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, dtype: torch.dtype, mode: str | None,
     block_size: int, folded: bool, activation: Sequence[float] | None, rest: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns:
-    h: (R, F) `dtype`, rounded if mode is None, else qdata.
-    scale: uint8, (R, F/block_size), (R, 1) if folded, or (0,) if mode is None.
+    """`swiglu` or `swiglu_quantize`, as an op.
+
+    Returns:
+        h: (R, F) `dtype`, rounded if mode is None, else qdata.
+        scale: uint8, (R, F/block_size), (R, 1) if folded, or (0,) if mode is None.
     """
     gate_up = gate_up if rest is None else torch.cat((gate_up, rest))
     rows = gate_up.shape[0]
@@ -324,7 +326,9 @@ def _swiglu_backward(  # scale_mode, because torch takes `mode` for itself in op
     block_size: int, folded: bool, h_dtype: torch.dtype | None, activation: Sequence[float] | None,
     gate_up_scale: Tensor | None, rest: Tensor | None, rest_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Args:
+    """`swiglu_backward` or `swiglu_backward_quantize`, as an op.
+
+    Args:
         out: (R, 2F), overwritten with d_gate_up. If a row has one scale, it may share d_h's memory.
         gate_up_scale, rest_scale: one uint8 scale per row if gate_up and rest are qdata, else None.
     Returns:

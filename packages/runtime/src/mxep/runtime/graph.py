@@ -350,9 +350,9 @@ def _places(sizes: tuple[int, ...]) -> tuple[list[int], int]:
 def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
     """Yield (bytes, code in Python's `struct`, value) for each parameter of a compiled kernel.
 
-    The code is "" for a view, and for a tensor map, whose value is (descriptor, metadata). Parameters are those that
-    Triton's launcher passes: no constexprs; a tensor map, sizes and strides for each descriptor; and at the end two
-    pointers to scratch memory, which are null for our kernels.
+    The code is "" for a view, and for a tensor map. The value of a tensor map is (descriptor, metadata). Parameters are
+    those that Triton's launcher passes, without constexprs. A descriptor gives a tensor map, its sizes and its strides.
+    The last two parameters are pointers to scratch memory, null for our kernels.
     """
     metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     for kind, x in zip(compiled.src.signature.values(), args):

@@ -51,7 +51,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     constants: constexprs by name, and launch options such as num_warps.
     """
     recorder = here.recorder
-    # Triton itself launches under the interpreter, under a profiler, and on AMD GPUs, where facts are more than below.
+    # Triton itself launches under the interpreter, under a profiler, and on AMD GPUs, where it specializes for more.
     if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
         if recorder is None or not recorder.rehearses:
             kernel[grid](*map(for_triton, args), **constants)

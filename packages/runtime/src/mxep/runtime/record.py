@@ -393,8 +393,8 @@ class Recorder(TorchDispatchMode):
         return x
 
     def _view(self, x: Tensor, *, of_launch: bool = False) -> View:
-        """The view of a tensor. Refuses the record if the tensor is in no known source. Also if a torch op uses an
-        argument in `moving`, because the op would use this call's size in all replays."""
+        """The view of a tensor. Refuses the record if the tensor lies in no known source, or if a torch op uses an
+        argument in `moving`, because the op would use this call's number of rows in all replays."""
         storage, form = _storage_of(x), (x.dtype, tuple(x.shape), x.stride())
         places = self._sources.get(storage)
         if places is not None and places[0][0] >= len(self._given) and (at := x.data_ptr() - places[0][1]) >= 0:

@@ -249,8 +249,10 @@ _pausing = threading.Lock()
 
 
 class _Given(NamedTuple):
-    """Arguments of a call, taken apart. key: their signature. form, tensors: as from `bundle.take_apart`. addresses:
-    those of the tensors."""
+    """Arguments of a call, taken apart.
+
+    key: signature of the call. form, tensors: as from `bundle.take_apart`. addresses: addresses of the tensors.
+    """
 
     key: Hashable
     form: Form
@@ -319,7 +321,7 @@ def _settings() -> tuple[object, ...]:
 
 @functools.cache
 def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None]:
-    """Generate the code of a function that reads what a signature needs from num_tensors tensors.
+    """Generate the code of a function that reads a signature's facts from num_tensors tensors.
 
     The generated function takes the tensors as separate arguments. It returns:
         facts: tuple with the device index, and with the tensors' part of the signature.

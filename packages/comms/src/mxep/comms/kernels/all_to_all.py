@@ -1,4 +1,4 @@
-"""Kernels of the ops in `comms/all_to_all.py`, whose letters are used here.
+"""Kernels of the ops in `comms/all_to_all.py`, which has the legend of letters.
 
 plan_all_to_all orders (token, expert) pairs by destination rank in two launches, without a sort:
 

@@ -10,8 +10,8 @@ epoch << 32 | op id. The epoch is the number of exchanges of tables, or of rows,
     wait_for_peers  waits until every entry (channel, peer) of this rank's signal pad holds the epoch
 
 Memory order. The threads of a program store, then meet at a CTA barrier. Then one thread adds to the counter, with
-acquire-release at system scope. So the stores of all programs happen before what the program does that finds the
-counter full. This program signals with a release at system scope. A waiting rank reads the signal with an acquire at
+acquire-release at system scope. One program finds the counter full, and the stores of all programs happen before its
+next steps. It signals with a release at system scope. A waiting rank reads the signal with an acquire at
 system scope, and a CTA barrier orders its other threads after that. Later kernels of its stream see all of these
 stores, too. Each entry of a signal pad has one writer. It grows by 2^32 per exchange until it wraps around, so waits
 compare by the sign of the difference.
