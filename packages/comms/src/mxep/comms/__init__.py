@@ -1,10 +1,11 @@
-"""mxep.comms: exchanges rows between ranks over symmetric memory. It moves bytes and knows no number format.
+"""mxep.comms: exchange rows between ranks over symmetric memory. Rows are bytes here, whatever their number format.
 
-Transport   how ranks reach each other's memory     SharedMemoryTransport (CPU), SymmetricMemoryTransport (NVLink),
-                                                    NvshmemTransport (hosts; unproven there)
+Transport   how ranks reach each other's memory: SharedMemoryTransport (CPU), SymmetricMemoryTransport (NVLink),
+            NvshmemTransport (several hosts, which it never ran on)
 Workspace   two buffers on a transport, used in turn
-dispatch    tokens to the ranks of their experts    combine     rows back to their tokens' ranks, summed
-make_plan   assigns slots to expert-major rows, from the senders' tables
+dispatch    sends tokens to the ranks that own their experts
+combine     sends rows back to their tokens' ranks and sums them
+make_plan   assigns received tokens to rows in expert order, from the senders' routing tables
 """
 
 import importlib.metadata

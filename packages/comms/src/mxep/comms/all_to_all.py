@@ -1,11 +1,16 @@
-"""Plans of all-to-alls: rows ordered by destination rank, with headers that ranks compare; slots per node.
+"""Plans of all-to-alls: rows ordered by destination rank with headers that ranks compare, and slots per node.
 
-The rows for each rank begin with a header row. Its first bytes are one int32 word, written by `join_rows`:
+Letters: T tokens of this rank, K experts per token, W ranks, P = min(K, W), which is the largest number of ranks that a
+token can need, N nodes. A pair is one (token, expert) choice.
 
-    word   dispatch number * 4 + step (1 dispatch, 2 redispatch, 3 combine); a new dispatch sends the number
-           `layout.new_dispatch`
+The rows for each destination rank are one block, and the first row of a block is a header. A header begins with one
+int32, the header word, so that ranks can tell whether they are in the same exchange:
 
-W = 2 ranks of 2 experts, T = 2 tokens, K = 2:
+    word = dispatch number * 4 + step       step 1 dispatch, 2 redispatch, 3 combine. A new dispatch has no number yet
+                                            and sends that of `layout.new_dispatch`
+
+Example of `plan_all_to_all`: W = 2 ranks of 2 experts each, T = 2 tokens, K = 2. "0's 3" is token 0's pair with
+expert 3:
 
     expert_ids   token 0 [3, 0]   token 1 [-1, 2]
 
@@ -13,7 +18,7 @@ W = 2 ranks of 2 experts, T = 2 tokens, K = 2:
     holds        header  0's 0   header  0's 3   1's 2   not sent
     token        -1      0       -1      0       1       -1
     position     [3, 1] [-1, 4]
-    rows         token 0  [-1, 1] of rank 0, [3, -1] of rank 1     token 1  [-1, 4] of rank 1, [-1, -1]
+    rows         token 0  [-1, 1] on rank 0, [3, -1] on rank 1     token 1  [-1, 4] on rank 1, [-1, -1]
     sums         [0, 1] [2, -1]
     sizes        rank 0  2 rows     rank 1  3 rows
 """
@@ -26,7 +31,7 @@ from mxep.runtime.op import ANY_GPU, op
 from .layout import NEW
 
 ANY_NEW = NEW * 4 + 1
-"""Word of a new dispatch by a layer without a number. It matches every new dispatch, as in `layout.differ`."""
+"""Header word of a new dispatch of a layer without a number. It matches all new dispatches, see `layout.differ`."""
 AllToAllTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -55,18 +60,21 @@ def _fake_plan(
 def plan_all_to_all(
     expert_ids: Tensor, weights: Tensor, experts_per_rank: int, num_ranks: int, width: int
 ) -> AllToAllTensors:
-    """Order (token, expert) pairs by destination rank, stably. P = min(K, W), the most ranks of a token.
+    """Order (token, expert) pairs by destination rank. Pairs with the same destination keep their order.
 
-    expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. width: copied into sizes.
-
-    Results:
-        sizes: (W, 3) int64. Per rank: rows sent to it, header included; invalid ids of all tokens; width.
-        ids: (T, K) int32, -1 for invalid ones.
-        token: (W + T K,) int32 token of each row, -1 for headers and for unsent pairs, which come last.
-        tables: (W + T K, 8) uint8, id and weight of each row; -1 and 0 for headers.
-        position: (T, K) int32 row of each pair, -1 for none.
-        rows: (T P, K) int32. One list per (token, rank), ranks ascending: `position` of pairs on that rank, else -1.
-        sums: (T, P) int32 indices of each token's lists in `rows`, -1 after its last rank.
+    Args:
+        expert_ids: (T, K) int32, -1 is not routed.
+        weights: (T, K) fp32.
+        width: a number to be copied into sizes.
+    Returns:
+        sizes: (W, 3) int64, for each rank: rows sent to it, including the header; invalid ids of all tokens; width.
+        ids: (T, K) int32, the expert ids with -1 in place of invalid ones.
+        token: (W + T * K,) int32 token of each row. -1 for headers, and for unsent pairs, whose rows come last.
+        tables: (W + T * K, 8) uint8, the int32 expert id and fp32 weight of each row; -1 and 0 for headers.
+        position: (T, K) int32 row of each pair, -1 if it is not sent.
+        rows: (T * P, K) int32. Each token has P consecutive lists of K entries, one per rank that it needs, ranks
+            ascending. Entry k is `position` of the token's pair k if its expert is on that rank, else -1.
+        sums: (T, P) int32 indices in `rows` of each token's lists, then -1 if the token needs fewer than P ranks.
     """
     top_k = expert_ids.shape[1]
     wrong = (expert_ids < -1) | (expert_ids >= experts_per_rank * num_ranks)
@@ -84,7 +92,7 @@ def plan_all_to_all(
     pairs = torch.arange(len(order), dtype=torch.int32, device=ids.device)
     position = torch.empty_like(pairs).scatter_(0, order, pairs)[num_ranks:].view(ids.shape)
     position = torch.where(ids >= 0, position, -1)
-    # Each token's ranks in order, padded with num_ranks.
+    # The ranks that each token needs, ascending, then num_ranks as padding.
     again = (rank[:, :, None] == rank[:, None]).tril(-1).any(2)
     of_token = rank.masked_fill(again, num_ranks).sort(1).values[:, : min(top_k, num_ranks)]
     rows = torch.where(of_token[:, :, None] == rank[:, None], position[:, None], -1).view(-1, top_k)
@@ -103,9 +111,10 @@ def plan_all_to_all(
     capability=ANY_GPU,
 )
 def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None:
-    """Write the header word into the first row of each rank's block, or its first n bytes if n < 4.
+    """Write the header word into the first row of each rank's block. If rows have n < 4 bytes, write its first n bytes.
 
-    rows: (R, n) uint8, last axis dense. sizes: (W, any) int64, first column: rows of each block. number: (1,) int32.
+    rows: (R, n) uint8, with contiguous rows. number: (1,) int32 dispatch number.
+    sizes: (W, any) int64, with the number of rows of each block in the first column.
     """
     size = min(4, rows.shape[1])
     word = (number * 4 + step).view(torch.uint8)[:size]
@@ -120,10 +129,11 @@ def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None
     capability=ANY_GPU,
 )
 def compare_headers(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, step: int) -> None:
-    """Compare the received header words with this rank's word.
+    """Compare the received header words with this rank's header word.
 
-    rows, sizes, number: as in :func:`mark_headers`. found: (1 + W,) int32, written by the first call that finds a
-    mismatch: 1, then the words of all blocks.
+    rows, sizes, number: as in :func:`mark_headers`.
+    found: (1 + W,) int32, zeros before. The first call that finds a different word writes 1, then the words of all W
+        blocks. Later calls do not overwrite it.
     """
     size = min(4, rows.shape[1])
     seen, own = torch.zeros(2, len(sizes), 4, dtype=torch.uint8, device=rows.device).unbind()
@@ -155,17 +165,22 @@ def plan_slots(
     expert_ids: Tensor, weights: Tensor, counts: Tensor, num_nodes: int, num_slots: int, experts_per_node: int,
     num_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Give each token a slot on each node that it needs. If more than C need a node, C evenly spread ones get a slot.
+    """Give each token a slot on each node that it needs.
 
-    expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. num_slots: C, at least 1. A node has B = C + 1
-    slots, the first of them for a header. counts: (3,) int64, updated: maximum of tokens that need one node, sum of
-    pairs without a slot, sum of invalid ids.
+    A node has B = C + 1 slots, and the first one is a header. If more than C tokens need a node, C of them get a slot.
+    They are evenly spread over the tokens that need the node.
 
-    Results:
-        ids: (T, K) int32, -1 for invalid ones.
-        slots: (T, N) int32, -1 where a token has none.
-        tokens: (N B,) int32 token of each slot, -1 for headers and unused slots.
-        tables: (T, 8 K) uint8: each token's ids + 1, 0 for none, then its weights.
+    Args:
+        expert_ids: (T, K) int32, -1 is not routed.
+        weights: (T, K) fp32.
+        counts: (3,) int64, updated. [0] is the maximum of the number of tokens that need one node. [1] is the sum of
+            pairs without a slot. [2] is the sum of invalid ids.
+        num_slots: C, at least 1.
+    Returns:
+        ids: (T, K) int32, the expert ids with -1 in place of invalid ones.
+        slots: (T, N) int32 slot of each token on each node, -1 if it has none.
+        tokens: (N * B,) int32 token of each slot, -1 for headers and unused slots.
+        tables: (T, 8 * K) uint8: K int32 numbers, id + 1 or 0 for none, then K fp32 weights.
     """
     wrong = (expert_ids < -1) | (expert_ids >= num_experts)
     ids = torch.where(wrong, -1, expert_ids)
@@ -176,7 +191,7 @@ def plan_slots(
     place = (before * num_slots + total // 2) // total
     fits = needed & (place < ((before + 1) * num_slots + total // 2) // total)
     slots = torch.where(fits, of_node * (num_slots + 1) + 1 + place, -1)  # after the header
-    # Tokens without a slot write into an extra slot that is cut off.
+    # Tokens without a slot write into an extra slot, which is cut off.
     all_slots = num_nodes * (num_slots + 1)
     token = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None].expand(slots.shape)
     tokens = token.new_full((all_slots + 1,), -1)
@@ -198,8 +213,12 @@ def plan_slots(
     capability=ANY_GPU,
 )
 def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Read tables (R, 8 K) uint8 of :func:`plan_slots` -> ids (R, K) int32, weights (R, K) fp32. Ids count from
-    first_expert on; those of other experts become -1."""
+    """Split tables (R, 8 * K) uint8 of :func:`plan_slots` into ids and weights.
+
+    Returns:
+        ids: (R, K) int32, counted from first_expert. Ids outside [0, num_experts) become -1.
+        weights: (R, K) fp32.
+    """
     ids, weights = tables.view(torch.int32).chunk(2, 1)
     ids = ids - (1 + first_expert)
     valid = (ids >= 0) & (ids < num_experts)
@@ -213,8 +232,11 @@ def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Te
     capability=ANY_GPU,
 )
 def pick_values(values: Tensor, slots: Tensor, ids: Tensor, experts_per_node: int) -> Tensor:
-    """Value (T, K) of each pair, from its slot on its expert's node; 0 for pairs without a slot. values: (N B, K) fp32.
-    slots: (T, N) int32. ids: (T, K) int32."""
+    """Pick the value of each pair from the token's slot on the node of the pair's expert.
+
+    values: (N * B, K) fp32 values of each slot. slots: (T, N) int32. ids: (T, K) int32.
+    Returns (T, K) fp32, 0 for pairs without a slot.
+    """
     node = ids.div(experts_per_node, rounding_mode="floor").clamp_min(0)
     slot = slots.gather(1, node.long())
     of_pairs = values.gather(0, slot.clamp_min(0).long())

@@ -1,14 +1,17 @@
-"""The two exchanges. Each has one barrier.
+"""The two exchanges between ranks, `dispatch` and `combine`. Each has one barrier.
 
-    dispatch   token t -> slot (this rank, t) of every rank that owns one of its experts, once; tables to all
-    combine    sum of the rows of slot (r, t) -> slot (this rank, t) of rank r, which sums over ranks in rank order
+    dispatch   stores token t into slot (this rank, t) of every rank that owns one of its experts, once per rank; also
+               stores this rank's routing tables on all ranks
+    combine    sums the rows of slot (r, t), the token t of rank r, and stores the sum into slot (this rank, t) of rank
+               r; rank r then adds up the sums of all ranks, in rank order
 
-The backward of a combine is a `dispatch`, the backward of a dispatch is a `combine`.
-T tokens on this rank, T_max slots per rank, K experts per token, W ranks, S = W * T_max slots, D elements per row.
+The backward of `combine` is a `dispatch`, and the backward of `dispatch` is a `combine`.
+Letters: T tokens on this rank, T_max the largest T of a rank, K experts per token, W ranks, S = W * T_max slots,
+E experts, D elements per row.
 
-Both return a handle. Its ``wait`` returns the received data without blocking the host. With ``async_op=True``, and for
-every dispatch with tables, a CUDA exchange runs on the transport's stream, and ``wait`` makes the current stream wait
-for it. Other exchanges run on the current stream.
+Both functions return a handle. Its ``wait`` returns the received data without blocking the host. A CUDA exchange runs
+on the transport's own stream if ``async_op=True``, or if it is a dispatch with tables. Then ``wait`` makes the current
+stream wait for it. Other exchanges run on the current stream.
 """
 
 import contextlib
@@ -30,8 +33,9 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """An exchange that has begun.
 
-    tables: the senders' expert_ids (W, T_max, K) int32, weights (W, T_max, K) fp32 and num_tokens (W,) int32, for use
-        without ``wait``; None without weights. Entries past num_tokens are unspecified. Borrowed like the slots.
+    tables: for a dispatch with weights, the senders' tables: expert_ids (W, T_max, K) int32, weights (W, T_max, K) fp32
+        and num_tokens (W,) int32. Entries past num_tokens are unspecified. They may be used before ``wait``. Like the
+        slots, they are valid until the workspace's next exchange. None for other exchanges.
     number: (1,) int32 number of a dispatch with weights, for `RoutingPlan.dispatch`.
     """
 
@@ -41,7 +45,10 @@ class Handle(Generic[T]):
     number: Tensor | None = None
 
     def wait(self) -> T:
-        """Return the slots, or the sums and values, for use on the current stream. Does not block the host."""
+        """Return the result of the exchange, for use on the current stream. Does not block the host.
+
+        The result is the slots of a dispatch, or the sums and values of a combine.
+        """
         if self._in_flight is not None:
             self._in_flight.join()
         return self._result
@@ -58,28 +65,30 @@ def dispatch(
     num_sms: int | None = None,
     room: int | None = None,
 ) -> Handle[tuple[Tensor, ...]]:
-    """Dispatch each token once to every rank that owns one of its experts. Collective.
+    """Send each token once to every rank that owns one of its experts. Collective.
 
     Args:
         payload: uint8 tensors (T, n_i), concatenated per row.
         expert_ids: (T, K) int32 or int64, -1 is not routed.
-        weights: (T, K) fp32. None makes this a redispatch, with the ids of ``plan``: no tables are sent.
-        plan: plan of a redispatch. Peers compare its `dispatch`.
-        async_op: let other work run before ``wait``. The handle's ``tables`` may always be used before it.
-        num_sms: maximum multiprocessors for the rows, up to the workspace's; None: the workspace's. Limit it to leave
-            multiprocessors for overlapping kernels. On H200s no other kernel was seen to start on a multiprocessor that
-            an exchange used.
-        room: number of payload rows, if more than T. Rows past T are ignored.
+        weights: (T, K) fp32 routing weights. None: this is a redispatch with the ids of ``plan``, and no tables are
+            sent.
+        plan: plan of a redispatch. Ranks compare its `dispatch` number.
+        async_op: True: work on the current stream may overlap the exchange until ``wait``.
+        num_sms: maximum multiprocessors for sending rows, at most the workspace's num_sms. None: the workspace's. Lower
+            it to leave multiprocessors for overlapping kernels: on H200s no other kernel was seen to start on a
+            multiprocessor that an exchange used.
+        room: rows of the payload tensors, if they have more than T. Rows from T on are ignored.
+    Returns:
+        A handle. Its ``wait`` returns the slots: one uint8 tensor (S, n_i) per payload tensor. Slot
+        s = rank * T_max + token holds the payload of that token. Slots that no table names are unspecified. The tensors
+        are strided views into the workspace, valid until its next exchange.
 
-    ``wait`` returns the slots: uint8 (S, n_i) strided views into the workspace, borrowed until its next exchange. Slot
-    s = rank * T_max + token holds that token's payload. Slots that no table names are unspecified.
+    Raises ValueError for wrong shapes, dtypes or devices, before anything is sent. Ids outside [-1, E) raise ValueError
+    on the CPU. On CUDA such a pair is not sent, and make_plan counts it.
 
-    Raises ValueError on wrong shapes, dtypes or devices, before anything is sent. Ids outside [-1, E) raise it on CPU.
-    On CUDA such a pair is not sent, and make_plan counts it.
-
-    Raises PeerTimeout and PeersDisagree, on CUDA at a later exchange or in ``workspace.transport.check()``. The
-    transport is then unusable. Ranks raise PeersDisagree if a peer has invalid ids or more than max_tokens tokens, if
-    their plans are of different dispatches, or if they begin new dispatches of different layers.
+    Raises PeerTimeout if a peer does not arrive. Raises PeersDisagree if a peer has invalid ids or more than max_tokens
+    tokens, if the ranks' plans come from different dispatches, or if the ranks begin new dispatches of different
+    layers. On CUDA a later exchange or ``workspace.transport.check()`` raises them. The transport is unusable then.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
@@ -115,21 +124,23 @@ def combine(
     async_op: bool = False,
     room: int | None = None,
 ) -> Handle[tuple[Tensor, Tensor | None]]:
-    """Sum the rows of each token at the token's rank. Collective.
+    """Send each token's rows back to the token's rank, summed. Collective.
 
-    Each rank sums a token's rows in fp32, in the order of the token's expert list, and rounds to the rows' dtype.
-    The token's rank sums these results in fp32, in rank order, and rounds once.
+    Each rank sums its rows of a token in fp32, in the order of the token's expert list, and rounds the sum to the dtype
+    of rows. The token's rank adds up these sums in fp32, in rank order, and rounds once.
 
     Args:
-        rows: (R_max, D) bf16 or fp32, in the order of ``plan``. Rows past its last group are not read.
-        plan: plan of the dispatch that brought the rows. Ranks with different `dispatch` numbers raise.
-        expert_ids: (T, K), this rank's ids in that dispatch.
-        row_values: (R_max,) fp32, one number to send with each row.
-        async_op: let other work run before ``wait``.
-        room: rows of the results, at least T; None: T. Rows past T are unspecified.
-
-    ``wait`` returns two tensors. The sums (T, D) have rows.dtype and are zero for tokens without a row. The values
-    (T, K) fp32 are each pair's row value, 0 for a pair without a row; None without row_values. Raises as dispatch.
+        rows: (R_max, D) bf16 or fp32, in the order of ``plan``. Rows past the plan's last group are not read.
+        plan: plan of the dispatch that brought the tokens. Ranks with different `dispatch` numbers raise.
+        expert_ids: (T, K), this rank's expert ids in that dispatch.
+        row_values: (R_max,) fp32, one number to send back with each row.
+        async_op: True: work on the current stream may overlap the exchange until ``wait``.
+        room: rows of the results, at least T. None: T. Rows from T on are unspecified.
+    Returns:
+        A handle. Its ``wait`` returns two tensors:
+        sums: (T, D) in the dtype of rows, zero for tokens without a row.
+        values: (T, K) fp32, the row value of each pair, 0 for a pair without a row. None without row_values.
+    Raises as :func:`dispatch` does.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
@@ -140,7 +151,7 @@ def combine(
         check_ids(expert_ids, workspace.num_experts)
     _check_rows(workspace, rows, plan, row_values)
     room = max(tokens, room or 0)
-    out = rows.new_empty(room, workspace.dim)  # on the current stream, which uses it afterwards
+    out = rows.new_empty(room, workspace.dim)  # allocated on the current stream, which uses it after the exchange
     values = None if row_values is None else row_values.new_empty(room, workspace.top_k)
     buffer = workspace.begin("combine")
     in_flight = (rows, plan, expert_ids, row_values, out, values)
@@ -155,7 +166,10 @@ _INTS, _ROWS, _FP32 = (torch.int32, torch.int64), (torch.bfloat16, torch.float32
 def _check_tokens(
     workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None, room: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Check arguments; return contiguous ids (T, K) and weights. Peers are told of errors that only this rank has."""
+    """Check the arguments. Returns contiguous ids (T, K) and weights.
+
+    If the batch is too large or has invalid ids, peers are told to raise, too. They cannot see these errors themselves.
+    """
     if not payload:
         raise ValueError("payload: got no tensor, wanted at least one")
     rows, width = payload[0].shape[0], 0

@@ -1,15 +1,17 @@
 """Layout: offsets within a workspace's buffer, and the op ids that ranks compare in an exchange.
 
-    signals     (CHANNELS, W) int64                the signal pad: one for each sender, see `kernels/signals.py`
-    counters    (NUM_COUNTERS,) int64              the rank's local counters, which no peer touches
-    dispatches  (W,) int64                         number of each sender's dispatch, see `RoutingPlan`
-    rows        (W * T_max, row_bytes) uint8       slots (source rank, token)
-    ids         (W, T_max, K) int32                the senders' tables
-    values      (W, T_max, K) fp32                 routing weights of a dispatch, row values of a combine
-    num_tokens  (W,) int32                         T of each sender
+A buffer has these regions, for W ranks, T_max tokens per rank and K experts per token:
 
-Signals, counters and dispatches come first, at the same offsets in every layout, so layouts may share buffers. Every
-region and every row starts on a multiple of 16 bytes.
+    signals     (CHANNELS, W) int64                signal pad: one signal per channel and sender, `kernels/signals.py`
+    counters    (NUM_COUNTERS,) int64              counters of this rank, which no peer touches
+    dispatches  (W,) int64                         dispatch number of each sender, see `RoutingPlan.dispatch`
+    rows        (W * T_max, row_bytes) uint8       slots (source rank, token)
+    ids         (W, T_max, K) int32                expert ids of each sender
+    values      (W, T_max, K) fp32                 routing weights of a dispatch, row values of a combine
+    num_tokens  (W,) int32                         number of tokens of each sender
+
+Signals, counters and dispatches come first and have the same offsets in every layout. So workspaces with different
+layouts can share buffers. Every region and every row starts at a multiple of 16 bytes.
 """
 
 from dataclasses import dataclass, field
@@ -22,43 +24,48 @@ from mxep.runtime.lengths import room_for
 ALIGNMENT = 16
 ROWS_ALIGNMENT = 128
 CHUNKS = 16
-"""Most chunks that an exchange's rows are cut into. Each chunk has its own signal."""
+"""Maximum number of chunks into which an exchange's rows are cut. Each chunk has its own signal."""
 CHANNELS = 1 + CHUNKS
-"""Signals of each sender: one for tables, one per chunk of rows."""
+"""Signals per sender: one for its tables, and one for each chunk of rows."""
 NUM_COUNTERS = 2 + CHANNELS + 2
-"""Counters: exchanges of tables, exchanges of rows, arrivals per channel, arrivals at the end, tiles drawn."""
+"""Counters, in this order: exchanges of tables; exchanges of rows; programs that arrived, per channel; programs that
+arrived at the end of a combine; tickets drawn by programs of a combine."""
 STEPS = ("barrier", "dispatch_tables", "dispatch", "combine", "refused")
-"""Kinds of exchange, by the index in an op id. A rank that cannot dispatch sends "refused": its peers then raise."""
+"""Kinds of exchange. An op id holds the index. A rank that cannot dispatch sends "refused", so that its peers raise."""
 
 PE_SHIFT = 40
-"""A put's destination is one int64: PE (NVSHMEM's process rank) << 40 | byte in that PE's buffer. -1: no put."""
+"""A put's destination is one int64: PE (process rank of NVSHMEM) << 40 | byte in the buffer of that PE. -1: no put."""
 TABLES, ROWS = 0, 1
-"""Channels of the tables and of the first chunk of rows."""
+"""Index of the channel for tables, and of the channel for the first chunk of rows."""
 ANY_ID = 2**31 - 1
-"""Value of num_experts if E is unknown: any nonnegative id is valid."""
+"""Value of num_experts if E, the number of experts, is unknown. Any nonnegative id is valid then."""
 
 NEW = -1
-"""Number that a layer without a number sends with a new dispatch. It matches every new dispatch of a peer."""
+"""Dispatch number that a layer without a layer number sends in a new dispatch. It matches all new dispatches."""
 LAYERS, FAILURES = 2**16, 2**12
-"""Layer numbers and failure counts wrap around here, so that a 32-bit header holds both and two bits for the step."""
+"""Layer numbers and failure counts wrap around at these values. So a 32-bit header word holds both and a 2-bit step."""
 
 
 def new_dispatch(layer: int, failures: int) -> int:
-    """Number that a new dispatch sends until its tables give it one: -1 - (layer + failures * 2^16).
+    """Dispatch number that a new dispatch sends, which gets its own number only with its tables.
 
-    layer: number of the layer in its group, from 1; 0: unknown. failures: number of forwards and backwards on this rank
-    that raised after they had sent something.
+    It is -1 - (layer + failures * 2**16), or -1 for an unknown layer.
+    layer: number of the layer in its group, from 1. 0: unknown.
+    failures: number of forwards and backwards of this rank that raised after they had sent something.
     """
     return NEW - ((layer - 1) % (LAYERS - 1) + 1 + failures % FAILURES * LAYERS) if layer else NEW
 
 
 def differ(number: int, other: int) -> bool:
-    """True if two ranks' numbers show that they are in different dispatches. `compare_dispatches` has the same rule."""
+    """True if the dispatch numbers of two ranks show that they are in different dispatches.
+
+    The kernels' `compare_dispatches` has the same rule.
+    """
     return number != other and max(number, other) != NEW
 
 
 def describe_dispatch(number: int) -> str:
-    """Name of a dispatch in error messages."""
+    """Describe a dispatch number in words, for error messages."""
     if number >= NEW:
         return f"dispatch {number}" if number > 0 else "a new one"
     failures, layer = divmod(NEW - number, LAYERS)
@@ -71,7 +78,10 @@ def round_up(n: int, alignment: int) -> int:
 
 
 def num_owners(num_experts: int, num_local_experts: int) -> int:
-    """O, the number of ranks that a plan counts rows for: all ranks if E is known and divides evenly, else this one."""
+    """O, the number of ranks for which a plan counts rows.
+
+    All ranks if the number of experts is known and a multiple of num_local_experts. Otherwise 1, only this rank.
+    """
     known = num_experts != ANY_ID and num_experts % num_local_experts == 0
     return num_experts // num_local_experts if known else 1
 
@@ -82,10 +92,10 @@ def step_of(op_id: int) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a buffer, and where its regions start, in bytes.
+    """Sizes of a buffer, and the byte offsets of its regions (`*_start`).
 
-    world_size: W. max_tokens: T_max. top_k: K. row_bytes: a multiple of 16. num_slots: W * T_max. mark: a hash of the
-    sizes, 0 to 12, which op ids hold.
+    world_size: W. max_tokens: T_max. top_k: K. row_bytes: bytes per row, a multiple of 16. num_slots: W * T_max.
+    mark: a hash of the sizes from 0 to 12, part of op ids. It shows if ranks use different layouts.
     """
 
     world_size: int
@@ -116,14 +126,14 @@ class Layout:
         self.__dict__.update(found)  # past `frozen`
 
     def room_for(self, tokens: int) -> int:
-        """Rows that this rank reserves for a batch, at least ``tokens``."""
+        """Number of rows to allocate for a batch: ``tokens`` rounded up so that shapes repeat, at most T_max."""
         return max(tokens, min(room_for(tokens), self.max_tokens))
 
     def op_id(self, step: str, number: int) -> int:
-        """Id that all ranks of an exchange must share: the step, a number below 2^24 and the layout's mark.
+        """Op id of an exchange: the step, a number below 2**24 and the layout's mark. It must be equal on all ranks.
 
-        number: bytes of a row, K for dispatch_tables. A refusal sends the size of the batch that does not fit, or 0 for
-        invalid ids.
+        number: for rows, the bytes of a row. For "dispatch_tables", K. For "refused", the tokens of a batch that is too
+            large, or 0 if the batch has invalid ids.
         """
         assert 0 <= number < 1 << 24, number
         return self.mark << 27 | STEPS.index(step) << 24 | number

@@ -1,6 +1,10 @@
-"""RoutingPlan: assigns slots to expert-major rows. Each receiver makes it alone, from the senders' tables.
+"""RoutingPlan: which received token goes to which row, with the rows in expert order.
 
-Two ranks of T_max = 2 send to this one. It owns experts 0 and 1, K = 2, and groups are padded to 4:
+Each receiver computes its plan alone, from the routing tables of all senders. A slot holds one received token. A pair
+is one (token, expert) choice. Letters: W senders of up to T_max tokens each, K experts per token, S = W * T_max slots,
+R_max rows, e experts of this rank ("local experts"), E experts in all.
+
+Example: two ranks with T_max = 2 send to this rank. It owns experts 0 and 1, K = 2, and groups are padded to 4:
 
     expert_ids   rank 0: token 0 [1, 0]  token 1 [5, 1]     rank 1: token 0 [0, -1]  (num_tokens 1)
     flat index           0  1          2  3                         4   5      6  7 (not sent)
@@ -11,19 +15,20 @@ Two ranks of T_max = 2 send to this one. It owns experts 0 and 1, K = 2, and gro
     slot_rows    [4, 0]  [-1, 5]  [1, -1]  [-1, -1]
     offs   4   8            group_sizes  2  2
 
-Rows of an expert are ordered by (source rank, token, k), that is by flat index slot * K + k.
+The rows of an expert are ordered by (source rank, token, k), which is the order of the flat index slot * K + k.
 
-**Rows that do not fit.** All experts are capped at the largest level L at which groups of min(n, L) rows, once padded,
-fit R_max. Each expert deals its L rows to the sources one at a time, in rank order, skipping sources without more
-pairs. Each source keeps its first rows. Example with three experts of 7, 2 and 4 pairs, R_max = 8, groups padded to 2:
+**Rows that do not fit.** If the padded groups need more than R_max rows, each expert keeps at most L rows. L is the
+largest cap with which the padded groups fit. Every expert then shares its rows between the source ranks: it gives one
+row to each rank in turn, in rank order, and skips ranks without further pairs. Each rank keeps its first pairs. Example
+with three experts of 7, 2 and 4 pairs, two source ranks, R_max = 8, groups padded to 2:
 
-    expert          0         1       2
-    pairs           7         2       4       padded: 8 + 2 + 4 = 14 of 8 rows
-    L = 2           2         2       2       L = 3 or 4 would need 4 + 2 + 4; rows 6 and 7 stay empty
-    of rank 0, 1    6, 1      0, 2    1, 3
-    kept of them    1, 1      0, 2    1, 1
+    expert               0         1       2
+    pairs                7         2       4       padded: 8 + 2 + 4 = 14 rows, more than 8
+    rows kept, L = 2     2         2       2       L = 3 or 4 would need 4 + 2 + 4 rows; rows 6 and 7 stay empty
+    pairs of rank 0, 1   6, 1      0, 2    1, 3
+    rows of rank 0, 1    1, 1      0, 2    1, 1
 
-So busy experts take no rows from the others, and ranks with many tokens take none from the others.
+So a busy expert takes no rows from other experts, and a rank with many tokens takes no rows from other ranks.
 """
 
 import math
@@ -43,27 +48,30 @@ from .layout import ANY_ID, num_owners, round_up
 
 PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 DROPPED = -2
-"""Value in ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
+"""Value in ``slot_rows`` of a (token, expert) pair that is for this rank, but got no row because it did not fit."""
 
 
 class CapacityExceeded(RuntimeError):
-    """Rows did not fit the capacity and were dropped. All ranks of the group raise it, so that all skip this step."""
+    """Rows did not fit the capacity and were dropped. All ranks of the group raise it, so that all skip the step."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Rule that gives R_max. Make it with one of the three constructors. Raises ValueError for values out of range.
+    """Rule that decides R_max, the number of rows of a plan. Create it with one of three constructors.
 
-    With S slots, K experts per token, e local experts and groups padded to m rows:
+    With S slots, K experts per token, e local experts and groups padded to a multiple of m rows:
 
-    - :meth:`worst_case`: S * min(K, e) rows plus e * (m - 1) of padding. All rows fit, unless K > e and a token names
-      an expert twice.
-    - :meth:`factor` (c): c times the balanced load T_max * K, plus padding; at most the worst case. Rows that do not
-      fit are dropped and counted. overflow="raise" makes that an error, overflow="drop" does not.
-      All experts of a rank are capped at one number of rows, which is shared evenly between the source ranks.
-      overflow="recompute" drops no rows: R_max is the worst case, and c bounds the rows that a layer keeps from forward
-      to backward (`kept_rows`). Backward recomputes the other rows.
-    - :meth:`exact`: the rows this step needs, read from the device (a device-to-host sync).
+    - :meth:`worst_case`: S * min(K, e) rows, plus e * (m - 1) rows of padding. All rows fit. The only exception: K > e,
+      and a token names an expert twice.
+    - :meth:`factor` (c): c times the balanced load T_max * K, plus padding, and at most the worst case. `overflow` says
+      what happens with rows that do not fit:
+      "raise": they are dropped and counted, and the layer raises CapacityExceeded.
+      "drop": they are dropped and counted. The module's docstring says which rows are dropped.
+      "recompute": none are dropped, because R_max is the worst case. c bounds only the rows that a layer keeps from
+      forward to backward (`kept_rows`). Backward recomputes the other rows.
+    - :meth:`exact`: the rows that this step needs. The host reads the number (a device-to-host sync).
+
+    Raises ValueError for values out of range.
     """
 
     kind: str
@@ -82,7 +90,7 @@ class Capacity:
 
     @staticmethod
     def of(given: "Capacity | float | None") -> "Capacity":
-        """The capacity for a number (a factor) or for None (the worst case). Raises ValueError for anything else."""
+        """Convert to a Capacity: None to the worst case, a number to a factor. Raises ValueError for other types."""
         if given is None:
             return Capacity.worst_case()
         if isinstance(given, Capacity):
@@ -104,7 +112,7 @@ class Capacity:
         return Capacity("exact")
 
     def rows(self, num_sources: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> int:
-        """R_max, a multiple of ``alignment``. Not for ``exact``, where it depends on the step's tables."""
+        """R_max, a multiple of ``alignment``. Not defined for ``exact``: its R_max depends on the step's tables."""
         of = Capacity.worst_case() if self.overflow == "recompute" else self
         return of.kept_rows(num_sources, max_tokens, top_k, num_local_experts=num_local_experts, alignment=alignment)
 
@@ -122,8 +130,8 @@ class Capacity:
 
     @staticmethod
     def enough(needed: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> float:
-        """Smallest factor, rounded up to two decimals, with room for ``needed`` padded rows."""
-        unpadded = needed - (num_local_experts + 1) * (alignment - 1)  # R_max is rounded up to a multiple
+        """Smallest factor c, rounded up to two decimals, with which ``needed`` padded rows fit."""
+        unpadded = needed - (num_local_experts + 1) * (alignment - 1)  # + 1, because R_max is rounded up
         return max(1, math.ceil(100 * unpadded / max(1, max_tokens * top_k))) / 100
 
     def __str__(self) -> str:
@@ -135,20 +143,21 @@ class Capacity:
 
 @dataclass(frozen=True)
 class RoutingPlan(Bundle):
-    """A plan, on the device of `make_plan`'s tables. R_max rows, S = W * T_max slots, e local experts.
+    """A plan, on the device of the tables given to `make_plan`. Letters as in the module's docstring.
 
     Attributes:
-        row_slot: (R_max,) int32 slot of each row, -1 on padding.
-        row_weight: (R_max,) fp32 routing weight, 0 on padding.
-        slot_rows: (S, K) int32 row of each pair; -1: not for this rank, -2 (DROPPED): for this rank, but did not fit.
-        offs: (e,) int32 inclusive cumulative sum of the padded group sizes, without dropped rows; at most R_max.
-        group_sizes: (e,) int32 rows of each expert, unpadded, with dropped rows.
-        counts: (2 O + 1,) int64: `needed`, `overflow` and `invalid`. If O = W they are equal on all ranks, because each
-            rank has the tables of all senders.
+        row_slot: (R_max,) int32 slot of each row, -1 for padding rows.
+        row_weight: (R_max,) fp32 routing weight of each row, 0 for padding rows.
+        slot_rows: (S, K) int32 row of each pair. -1: the pair is not for this rank. -2 (DROPPED): it is for this rank,
+            but its row did not fit.
+        offs: (e,) int32 inclusive cumulative sum of the padded group sizes, dropped rows excluded. At most R_max.
+        group_sizes: (e,) int32 rows of each expert, without padding, dropped rows included.
+        counts: (2 * O + 1,) int64: `needed`, `overflow` and `invalid`, for O owners of experts. If O = W, counts are
+            equal on all ranks, because each rank has the tables of all senders.
         num_tokens: (W,) int32 tokens of each sender.
-        alignment: multiple that group sizes are padded to.
+        alignment: group sizes are padded to a multiple of it.
         dispatch: (1,) int32 number of the dispatch that brought the tables, equal on all ranks. Redispatches and
-            combines compare it with the peers' numbers. None: unknown, which matches only None.
+            combines compare it with the numbers of the peers. None: unknown, and then it must be None on all ranks.
     """
 
     row_slot: Tensor
@@ -163,26 +172,26 @@ class RoutingPlan(Bundle):
 
     @property
     def needed(self) -> Tensor:
-        """(O,) int64 padded rows that each owner of experts needs. O is W, or 1 (this rank) if E is unknown."""
+        """(O,) int64 padded rows that each owner of experts needs. O = W ranks, or 1 (this rank) if E is unknown."""
         return self.counts[: len(self.counts) // 2]
 
     @property
     def overflow(self) -> Tensor:
-        """(O,) int64 rows that did not fit on each owner."""
+        """(O,) int64 rows that did not fit on each owner of experts."""
         return self.counts[len(self.counts) // 2 : -1]
 
     @property
     def invalid(self) -> Tensor:
-        """() int64 number of ids outside [-1, num_experts), of all senders. On CPU such ids raise."""
+        """() int64 number of ids outside [-1, num_experts) in the tables of all senders. On the CPU such ids raise."""
         return self.counts[-1]
 
     @property
     def max_rows(self) -> int:
-        """R_max."""
+        """R_max, the number of rows of the plan."""
         return self.row_slot.shape[0]
 
     def kept_rows(self, capacity: Capacity) -> int:
-        """`Capacity.kept_rows` for the sizes of this plan."""
+        """`capacity.kept_rows` for the sizes of this plan."""
         (slots, top_k), sources, experts = self.slot_rows.shape, len(self.num_tokens), len(self.group_sizes)
         sizes = {"num_local_experts": experts, "alignment": self.alignment}
         return capacity.kept_rows(sources, slots // sources, top_k, **sizes)
@@ -205,20 +214,21 @@ def make_plan(
     """Plan the rows of experts first_expert .. first_expert + num_local_experts - 1.
 
     Args:
-        expert_ids: (W, T_max, K) int32, tables of W senders. -1 and other ranks' experts are ignored.
-        weights: (W, T_max, K) fp32.
-        num_tokens: (W,) int32, tokens of each sender. Later entries of its table are not read.
+        expert_ids: (W, T_max, K) int32, tables of W senders. -1 and experts of other ranks are ignored.
+        weights: (W, T_max, K) fp32 routing weights.
+        num_tokens: (W,) int32, number of tokens of each sender. Table entries of further tokens are not read.
         alignment: groups are padded to a multiple of it. Experts without rows get no padding.
-        capacity: bound on rows, default :meth:`Capacity.worst_case`. Only ``exact`` reads from the device.
-        num_experts: E, the bound on valid ids; None checks only for ids below -1. If E is a multiple of
-            num_local_experts, rows are counted for all owners.
-        running: `counts` over several plans, updated: maximum of the rows needed, sums of the others.
-        blocks: B, a divisor of T_max. Each table consists of B blocks of T_max / B tokens, each from its own source.
-            Sources share the rows that fit. Block b of table w is source b * W + w.
-        max_tokens: a larger T_max for the shapes of the results, with one table. The rows that may be used stay those
-            of the table's own T_max.
+        capacity: decides R_max. None: :meth:`Capacity.worst_case`. Only ``exact`` syncs with the device.
+        num_experts: E. Ids outside [-1, E) are invalid. If E is a multiple of num_local_experts, `counts` has all
+            owners of experts. None: only ids below -1 are invalid.
+        running: totals of `counts` over several plans, updated in place: the maximum for `needed`, sums for `overflow`
+            and `invalid`.
+        blocks: B, a divisor of T_max. Each table consists of B blocks of T_max / B tokens, and each block is a source
+            of its own when sources share the rows that fit. Block b of table w is source b * W + w.
+        max_tokens: a T_max for the shapes of the results that is larger than that of the table. Needs a single table.
+            The plan uses no more rows than without it.
 
-    Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
+    Raises ValueError for wrong shapes or dtypes, and for invalid ids in CPU tables.
     """
     _check_tables(expert_ids, weights, num_tokens)
     for name, value in (("alignment", alignment), ("num_local_experts", num_local_experts)):
@@ -251,19 +261,19 @@ def make_plan(
     fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, *rest)
     plan = RoutingPlan(*fields, alignment=alignment)
     if exact:
-        plan.overflow.zero_()  # it assumes this rank's R_max on all owners, but each has its own
+        plan.overflow.zero_()  # it was counted with this rank's R_max for all owners, but each owner has its own R_max
         if running is not None:
             _count(plan.counts, running)
     return plan
 
 
 def narrow_ids(expert_ids: Tensor) -> Tensor:
-    """Ids as int32. They are clamped first, so that no int64 wraps around into a valid id."""
+    """Convert ids to int32. They are clamped before, so that no int64 id wraps around into a valid int32 id."""
     return expert_ids if expert_ids.dtype == torch.int32 else expert_ids.clamp(-(2**31), 2**31 - 1).int()
 
 
 def check_ids(expert_ids: Tensor, num_experts: int) -> None:
-    """Raise ValueError if an id is outside [-1, num_experts). For CPU tensors: on CUDA it would sync."""
+    """Raise ValueError if an id is outside [-1, num_experts). Call it only for CPU tensors: on CUDA it would sync."""
     wrong = expert_ids[(expert_ids < -1) | (expert_ids >= num_experts)]
     if len(wrong):
         raise ValueError(f"expert ids: got {sorted(set(wrong.tolist()))}, wanted -1 (not routed) to {num_experts - 1}")
@@ -295,13 +305,13 @@ def plan_rows(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
     alignment: int, max_rows: int, num_experts: int, blocks: int, max_tokens: int, limit: int, running: Tensor | None,
 ) -> PlanTensors:  # fmt: skip
-    """Tensors of a RoutingPlan, in order. limit: rows that may be used, at most max_rows."""
+    """Returns the seven tensors of a RoutingPlan, in the order of its fields. limit: usable rows, at most max_rows."""
     num_tables, tokens, top_k = expert_ids.shape
     if behind := max_tokens - tokens:
         expert_ids, weights = pad(expert_ids, (0, 0, 0, behind), value=-1), pad(weights, (0, 0, 0, behind))
     pairs = expert_ids.numel()
     local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
-    # One group of pairs per (expert, source), sorted like the rows.
+    # Pairs are grouped by (expert, source), in the order of the rows.
     sources = num_tables * blocks
     source = torch.arange(sources, dtype=torch.int64, device=local.device)
     group = local * sources + source[:, None].expand(-1, max_tokens // blocks * top_k).flatten()
@@ -316,7 +326,7 @@ def plan_rows(
     starts = (ends - padded)[:, None] + shares.cumsum(1) - shares
     row_of_pair = _rows_of_pairs(torch.where(local >= 0, group, -1), *map(Tensor.flatten, (of_sources, shares, starts)))
 
-    # Pairs without a row write into an extra row, cut off below. Padding reads an extra pair of weight 0.
+    # Pairs without a row write into an extra row, which is cut off. Padding rows read an extra pair with weight 0.
     flat = torch.arange(pairs, dtype=torch.int64, device=expert_ids.device)
     pair_of_row = local.new_full((max_rows + 1,), pairs)
     pair_of_row = pair_of_row.scatter_(0, torch.where(row_of_pair >= 0, row_of_pair, max_rows), flat)[:max_rows]
@@ -342,33 +352,37 @@ def _count(counts: Tensor, running: Tensor) -> None:
 
 
 def _live(expert_ids: Tensor, num_tokens: Tensor) -> Tensor:
-    """(W, T_max, K) bool: True for pairs of tokens that were sent."""
+    """(W, T_max, K) bool, True for pairs of the first num_tokens tokens of each sender."""
     token = torch.arange(expert_ids.shape[1], dtype=torch.int64, device=expert_ids.device)
     return (token < num_tokens[:, None])[:, :, None].expand(expert_ids.shape)
 
 
 def _local_ids(expert_ids: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int) -> Tensor:
-    """(S * K,) int64 local expert of each pair, -1 if it has none."""
+    """(S * K,) int64 local expert of each pair, counted from first_expert; -1 if its expert is on another rank."""
     local = expert_ids.long() - first_expert
     here = _live(expert_ids, num_tokens) & (local >= 0) & (local < num_local_experts)
     return torch.where(here, local, -1).flatten()
 
 
 def _group_sizes(local: Tensor, num_local_experts: int) -> Tensor:
-    """(e,) int64 pairs of each local expert. bincount would sync."""
+    """(e,) int64 number of pairs of each local expert. Not by bincount, which would sync."""
     counts = local.new_zeros(num_local_experts + 1)
     return counts.scatter_add_(0, torch.where(local >= 0, local, num_local_experts), torch.ones_like(local))[:-1]
 
 
 def _capped(sizes: Tensor, alignment: int, max_rows: int) -> Tensor:
-    """Cap group sizes (..., e) at one level, a multiple of ``alignment``, so that the padded sizes fit max_rows."""
+    """Cap group sizes (..., e) at L, a multiple of ``alignment``, so that the padded sizes fit in max_rows."""
     tiles = _round_up(sizes, alignment).div(alignment, rounding_mode="floor")
     level = _level(tiles, torch.full_like(tiles[..., 0], max_rows // alignment)) * alignment
     return torch.minimum(sizes, level[..., None])
 
 
 def _shares(of_sources: Tensor, kept: Tensor) -> Tensor:
-    """Rows of each expert that each source keeps, (e, sources). of_sources: (e, sources) pairs. kept: (e,) rows."""
+    """Share the rows that each expert keeps between the sources.
+
+    of_sources: (e, sources) pairs of each source. kept: (e,) rows that each expert keeps.
+    Returns (e, sources), the rows that each source keeps.
+    """
     level = _level(of_sources, kept)[:, None]
     shares = torch.minimum(of_sources, level)
     more = of_sources > level
@@ -376,10 +390,11 @@ def _shares(of_sources: Tensor, kept: Tensor) -> Tensor:
 
 
 def _level(sizes: Tensor, room: Tensor) -> Tensor:
-    """Largest level (...) with min(sizes, level).sum(-1) <= room; at least max(sizes) if all fit. sizes: (..., n).
+    """Largest level with min(sizes, level).sum(-1) <= room. If all sizes fit, a level of at least max(sizes).
 
-    min(sizes, level).sum() is the minimum over i of (sum of the i smallest sizes) + (n - i) * level. It fits if one of
-    these fits, so the level is the maximum of their limits.
+    sizes: (..., n). room: (...). Returns (...).
+    min(sizes, level).sum() is the minimum over i of: the sum of the i smallest sizes, plus (n - i) * level. It is at
+    most `room` if that holds for any i. So the result is the largest level that any i allows.
     """
     ascending = sizes.sort(-1).values
     others = torch.arange(sizes.shape[-1], 0, -1, dtype=torch.int64, device=sizes.device)
@@ -387,10 +402,16 @@ def _level(sizes: Tensor, room: Tensor) -> Tensor:
 
 
 def _rows_of_pairs(group: Tensor, sizes: Tensor, shares: Tensor, starts: Tensor) -> Tensor:
-    """Row of each pair (S * K,): -1 if its group is -1, DROPPED past its group's share. sizes: pairs of each group.
-    shares: pairs that fit. starts: row of the group's first pair."""
+    """Row of each pair, (S * K,). A group is the pairs of one expert and one source.
+
+    Args:
+        group: (S * K,) group of each pair. -1: none, and its row is -1.
+        sizes: number of pairs of each group.
+        shares: number of pairs of each group that get a row. Later pairs get DROPPED.
+        starts: row of the first pair of each group.
+    """
     groups = sizes.shape[0]
-    # A stable sort keeps the flat order within each group; -1 sorts last.
+    # A stable sort keeps the flat order within each group. Pairs without a group get the largest number and come last.
     group, order = torch.where(group >= 0, group, groups).sort(stable=True)
     of_groups = torch.stack((shares, starts, sizes.cumsum(0) - sizes))
     share, start, first = torch.cat((of_groups, of_groups.new_zeros(3, 1)), 1)[:, group]

@@ -1,4 +1,4 @@
-"""Rows by index: gather rows in a plan's order, sum the rows of each slot."""
+"""Gather rows by an index, for example in the order of a plan, and sum the rows of each slot."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,15 @@ from .layout import ALIGNMENT, round_up
 
 
 def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Gather rows of each part: row i of the result is row ``row_index[i]``, or zeros if the index is negative.
+    """Gather rows of each part: row i of a result is row ``row_index[i]`` of the part, or zeros if that is negative.
 
-    payload: parts (S, n_i), of any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32; None: all
-    rows, as a dense copy. offs: (e,) int32. Rows past its last entry are not read, and on CUDA not written.
-    Results: (R, n_i).
+    Args:
+        payload: parts (S, n_i), of any dtype that torch can index. View fp8 as uint8.
+        row_index: (R,) int32. None: copy all rows to a contiguous tensor.
+        offs: (e,) int32 inclusive ends of row groups. On CUDA, rows of the results from offs[-1] on are not written,
+            and their indices are not read.
+    Returns:
+        One tensor (R, n_i) per part.
     """
     return tuple(gather_part(part, row_index, offs) for part in payload)
 
@@ -27,12 +31,16 @@ def join_rows(
     number: Tensor | None = None,
     step: int = 0,
 ) -> Tensor:
-    """Concatenate per row: row i is row ``row_index[i]`` of each part, then row i of the table, then zeros.
+    """Concatenate bytes row by row. Row i is row ``row_index[i]`` of each part, then row i of the table, then zeros.
 
-    payload: parts (S, n_i) uint8, at least one. row_index: (R,) int32. Parts are zero where it is negative.
-    table: (R, m) uint8. number: (1,) int32. If given, rows with a negative index begin with the header word
-    number * 4 + step, int32, or with its first n bytes.
-    Result: (R, n) uint8, n = sum of all n_i and m, rounded up to 16 so that parts can be read in wide words.
+    Args:
+        payload: one or more parts (S, n_i) uint8.
+        row_index: (R,) int32. If negative, the bytes of the parts are zero.
+        table: (R, m) uint8.
+        number: (1,) int32. If given, rows with a negative index are headers: they begin with the int32
+            number * 4 + step, or with as many of its bytes as a row has.
+    Returns:
+        (R, n) uint8. n is the sum of all n_i and m, rounded up to 16, so that parts can be read in wide words.
     """
     first, *others = payload
     other = torch.cat(others, 1) if len(others) > 1 else (*others, None)[0]
@@ -84,10 +92,10 @@ def join_parts(
     capability=ANY_GPU,
 )
 def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
-    """Sum each slot's rows in fp32, in the order of its list, and round once.
+    """Sum the rows of each slot in fp32, in the order of slot_rows, and round once.
 
-    rows: (R_max, D) bf16 or fp32. slot_rows: (S, K) int32, negative where there is no row.
-    Result: (S, D) of rows' dtype, zero where a slot has no row.
+    rows: (R_max, D) bf16 or fp32. slot_rows: (S, K) int32 rows of each slot; negative entries are skipped.
+    Returns (S, D) in the dtype of rows. A slot without rows is zero.
     """
     total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device, dtype=torch.float32)
     for row_index in slot_rows.unbind(1):
@@ -99,13 +107,13 @@ def _gather(part: Tensor, row_index: Tensor) -> Tensor:
     if part.shape[0] == 0:
         return part.new_zeros(row_index.shape[0], part.shape[1])
     words = _as_words(part)
-    # Not a multiplication by a mask: row 0 may hold NaN.
+    # Zeros are filled in, not multiplied in, because row 0 may hold NaN.
     rows = words.index_select(0, row_index.clamp_min(0)).masked_fill_(row_index[:, None] < 0, 0)
     return rows.view(part.dtype)
 
 
 def _as_words(part: Tensor) -> Tensor:
-    """View rows as 8-byte words where sizes allow: a CPU copies them 4 times as fast as bytes."""
+    """View rows as 8-byte words if sizes and strides allow. A CPU copies words 4 times as fast as bytes."""
     size = part.element_size()
     if any(count * size % 8 for count in (part.shape[1], part.stride(0), part.storage_offset())) or part.stride(1) != 1:
         return part

@@ -1,23 +1,25 @@
 """SharedMemoryTransport: processes of one user on one machine map each other's memory.
 
-A buffer is an anonymous file (memfd). Peers open it through ``/proc/<pid>/fd/<n>`` and map it, then all descriptors are
-closed. Only the mappings hold the memory, so it is freed with the last process, even after a crash.
+A buffer is an anonymous file (memfd). Peers open it through ``/proc/<pid>/fd/<n>`` and map it. Then all descriptors are
+closed, and only the mappings hold the memory. So it is freed when the last process ends, even after a crash.
 
-The barrier: each rank writes the number of the barrier, which only grows, into its own 64-bit signal in every peer's
-signal pad. Then it waits until all signals of its own pad show that number or a later one. A signal has one writer, so
-no atomic is needed. But no peer may see the signal before the stores that precede it. x86 keeps the order of stores and
-of loads; other machines are refused.
+The barrier. Barriers are numbered 1, 2, ... Each rank writes the number of the barrier into its own 64-bit signal in
+the signal pad of every peer. Then it waits until every signal in its own pad shows this number or a later one. A signal
+has only one writer, so no atomic is needed. But no peer may see a signal before the stores that precede it. x86
+guarantees this, because it keeps the order of stores and the order of loads. Other machines are refused.
 
-Before the signal, each rank writes its op id (`Layout.op_id`) into one of two rows in turn. Two are enough: a peer may
-be one barrier ahead, but not two. The upper half of that word is the number of the dispatch. Ranks raise PeersDisagree
-if op ids or dispatch numbers differ.
+Before the signal, each rank writes a 64-bit word with its op id (`Layout.op_id`) in the lower half and its dispatch
+number in the upper half. The word goes into one of two rows, which barriers use in turn. Two rows are enough, because a
+peer may be one barrier ahead, but not two. Ranks raise PeersDisagree if op ids or dispatch numbers differ.
 
 PlainExchange makes exchanges in plain torch, for memory that the host can reach. It is the reference: `KernelExchange`
-and `PutExchange` have the same methods, and must equal it bit for bit. Each method ends with a barrier.
+and `PutExchange` have the same methods and must equal it bit for bit. Methods, each of which ends with a barrier:
 
     dispatch_tables    ids (T, K), weights (T, K) and T       -> entry (this rank) of every rank's tables
     dispatch           token t                                -> slot (this rank, t) of each rank that needs it
     combine            sum of the rows of slot (r, t)         -> slot (this rank, t) of rank r, which sums over ranks
+
+T tokens on this rank, K experts per token.
 """
 
 import os
@@ -43,10 +45,10 @@ class SharedMemoryTransport(Transport):
     """A :class:`Transport` for CPU tensors.
 
     Args:
-        group: ranks on this machine; None is the default group, or this process alone without one.
-        timeout: seconds that a barrier waits for a peer; None: the timeout of the group's own collectives.
+        group: process group of ranks on this machine. None: the default group, or a single process if there is none.
+        timeout: seconds that a barrier waits for a peer. None: the timeout of the group's own collectives.
 
-    Collective. Raises RuntimeError unless all ranks are on one Linux x86-64 machine, in one container, of one user.
+    Collective. Raises RuntimeError unless all ranks run on one Linux x86-64 machine, in one container, as one user.
     """
 
     access = "host"
@@ -77,9 +79,9 @@ class SharedMemoryTransport(Transport):
             os.fchmod(fd, 0o600)
             os.truncate(fd, nbytes)
             paths = gather_objects(f"/proc/{os.getpid()}/fd/{fd}", self.group)
-            # torch.from_file closes its own descriptor and leaves the mapping.
+            # torch.from_file closes the descriptor that it opened, and keeps the mapping.
             peers = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
-            gather_objects(None, self.group)  # no rank closes its descriptor before all have mapped it
+            gather_objects(None, self.group)  # waits until all ranks have mapped the file
         finally:
             os.close(fd)
         return SymmetricBuffer(
@@ -89,7 +91,7 @@ class SharedMemoryTransport(Transport):
     def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None, op_id: int = 0, dispatch: int = 0) -> None:
         self.check()
         self.signal(op_id, dispatch)
-        # Acquire: a peer's stores before its signal are visible once the signal is.
+        # Acquire: if a peer's signal is visible, so are its stores before the signal.
         if not self._wait():
             seen = self._signals[self.rank].tolist()
             missing = {peer: number for peer, number in enumerate(seen) if number < self._counter}
@@ -105,9 +107,9 @@ class SharedMemoryTransport(Transport):
         return PlainExchange(self, layout, experts_per_rank)
 
     def signal(self, op_id: int, dispatch: int = 0) -> None:
-        """Enter the next barrier without waiting there."""
+        """Enter the next barrier without waiting for the other ranks."""
         self._counter += 1
-        # Release: x86 shows this exchange's stores before the signal.
+        # Release: on x86 this exchange's stores become visible before the signal.
         for op_ids, signals in zip(self._op_ids, self._signals):
             op_ids[self._counter % 2, self.rank] = dispatch << 32 | op_id
             signals[self.rank] = self._counter
@@ -121,7 +123,10 @@ class SharedMemoryTransport(Transport):
         self._signals, self._op_ids = [], []
 
     def _wait(self) -> bool:
-        """True if all ranks arrive within the timeout. Polls, yielding the core, then sleeps longer and longer."""
+        """Wait for the signals of all ranks. Returns True if they arrive within the timeout.
+
+        First it polls and yields the core after each poll, then it sleeps between polls, longer and longer.
+        """
         signals = self._signals[self.rank]
         for _ in range(POLLS):
             if (signals >= self._counter).all():
@@ -138,19 +143,25 @@ class SharedMemoryTransport(Transport):
 
 
 class PlainExchange:
-    """Exchanges of one workspace. ``num_sms`` is ignored."""
+    """Exchanges of one workspace. Arguments are those of `dispatch` and `combine` in `exchange.py`, already checked.
+
+    ``num_sms`` is ignored.
+    """
 
     def __init__(self, transport: SharedMemoryTransport, layout: Layout, experts_per_rank: int) -> None:
         self.transport, self.layout, self.experts_per_rank = transport, layout, experts_per_rank
         self.rank = transport.rank
 
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
-        """Tell the peers that this rank skips the exchange. Does not wait. tokens: too many, or 0 for invalid ids."""
+        """Tell the peers that this rank skips the exchange, without waiting for them.
+
+        tokens: size of a batch that is too large, or 0 if the batch has invalid ids.
+        """
         self._count()
         self.transport.signal(self.layout.op_id("refused", tokens))
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
-        """Store the tables on all ranks, and set ``number`` to the dispatch's number."""
+        """Store this rank's tables on all ranks, and write the dispatch number to ``number``, (1,) int32."""
         layout, tokens = self.layout, expert_ids.shape[0]
         ids = narrow_ids(expert_ids)
         for peer in buffer.peers:
@@ -166,7 +177,11 @@ class PlainExchange:
         self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor,
         num_sms: int | None = None, number: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """number: (1,) int32 dispatch number of the plan, or `Workspace.new_dispatch`; None: unknown."""
+        """Store each token into the slots of the ranks that need it.
+
+        number: (1,) int32, the dispatch number of the plan for a redispatch, else that of `Workspace.new_dispatch`.
+            None: unknown.
+        """
         packed = _pack([part[: len(expert_ids)] for part in payload])
         slot = self.rank * self.layout.max_tokens + torch.arange(len(packed), dtype=torch.int64, device="cpu")
         owner = owners(expert_ids, self.experts_per_rank)
@@ -183,7 +198,7 @@ class PlainExchange:
         layout, local, width = self.layout, buffer.local, rows.shape[1] * rows.itemsize
         packed = _pack([sum_slots(rows, plan.slot_rows).view(torch.uint8)])
         slot = self.rank * layout.max_tokens + torch.arange(layout.max_tokens, dtype=torch.int64, device="cpu")
-        # A slot with only dropped rows sends zeros: the token's rank does not know of the drop and reads the slot.
+        # If all rows of a slot were dropped, zeros are sent: the token's rank does not know of it and reads the slot.
         was_sent = (plan.slot_rows != -1).any(1)
         padded = None if row_values is None else torch.cat((row_values, row_values.new_zeros(1)))
         for rank, peer in enumerate(buffer.peers):
@@ -203,7 +218,7 @@ class PlainExchange:
             values[: len(owner)] = torch.where(owner >= 0, table.gather(0, owner.clamp_min(0).long()[None])[0], 0.0)
 
     def _count(self) -> None:
-        self.transport.check()  # nothing after it can fail before the signal
+        self.transport.check()  # may raise; after it nothing can fail before the signal
         self.transport.arena.exchanges += 1
 
     def _meet(self, step: str, number: int, dispatch: Tensor | None = None) -> None:
@@ -212,12 +227,12 @@ class PlainExchange:
         self.transport.barrier(name, op_id=self.layout.op_id(step, number), dispatch=of)
 
     def _store(self, peer: Tensor, index: Tensor, packed: Tensor) -> None:
-        """Store row i of ``packed`` (N, n) into row ``index[i]`` of a peer, in words of 8 bytes."""
+        """Store row i of ``packed`` (N, n) uint8 into row ``index[i]`` of a peer's buffer, in words of 8 bytes."""
         rows = self.layout.rows(peer)[:, : packed.shape[1]]
         rows.view(torch.int64).index_copy_(0, index, packed.view(torch.int64))
 
     def _slots_of(self, owner: Tensor) -> Tensor:
-        """(T, W) int32: slot of rank r's sum of token t, -1 if no expert of t is on r."""
+        """(T, W) int32. Entry [t, r] is the slot with rank r's sum of token t, or -1 if r owns no expert of t."""
         ranks = torch.arange(self.layout.world_size, dtype=torch.int32, device="cpu")
         token = torch.arange(len(owner), dtype=torch.int32, device="cpu")
         needed = (owner[:, :, None] == ranks).any(1)
@@ -229,12 +244,12 @@ def width_of(payload: Sequence[Tensor]) -> int:
 
 
 def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:
-    """Rank that owns each expert id, -1 for -1."""
+    """Rank that owns each expert, in the shape and dtype of expert_ids. -1 for id -1."""
     return expert_ids.div(experts_per_rank, rounding_mode="floor")
 
 
 def _pack(payload: Sequence[Tensor]) -> Tensor:
-    """Concatenate parts (N, n_i) uint8 to (N, n) uint8, zero-padded to a multiple of 16 bytes."""
+    """Concatenate parts (N, n_i) uint8 to (N, n) uint8. Rows are padded with zeros to a multiple of 16 bytes."""
     width = width_of(payload)
     gap = payload[0].new_zeros(len(payload[0]), round_up(width, ALIGNMENT) - width)
     return torch.cat((*payload, gap), 1)

@@ -1,7 +1,8 @@
 """SymmetricMemoryTransport: CUDA devices of one NVLink domain, over torch's symmetric memory.
 
-torch allocates the memory and exchanges its handles. Barriers and exchanges are kernels of this package. They store to
-the peers' addresses, never by multicast. The device waits for peers and records failed waits.
+Torch allocates the memory and exchanges handles of it between ranks. Barriers and exchanges are kernels of this
+package. They store to the addresses of peers and never use multicast. Waits for peers are on the device. If a wait
+fails, the kernel writes a fault record, which the host reads.
 """
 
 import os
@@ -20,8 +21,9 @@ from .transport import PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, g
 class FaultRecord:
     """Record of a failed wait, in memory that a kernel writes and the host reads without a sync.
 
-    values: (3 + W,) int64: written flag, channel, expected signal, signal seen from each rank. A signal is
-    epoch << 32 | op id, see `kernels/signals.py`. Channel -1 means that dispatches differ: their numbers follow.
+    values: (3 + W,) int64. [0]: 1 once the record is written. [1]: channel of the wait. [2]: expected signal. Then the
+        signal seen from each of the W ranks. A signal is epoch << 32 | op id, see `kernels/signals.py`. If the channel
+        is -1, the ranks' dispatches differ, and the last W entries are their dispatch numbers.
     """
 
     def __init__(self, world_size: int, *, pinned: bool) -> None:
@@ -29,18 +31,25 @@ class FaultRecord:
         self._written = self.values.numpy()
 
     def state(self, timeout: float, device: torch.device) -> torch.Tensor:
-        """State of waits, (4,) int64 on the device: failed flag, limit in ns, this record's address, dispatch count."""
+        """Create the state that waits in kernels use: (4,) int64 on the device.
+
+        Its entries are: 1 after a failed wait, else 0; time limit in ns; address of this record; dispatches counted.
+        """
         return torch.tensor([0, int(timeout * 1e9), self.values.data_ptr(), 0], device=device, dtype=torch.int64)
 
     def check(self, rank: int, limit: float, group: dist.ProcessGroup | None = None) -> None:
-        """Raise the recorded failure, if any. group: process group with the notes of late ranks (`told_failures`)."""
+        """Raise PeerTimeout or PeersDisagree if a failure is recorded.
+
+        limit: seconds that waits take at most. group: process group whose store has notes of late ranks
+        (`told_failures`).
+        """
         if not self._written[0]:
             return
         _, channel, signal, *seen = self.values.tolist()
         if channel < 0:
             raise PeersDisagree.over_dispatches(rank, step_of(signal), seen)
         epoch = signal >> 32
-        # Epochs are 32-bit and wrap around: a rank is late if it is behind by less than 2^31.
+        # Epochs are 32-bit and wrap around, so a rank counts as late if its epoch is behind by less than 2^31.
         missing = {peer: its >> 32 for peer, its in enumerate(seen) if (epoch - (its >> 32)) % 2**32 in range(1, 2**31)}
         if missing:
             raise PeerTimeout(rank, missing, step_of(signal), epoch, limit, group)
@@ -48,8 +57,11 @@ class FaultRecord:
 
 
 class CudaTransport(Transport):
-    """Base of the transports of CUDA tensors. state: :meth:`FaultRecord.state`. clock: waits read the GPU's clock, or
-    count polls. max_sms: maximum multiprocessors of an exchange."""
+    """Base class of transports for CUDA tensors.
+
+    state: result of :meth:`FaultRecord.state`. max_sms: maximum multiprocessors of an exchange.
+    clock: True: waits measure time by the GPU's clock. False: they count polls, for Triton's interpreter.
+    """
 
     state: torch.Tensor
     max_sms: int
@@ -59,7 +71,7 @@ class CudaTransport(Transport):
         self, group: dist.ProcessGroup | None, device: torch.device | str | None, timeout: float | None
     ) -> None:
         super().__init__(group, cuda_device(device), timeout)
-        # At normal priority an exchange's few programs would queue behind all other kernels in flight.
+        # High priority, because the few programs of an exchange would otherwise queue behind all other kernels.
         self.stream = torch.cuda.Stream(self.device, priority=-1)
         self.record = FaultRecord(self.world_size, pinned=True)
         self.state = self.record.state(self.timeout, self.device)
@@ -79,10 +91,12 @@ class SymmetricMemoryTransport(CudaTransport):
     """A :class:`Transport` for CUDA tensors.
 
     Args:
-        group: ranks of one NVLink domain; None is the default group, or this process alone without one.
-        device: this rank's device; None is the current one.
-        timeout: seconds that a barrier waits for a peer; None: the timeout of the group's own collectives. After a
-            failed wait the stream goes on and computes with invalid data. :meth:`check` and the next exchange raise.
+        group: process group of ranks in one NVLink domain. None: the default group, or a single process if there is
+            none.
+        device: this rank's device. None: the current device.
+        timeout: seconds that a barrier waits for a peer. None: the timeout of the group's own collectives. After a
+            failed wait the stream goes on and computes with invalid data, until the next exchange or :meth:`check`
+            raises.
 
     Collective. Raises RuntimeError without CUDA.
     """
@@ -104,10 +118,10 @@ class SymmetricMemoryTransport(CudaTransport):
                 f"SymmetricMemoryTransport: got backend {backend} of torch's symmetric memory, wanted CUDA; a process "
                 "has one for life (NvshmemTransport and TORCH_SYMMMEM choose NVSHMEM): use another process"
             )
-        # The minimum over ranks, because all must cut the rows of a combine into the same chunks.
+        # The minimum over all ranks, because they must cut the rows of a combine into the same chunks.
         here = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.max_sms = min(gather_objects(here, self.group))
-        # torch reads this when it maps a buffer. cuMulticastCreate must never be called.
+        # Torch reads this variable when it maps a buffer. With it torch does not call cuMulticastCreate.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self._signal_pad = self._allocate(signal_pad_bytes(self.world_size))
 
@@ -124,14 +138,14 @@ class SymmetricMemoryTransport(CudaTransport):
         return KernelExchange(self, layout, experts_per_rank, num_sms)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Allocate zeroed memory. Each rank zeroes its own before rendezvous, so no peer stores to it earlier."""
-        group = None if self.world_size == 1 else self.group  # a single rank needs plain memory only
+        """Allocate zeroed memory. Each rank zeroes its memory before the rendezvous, so before a peer stores to it."""
+        group = None if self.world_size == 1 else self.group  # plain memory is enough for a single rank
         local = (torch if group is None else symm_mem).empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
-        torch.cuda.synchronize(self.device)  # zeroes are written, all earlier exchanges have ended
+        torch.cuda.synchronize(self.device)  # after this, zeros are written and all earlier exchanges have ended
         if group is None:
             return SymmetricBuffer(0, [local], torch.tensor([local.data_ptr()], device=self.device, dtype=torch.int64))
         handle = symm_mem.rendezvous(local, group)
-        # Not get_buffer: it ignores the offset of a tensor that torch cut from a larger segment.
+        # get_buffer would ignore the offset of a tensor that torch cut from a larger segment.
         peers = [
             local if rank == self.rank else handle.get_remote_tensor(rank, (nbytes,), torch.uint8)
             for rank in range(self.world_size)

@@ -1,13 +1,13 @@
 """Transports: how ranks reach each other's memory.
 
-allocate(n)     rank 0: [ n bytes ]   rank 1: [ n bytes ]   ...   each rank has the addresses of all of them
-barrier(step)   no rank leaves before all have entered; all ranks' stores before it are visible after it
+allocate(n)     every rank allocates n bytes, and every rank gets the addresses of all these buffers
+barrier(step)   no rank leaves before all have entered; stores of any rank before it are visible to all after it
 check()         raises if an earlier barrier is known to have failed
 
-A rank that raises leaves a note in the process group's store. Peers that time out quote it:
+If a rank raises, its peers time out. So the rank leaves a note in the process group's store, and peers quote the note:
 
-rank 1   raises MemoryError in its layer, before an exchange      tell_failure: writes the note
-rank 0   times out                                                told_failures: "rank 1 raised MemoryError: ..."
+rank 1   raises MemoryError in its layer, before an exchange      `tell_failure` writes the note
+rank 0   times out                                                `told_failures`: "rank 1 raised MemoryError: ..."
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .layout import NEW, Layout, describe_dispatch, step_of
 
 T = TypeVar("T")
 GRACE = 5.0
-"""Seconds to wait for an answer of the process group's store. Its host may be down."""
+"""Seconds to wait for an answer from the process group's store, whose host may be down."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +40,9 @@ class SymmetricBuffer:
 
     Attributes:
         rank: this rank.
-        peers: uint8 (nbytes,), one per rank; ``peers[rank]`` is local. Empty once the buffer is freed.
-        pointers: int64 (W,) on the transport's device, the peers' addresses, for kernels.
-        views: cached views of the local bytes.
+        peers: one tensor (nbytes,) uint8 per rank. ``peers[rank]`` is this rank's own memory. An empty list once freed.
+        pointers: (W,) int64 on the transport's device, the addresses of all ranks' buffers, for kernels.
+        views: cache of views of this rank's own memory.
     """
 
     rank: int
@@ -62,8 +62,8 @@ class SymmetricBuffer:
 class OneThread:
     """Guard that lets only one thread make the exchanges of a group.
 
-    All ranks must make them in the same order, but two threads take turns by chance. The first thread that exchanges
-    owns the exchanges until it ends. Code within a backward may always exchange, on autograd's threads.
+    All ranks must make exchanges in the same order, but the order of two threads would be random. So the first thread
+    that makes an exchange is the only one until it ends. Autograd's threads are allowed as well, during a backward.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class OneThread:
         self._owner: threading.Thread | None = None
 
     def claim(self) -> None:
-        """Call before an exchange. Raises RuntimeError on a second thread while the first one lives."""
+        """Call it before an exchange. Raises RuntimeError on a second thread while the first thread is alive."""
         ident = threading.get_ident()
         if ident == self._ident or torch._C._current_graph_task_id() != -1:
             return
@@ -88,20 +88,24 @@ class OneThread:
 
 @dataclass(eq=False)
 class Arena:
-    """State that all workspaces of a transport share. `workspace.py` explains its use.
+    """State shared by all workspaces of a transport. `workspace.py` explains how it is used.
 
     Attributes:
         device: the transport's device.
-        buffers: two buffers of one size, used in turn; empty before the first workspace.
-        exchanges: number of exchanges begun. dispatches: number of dispatches with tables, on CPU only.
-        new_dispatch: number that the next new dispatch sends, see `Transport.announce`.
-        signal_pad: signal pad of barriers that move no rows; None on CPU.
-        stream: stream on which the last exchange began. in_flight: tensors it still uses. done: event at its end.
+        buffers: two buffers of equal size, used in turn. Empty before the first workspace.
+        exchanges: number of exchanges that have begun.
+        dispatches: number of dispatches with tables. Counted only on the CPU.
+        new_dispatch: dispatch number that the next new dispatch sends, see `Transport.announce`.
+        signal_pad: signal pad of barriers without rows. None on the CPU.
+        stream: the current stream when the last exchange began.
+        in_flight: tensors that the last exchange may still use. None if no exchange is in flight.
+        done: event at the end of the last exchange that ran on the transport's stream.
         capture: id of the CUDA graph capture that contains the last exchange, 0 if none.
         was_captured: True once any exchange was captured.
-        replaced: smaller, older buffers that captured graphs still store to.
-        refused: reason why this rank refused an exchange. No exchange follows a refusal.
+        replaced: older, smaller buffers, kept because captured graphs still store to them.
+        refused: reason why this rank refused an exchange. No exchange is possible after a refusal.
         users: number of open users of this transport, counted by the code that shares it.
+        thread: guard that lets only one thread make exchanges.
     """
 
     device: torch.device
@@ -121,10 +125,11 @@ class Arena:
     thread: OneThread = field(default_factory=OneThread)
 
     def graph_state(self, transport: Transport) -> tuple[SymmetricBuffer, bool] | None:
-        """State that a record of the next exchanges depends on: the first exchange's buffer, and was_captured.
+        """State on which recorded launches (`mxep.runtime.record`) of the next exchanges depend.
 
-        None if no record can be replayed: exchanges are not kernels, there are no buffers yet, an exchange was refused
-        or is in flight, or the last one began on another stream. Raises like ``transport.check()``.
+        Returns (buffer of the next exchange, was_captured), or None if records cannot be replayed now. That is the case
+        if exchanges are not kernels, there are no buffers yet, an exchange was refused, an exchange is in flight, or
+        the last exchange began on another stream. Raises as ``transport.check()`` does.
         """
         if transport.access != "kernels" or self.refused is not None or not self.buffers:
             return None
@@ -135,13 +140,13 @@ class Arena:
         return self.buffers[self.exchanges % 2], self.was_captured
 
     def launched(self, exchanges: int) -> None:
-        """Count the exchanges of a record that was just replayed on the current stream."""
+        """Count exchanges that a record just replayed on the current stream."""
         self.exchanges += exchanges
         self.stream = current_stream(self.device.index)
 
 
 def current_stream(device_index: int) -> torch.cuda.Stream:
-    """Cached `torch.cuda.current_stream`, which makes a new object per call."""
+    """`torch.cuda.current_stream` without creating a new object in each call."""
     return _stream(*torch._C._cuda_getCurrentStream(device_index))
 
 
@@ -151,16 +156,21 @@ def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.S
 
 
 class Transport(ABC):
-    """Base of the transports. allocate and barrier are collective: all ranks call them in the same order.
+    """Base class of transports. `allocate` and `barrier` are collective: all ranks call them in the same order.
 
     Attributes:
-        access: how peers' memory is written: by the "host", by "kernels" that store to its address, or by "puts".
-        rank, world_size: those of ``group``. device: device of the buffers. group: None for a process alone.
-        stream: stream of asynchronous exchanges; None on CPU. All workspaces share it, so exchanges run one by one. Two
-            at once could deadlock: each may fill a rank's multiprocessors while its peers wait for the other.
-        timeout: maximum seconds to wait for a peer, by default the process group's timeout.
-        arena: state that its workspaces share.
-        new_dispatch: (1,) int32 on the device, number that the next new dispatch sends (`layout.new_dispatch`).
+        access: how a rank writes to the memory of peers. "host": the host stores to it. "kernels": kernels store to its
+            addresses. "puts": kernels call NVSHMEM.
+        rank, world_size: those of ``group``.
+        device: device of the buffers.
+        group: the process group, or None for a single process without one.
+        stream: stream of asynchronous exchanges, shared by all workspaces. None on the CPU. Exchanges run one after
+            another on it, because two at the same time could deadlock: on one rank the first may fill all
+            multiprocessors, on a peer the second, and each waits for the other rank.
+        timeout: maximum seconds to wait for a peer. Default: the process group's timeout.
+        arena: state shared by all workspaces of the transport.
+        new_dispatch: (1,) int32 on the device, the dispatch number that the next new dispatch sends, see
+            `layout.new_dispatch`.
     """
 
     access: ClassVar[str]
@@ -191,16 +201,23 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
-        """Wait for all ranks. step: name of the operation in a PeerTimeout. signal_pad: buffer of `signal_pad_bytes`.
-        Barriers that may run at once, on two streams, need one each."""
+        """Wait for all ranks.
+
+        step: name of the operation, for the message of a PeerTimeout.
+        signal_pad: buffer of `signal_pad_bytes`. None: the transport's own. Barriers on different streams, which may
+            run at the same time, need different signal pads.
+        """
 
     @abstractmethod
     def exchange(self, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
-        """Make the exchanges of one workspace. `PlainExchange` in `shared_memory.py` specifies its methods."""
+        """Create the object that makes a workspace's exchanges. It has the methods of `shared_memory.PlainExchange`."""
 
     def announce(self, new_dispatch: int) -> None:
-        """Set the number that new dispatches send from now on. It is written at once, for replays of records that
-        layers share. A dispatch that is not replayed writes it again (`Workspace.new_dispatch`)."""
+        """Set the dispatch number that new dispatches send from now on.
+
+        The number is written to the device at once. Layers may share a record, and its replays only read the number. A
+        dispatch that is not replayed writes the number again (`Workspace.new_dispatch`).
+        """
         arena = self.arena
         arena.new_dispatch = new_dispatch
         if self.stream is None or torch.cuda.is_current_stream_capturing():
@@ -209,7 +226,7 @@ class Transport(ABC):
             self.new_dispatch.fill_(new_dispatch)
 
     def free(self, buffer: SymmetricBuffer) -> None:
-        """Release a buffer that no exchange in flight uses. Local; views that are still held stay valid."""
+        """Release a buffer that no exchange in flight uses. Not collective. Views that are still held stay valid."""
         buffer.free()
         self._buffers = [each for each in self._buffers if each is not buffer]
 
@@ -219,7 +236,7 @@ class Transport(ABC):
             raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
 
     def close(self) -> None:
-        """Release all buffers. Local; views that are still held stay valid."""
+        """Release all buffers. Not collective. Views that are still held stay valid."""
         self._unusable = "closed"
         for buffer in self._buffers:
             self.free(buffer)
@@ -229,8 +246,10 @@ class PeerTimeout(RuntimeError):
     """Some ranks did not enter a barrier in time. The transport is unusable afterwards.
 
     Attributes:
-        missing: ranks of the group that did not arrive. step: operation at which this rank waited.
-        counter: number of the barrier. limit: seconds waited.
+        missing: ranks of the group that did not arrive.
+        step: operation in which this rank waited.
+        counter: number of the barrier.
+        limit: seconds that this rank waited.
     """
 
     def __init__(
@@ -275,7 +294,7 @@ class PeersDisagree(RuntimeError):
 
 
 def batch_too_large(tokens: int, max_tokens: int) -> str:
-    """Message about a batch that is too large, with the cure."""
+    """Error message for a batch that is too large, with the cure."""
     return f"batch: got {tokens} tokens, wanted at most max_tokens = {max_tokens}: {how_to_make_room(tokens)}"
 
 
@@ -285,9 +304,10 @@ def how_to_make_room(tokens: int) -> str:
 
 
 def tell_failure(group: dist.ProcessGroup | None, error: BaseException | str, *, over: bool = False) -> str:
-    """Write a note of the error that this rank raised, over any earlier note. Returns the note's text.
+    """Write a note about the error that this rank raised, or remove it. Returns the note's text.
 
-    error: the exception, or the text that an earlier call returned. over: remove the note if it still has this text.
+    error: the exception, or the text that an earlier call returned. An earlier note of this rank is overwritten.
+    over: True: remove the note, if it still has the text of `error`.
     """
     key = f"mxep/raised/{dist.get_rank(group)}"
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"[:1000]
@@ -304,7 +324,7 @@ def tell_failure(group: dist.ProcessGroup | None, error: BaseException | str, *,
 
 
 def told_failures(group: dist.ProcessGroup | None, ranks: Iterable[int]) -> str:
-    """The notes of these ranks, to append to a message; "" if there are none or the store does not answer."""
+    """Read the notes of `ranks`, for the end of an error message. "" if there are none or the store does not answer."""
     notes: list[str] = []
 
     def read() -> None:
@@ -320,10 +340,10 @@ def told_failures(group: dist.ProcessGroup | None, ranks: Iterable[int]) -> str:
 
 def _ask(question: Callable[[], object]) -> None:
     def ask() -> None:
-        with contextlib.suppress(RuntimeError, KeyError):  # the store, or the group, is gone
+        with contextlib.suppress(RuntimeError, KeyError):  # the store or the group no longer exists
             question()
 
-    thread = threading.Thread(target=ask, daemon=True)  # daemon: a store on a silent host blocks it forever
+    thread = threading.Thread(target=ask, daemon=True)  # daemon, because a store on a dead host blocks it forever
     thread.start()
     thread.join(GRACE)
 
@@ -335,7 +355,7 @@ def _store(group: dist.ProcessGroup | None) -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Timeout in seconds of a group's own collectives on a device. torch's default is 600 for NCCL, 1800 for gloo."""
+    """Timeout in seconds of a group's own collectives on a device. Torch's defaults: 600 for NCCL, 1800 for gloo."""
     if group is None:
         return dist.default_pg_timeout.total_seconds()  # a single process waits for no peer
     served = [each for each in group._device_types if each.type == device.type] or group._device_types
@@ -344,12 +364,12 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
 
 
 def signal_pad_bytes(world_size: int) -> int:
-    """Bytes of a barrier's signal pad: one signal per rank and the local counter, int64."""
+    """Bytes of a barrier's signal pad: one int64 signal per rank and one int64 counter."""
     return (world_size + 1) * 8
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's value, in rank order; only this rank's without a process group. Slow: for set-up."""
+    """All ranks' values in rank order, or only this rank's without a process group. Slow, so only for set-up."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size(group)
@@ -358,7 +378,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def check_agreement(what: str, values: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
-    """Raise the same ValueError on every rank if the ranks hold different values."""
+    """Raise the same ValueError on every rank if `values` differ between ranks."""
     first, *others = gather_objects(dict(values), group)
     for rank, theirs in enumerate(others, start=1):
         for name, value in first.items():

@@ -1,37 +1,39 @@
 """Workspace: two symmetric buffers that exchanges use in turn, and the proof that one barrier per exchange is enough.
 
-The transport owns the buffers, in its *arena*. All its workspaces share them, each with its own layout. Exchange i
-below is the i-th of all workspaces. A workspace that needs more bytes allocates two larger buffers for all.
+The buffers belong to the transport and are kept in its *arena*. All workspaces of a transport share them, each with its
+own layout. If a workspace needs larger buffers, it allocates two new ones for all workspaces. Exchanges are counted
+over all workspaces of a transport; exchange i below is the i-th of them.
 
     exchange    0        1        2        3
     buffer      0        1        0        1
     rank p   put|B0|read put|B1|read put|B2|read ...
 
-Exchange i stores into the peers' buffer i % 2, passes barrier B_i and reads the rank's own buffer i % 2. Every rank
-makes the same exchanges in the same order, each after the last has ended. On a device the current stream keeps this
-order. A new stream first waits for the stream of the last exchange.
+In exchange i a rank stores into buffer i % 2 of its peers, passes barrier B_i, and reads its own buffer i % 2. Every
+rank makes the same exchanges in the same order, each after the previous one has ended. On a GPU the current stream
+keeps this order. If the current stream changes, the new stream first waits for that of the last exchange.
 
-**No read sees a later exchange's stores.** Rank p stores exchange i + 2 into rank q's buffer i % 2 only after leaving
-B_{i+1}, so after q entered B_{i+1}. By then q has read buffer i % 2, because it is borrowed only until q's exchange
-i + 1.
+**No read sees the stores of a later exchange.** Rank p stores exchange i + 2 into buffer i % 2 of rank q only after p
+has left B_{i+1}. By then q has entered B_{i+1}, and so q has finished reading buffer i % 2: what it received in
+exchange i is valid only until its exchange i + 1.
 
-**No read misses its own exchange's stores.** q reads buffer i % 2 after B_i, which every p enters after its stores.
+**No read misses stores of its own exchange.** q reads buffer i % 2 after B_i, and every rank enters B_i after its
+stores.
 
-**No stale row is read.** A reader looks only at slots that the tables name. Each exchange writes all of these slots,
-and all W ranks write their tables in the exchange that they describe.
+**No stale row is read.** A reader reads only slots that the routing tables name. Each exchange writes all these slots.
+All W ranks write their tables in the same exchange as the rows.
 
-**One buffer is not enough.** p leaves B_i as soon as q has entered it, and may store exchange i + 1 while q still reads
-the rows of exchange i. A second buffer or a second barrier prevents this.
+**One buffer is not enough.** p leaves B_i as soon as q has entered it. Then p may store exchange i + 1 while q still
+reads the rows of exchange i. A second buffer prevents this; a second barrier would, too.
 
-Tables have a separate barrier, in the same exchange and in other words of the buffer. So a plan is made from them while
-rows are in flight on the transport's stream. A rank enters the table barrier of exchange i + 2 after it left that of
-exchange i + 1, so the proof holds for tables, too. `combine` has a barrier per chunk of tokens. Rank p sums a chunk
-once all ranks have stored it, and leaves B_i with the last chunk.
+Tables have a separate barrier in the same exchange, with its own signals and its own region of the buffer. So a plan
+can be computed from the tables while rows are in flight on the transport's stream. A rank enters the table barrier of
+exchange i + 2 after it left that of exchange i + 1, so the proof holds for tables, too. `combine` has one barrier per
+chunk of tokens. Rank p sums a chunk once all ranks have stored it, and leaves B_i with the last chunk.
 
-**A captured graph** may be replayed at any time. If it has an odd number of exchanges, two replays use a buffer twice
-in a row. So its first exchange begins with an extra barrier, after all earlier reads. After a capture every exchange
-outside of graphs does the same, because the host does not know of replays. Replayed records (`mxep.runtime.replay`)
-need none: they keep the order of all exchanges and are counted.
+**A captured graph** may be replayed at any time. If it has an odd number of exchanges, two replays use the same buffer
+twice in a row. So the first exchange of a graph begins with an extra barrier, which follows all earlier reads. After a
+capture, each exchange outside of graphs also begins with this barrier, because the host does not know of replays.
+Records replayed by `mxep.runtime.replay` need no extra barrier: their exchanges are counted, and keep the order.
 """
 
 import contextlib
@@ -52,18 +54,22 @@ Tables = tuple[Tensor, Tensor, Tensor]
 
 
 class Workspace:
-    """Exchanges of one layout, over the transport's buffers. Layers may share a workspace. Every rank must make the
-    same exchanges in the same order, over all workspaces of a transport.
+    """Exchanges with one layout, over the transport's buffers. Several layers may share a workspace.
+
+    Every rank must make the same exchanges in the same order, over all workspaces of a transport.
 
     Args:
-        transport: access to the other ranks' memory.
-        max_tokens: T_max, most tokens of a rank in one dispatch. top_k: K. dim: D, elements per row of a combine.
-        row_bytes: most bytes per row, dispatched or combined; None is 2 * dim (enough for bf16 and MXFP8).
-        num_experts: E, a multiple of W; rank r owns experts r * E/W .. (r + 1) * E/W - 1.
-        num_sms: maximum multiprocessors that an exchange may use; None: all. It decides how a combine's rows are cut
-            into chunks, so all ranks need the same number. Links need few: see the docs.
+        transport: access to the memory of the other ranks.
+        max_tokens: T_max, the maximum tokens of a rank in one dispatch.
+        top_k: K, experts per token.
+        dim: D, elements per row of a combine.
+        row_bytes: maximum bytes per row of any exchange. None: 2 * dim, enough for bf16 and MXFP8.
+        num_experts: E, a multiple of the W ranks. Rank r owns experts r * E/W to (r + 1) * E/W - 1.
+        num_sms: maximum multiprocessors that an exchange may use. None: all. All ranks need the same number, because it
+            decides how the rows of a combine are cut into chunks. A few multiprocessors can fill the links: see the
+            docs.
 
-    Collective. Raises ValueError on every rank if arguments differ between ranks or are invalid. Raises RuntimeError
+    Collective. Raises ValueError on every rank if arguments are invalid or differ between ranks. Raises RuntimeError
     while a CUDA graph is captured.
     """
 
@@ -118,13 +124,14 @@ class Workspace:
         return self._device_index is not None and torch._C._cuda_getDevice() != self._device_index
 
     def begin(self, step: str) -> SymmetricBuffer:
-        """Return the next exchange's buffer.
+        """Return the buffer of the next exchange.
 
-        Views of the exchange before last are invalid from now on. `exchange` counts an exchange once peers are told of
-        it. If it fails before that, it may be repeated in the same buffer.
+        From now on, views of the exchange before the last one are invalid. An exchange is counted when its signals are
+        sent to the peers. If it fails before, it can be repeated with the same buffer.
 
         Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed. Raises RuntimeError on a
-        second thread, after this rank refused an exchange, or if one is in flight across the start or end of a capture.
+        second thread, after this rank refused an exchange, and if an exchange is in flight when a capture starts or
+        ends.
         """
         arena, transport = self.arena, self.transport
         arena.thread.claim()
@@ -145,20 +152,23 @@ class Workspace:
         return arena.buffers[arena.exchanges % 2]
 
     def refuse(self, why: str, *, tokens: int = 0) -> None:
-        """Tell the peers that this rank skips the exchange: they raise PeersDisagree. A single rank does nothing."""
+        """Tell the peers that this rank skips the next exchange, so that they raise PeersDisagree.
+
+        why: the reason. tokens: size of a batch that is too large, 0 for other reasons. Does nothing with one rank.
+        """
         if self.transport.world_size > 1 and self.arena.refused is None:
             self.exchange.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
             self.arena.refused = why
 
     def new_dispatch(self) -> Tensor:
-        """(1,) int32 number that a new dispatch sends. Call it after `begin`."""
+        """(1,) int32 dispatch number that a new dispatch sends. Call it after `begin`."""
         number = self.transport.new_dispatch
-        with set_up():  # many layers share a record: `announce` writes it before each replay
+        with set_up():  # not part of a record, which layers may share: `announce` writes the number before each replay
             number.fill_(self.arena.new_dispatch)
         return number
 
     def slots(self, buffer: SymmetricBuffer, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Views (S, n_i) of the payload's parts in the buffer's slots."""
+        """Views of the buffer's slots, one tensor (S, n_i) per part (T, n_i) of the payload."""
         widths = tuple(part.shape[1] for part in payload)
         key = self.layout, widths
         if key not in buffer.views:
@@ -168,17 +178,19 @@ class Workspace:
         return found
 
     def tables(self, buffer: SymmetricBuffer) -> Tables:
-        """The senders' (expert_ids, weights, num_tokens) in a buffer."""
+        """The tables of all senders in a buffer: expert_ids (W, T_max, K), weights (W, T_max, K), num_tokens (W,)."""
         if self.layout not in buffer.views:
             layout, local = self.layout, buffer.local
             buffer.views[layout] = layout.ids(local), layout.values(local), layout.num_tokens(local)
         ids, weights, num_tokens = buffer.views[self.layout]
-        return ids, weights.detach(), num_tokens  # a new tensor, to which callers may attach autograd history
+        return ids, weights.detach(), num_tokens  # detach gives a new tensor, which may get an autograd history
 
     @contextlib.contextmanager
     def stream(self, in_flight: object) -> Iterator[None]:
-        """Run an exchange on the transport's stream, after earlier work of the current stream. in_flight: tensors that
-        it uses, held until `join`."""
+        """Context: launches of an exchange go to the transport's stream, after the earlier work of the current stream.
+
+        in_flight: tensors that the exchange uses. They are held until `join`.
+        """
         arena, stream = self.arena, self.transport.stream
         arena.in_flight = in_flight
         if stream is None or arena.stream is None:
@@ -196,13 +208,16 @@ class Workspace:
             arena.done = done
 
     def join(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Make the current stream wait for the last exchange if it is in flight. stream: the current one, if known."""
+        """Make the current stream wait for the last exchange, if that is in flight.
+
+        stream: the current stream, if known.
+        """
         arena = self.arena
         if arena.done is not None:
             stream = stream or current_stream(self._device_index)
             wait_event(stream, arena.done)
             if arena.in_flight is not None and arena.stream is not None and arena.stream != stream:
-                wait_event(arena.stream, arena.done)  # this stream owns the memory released below
+                wait_event(arena.stream, arena.done)  # the tensors released below were allocated on this stream
         arena.in_flight = None
 
     @functools.cached_property
@@ -210,7 +225,10 @@ class Workspace:
         return torch.cuda.Event(), torch.cuda.Event()
 
     def _make_room(self) -> None:
-        """Allocate larger buffers if the layout needs them. `allocate` leaves all devices idle, so old ones may go."""
+        """Allocate larger buffers if the layout needs them, and free the old ones.
+
+        `allocate` synchronizes all devices, so no exchange uses the old buffers any more.
+        """
         arena, transport = self.arena, self.transport
         if arena.buffers and arena.buffers[0].local.numel() >= self.layout.nbytes:
             return
@@ -224,25 +242,28 @@ class Workspace:
                 transport.free(buffer)
 
     def _is_order_unknown(self, capture: int) -> bool:
-        """True if replays of a captured graph may come between the last exchange and this. capture: `capture_of`."""
+        """True if a captured graph may be replayed between the last exchange and this one.
+
+        capture: result of `capture_of` for the current stream.
+        """
         arena = self.arena
         changed = capture != arena.capture
         if changed and arena.in_flight is not None:
-            if arena.capture:  # the capture is over, and its events with it
+            if arena.capture:  # the capture has ended, and its events are not valid outside of it
                 arena.in_flight = arena.done = arena.stream = None
             last = f"exchange {arena.exchanges - 1}"
             raise RuntimeError(f"{last}: in flight while a capture starts or ends, wanted wait() before")
         if changed:
-            arena.capture, arena.done, arena.stream = capture, None, None  # events do not cross captures
+            arena.capture, arena.done, arena.stream = capture, None, None  # events are valid only inside their capture
         arena.was_captured |= capture != 0
         return arena.was_captured and (changed or capture == 0)
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:
-    """Id of the capture that the current stream is part of, 0 outside of one."""
+    """Id of the CUDA graph capture that the current stream is part of, or 0. stream: the current stream."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
-    # Only the driver tells the id.
+    # Torch does not return the id, so the driver is asked.
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
     failed = ask(ctypes.c_void_p(stream.cuda_stream), *map(ctypes.byref, (status, number)), None, None, None)

@@ -1,35 +1,43 @@
-"""SwiGLU and its clamped variants: one activation with parameters, its elementwise reference, and a portable sigmoid.
+"""SwiGLU and its clamped variants: one activation with parameters, its torch reference, and a portable sigmoid.
+
+Parameters (fields of `SwiGLU`) of some models:
 
                                  alpha   limit   shift   interleaved
 Qwen3-MoE, Mixtral, DeepSeek-V3  1       None    0       no             silu(gate) * up
 DeepSeek-V4                      1       given   0       no             clamped
 gpt-oss                          1.702   7       1       yes            clamped, (up + 1) * gate * sigmoid(alpha * gate)
 
+The activation h (R, F) of gate and up (R, F), and its gradients d_gate and d_up, given d_h:
+
 gate' = min(gate, limit)                  up' = clamp(up, -limit, limit) + shift
 s = sigmoid(alpha * gate')                glu = gate' * s
 h = glu * up'                             d_up = d_h * glu                                          0 where clamped
                                           d_gate = d_h * up' * s * (1 + alpha * gate' * (1 - s))    0 where clamped
 
-The sigmoid has the same bits on every device. Exponentials of libraries differ by device, vector lane and version, so
-values quantized after one could differ in a byte. This sigmoid consists of fp32 multiplications and additions, each
-rounded by itself, and integer arithmetic on the bits of fp32. A kernel equals it bit for bit if it does the same
-operations in the same order, without FMAs. Subnormals arise only where they vanish in a sum, so a device that flushes
-them gets the same bits.
+The sigmoid has the same bits on every device. Library exponentials differ by device, vector lane and version, so values
+that are quantized after a library exponential could differ in a byte. This sigmoid consists of fp32 multiplications and
+additions, each rounded separately, and of integer arithmetic on the bits of fp32. A kernel equals it bit for bit if it
+does the same operations in the same order, without FMAs. A subnormal intermediate value is always added to a number so
+large that the sum does not change. So a device that flushes subnormals to zero gets the same bits.
+
+Steps, with x the argument and the constants of this file in capitals:
 
     t = -log2(e) / 4 * clamp(x, -86, 86)            exp(-x) = 2^(4t)
-    u = t + ROUND                                   t to the nearest n / 4, ties to even; n is in the last bits of u
-    f = t - (u - ROUND)                             exact, |f| <= 1/8: exp(-x) = 2^n * 2^(4f)
+    u = t + ROUND                                   rounds t to n / 4, n an integer; the last bits of u are n
+    f = t - (u - ROUND)                             exact, |f| <= 1/8, so exp(-x) = 2^n * 2^(4f)
     p, q = (f^2 + C0) + C1 * f, (f^2 + C0) - C1 * f         2^(4f) = p / q * (1 +- 4.4e-7), minimax
-    p = p * 2^n                                     exp(-x) = p / q; the last bits of u are added to p's exponent
+    p = p * 2^n                                     exp(-x) = p / q; n is added to p's exponent bits
     r = 1 / (p + q)                                 by `reciprocal`
     sigmoid(x), sigmoid(-x) = q * r, p * r
 
-The reciprocal of d starts from MAGIC - d, both as integers, which is off by at most 5%. Two Newton steps of third and
-second order follow: r * (3 - t * (3 - t)) with t = d * r, then r * (2 - d * r). The error is 1.4 * 2^-23. A sigmoid
-takes 21 instructions without a branch. An IEEE division alone takes two thirds of that on a GPU, with branches.
+`reciprocal` of d starts from MAGIC minus the bits of d as an integer. Read as fp32, this r is off by at most 5%. Then
+it refines r in two Newton steps: of third order, r = r * (3 - t * (3 - t)) with t = d * r, and of second order,
+r = r * (2 - d * r). The relative error is 1.4 * 2^-23. A sigmoid takes 21 instructions without a branch. On a GPU an
+IEEE division alone takes two thirds as many, with branches.
 
-Relative error of either result, in 2^-23: at most 6 for |x| <= 1, 10 for |x| <= 8, 14 at 20, 38 at 86, from the
-rounding of t. Beyond 86 the value is that of 86: 1, or 4.5e-38. NaN stays NaN.
+Relative error of sigmoid(x) and sigmoid(-x), in units of 2^-23: at most 6 for |x| <= 1, at most 10 for |x| <= 8, 14 at
+|x| = 20, and 38 at |x| = 86. It comes from the rounding of t. If |x| > 86, the results are those of +-86: 1 and
+4.5e-38. NaN stays NaN.
 """
 
 import math
@@ -41,7 +49,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 86.0
-"""Bound of |x| that keeps exp(x), exp(-x) and all intermediate values normal fp32 numbers."""
+"""The sigmoid's argument is clamped to +-LIMIT, so that exp(x) and exp(-x) are normal fp32 numbers."""
 
 SCALE = -0.25 / math.log(2)
 ROUND = 1.5 * 2.0**21
@@ -50,7 +58,7 @@ MAGIC = 0x7EF32000
 
 
 def sigmoid_pair(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(sigmoid(x), sigmoid(-x)) of x fp32, any shape. Both are equally accurate, unlike 1 - sigmoid(x)."""
+    """(sigmoid(x), sigmoid(-x)) for x fp32 of any shape. sigmoid(-x) is more accurate than 1 - sigmoid(x)."""
     # In-place operations take half the time on a CPU.
     t = x.clamp(-LIMIT, LIMIT).mul_(SCALE)
     u = t + ROUND
@@ -63,7 +71,7 @@ def sigmoid_pair(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reciprocal(d: Tensor) -> Tensor:
-    """1 / d for d fp32, from 2^-126 to 2^125."""
+    """1 / d for d (fp32) between 2^-126 and 2^125."""
     r = (MAGIC - d.view(torch.int32)).view(torch.float32)
     t = d * r
     r.mul_((3.0 - t).mul_(t).neg_().add_(3.0))
@@ -72,14 +80,16 @@ def reciprocal(d: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """(clamp(up, -limit, limit) + shift) * g * sigmoid(alpha * g), with g = min(gate, limit). Plain SwiGLU by default.
+    """(clamp(up, -limit, limit) + shift) * g * sigmoid(alpha * g), with g = min(gate, limit).
 
-    The gradient is zero where limit clamps. It passes at limit itself, as in torch's clamp before 2.15.
+    With the default values this is plain SwiGLU, silu(gate) * up. The gradient of gate or up is zero where `limit`
+    clamps it. For a value equal to the limit the gradient is not zeroed, as in torch.clamp before version 2.15.
     Raises ValueError for an alpha or a limit that is not positive and finite.
 
     Attributes:
-        limit: None for no clamping.
-        interleaved: columns are gate, up, gate, up, ... instead of all of gate, then all of up.
+        alpha, shift: constants of the formula.
+        limit: constant of the formula. None: no clamping.
+        interleaved: True if the columns of gate_up are gate, up, gate, up, ... False if all columns of gate come first.
     """
 
     alpha: float = 1.0
@@ -94,7 +104,7 @@ class SwiGLU:
 
     @property
     def packed(self) -> list[float] | None:
-        """All fields as numbers, as ops take them; None for plain SwiGLU."""
+        """All fields as a list of floats, the form in which ops take an activation. None for plain SwiGLU."""
         if self == PLAIN:
             return None
         return [self.alpha, math.inf if self.limit is None else self.limit, self.shift, float(self.interleaved)]
@@ -124,14 +134,20 @@ class SwiGLU:
         return Glu(glu, up + self.shift if self.shift else up, x, s, one_minus_s)
 
     def unclamped(self, d: Tensor, x: Tensor, *, both: bool) -> Tensor:
-        """Gradient of x, given that of x clamped, d. x: gate, or up with `both`."""
+        """Backward of the clamp of x. Returns the gradient of x.
+
+        d: gradient of the clamped x. both: True if x is clamped on both sides (up), False if only from above (gate).
+        """
         if self.limit is None:
             return d
         return d.masked_fill((x.abs() if both else x) > self.limit, 0.0)
 
 
 class Glu(NamedTuple):
-    """glu, up' and the terms of the slope: x = alpha * gate', sigmoid(x), sigmoid(-x)."""
+    """Intermediate values of the activation, each (R, F) fp32; names as in the module's docstring.
+
+    glu: gate' * sigmoid(x). up: up'. x: alpha * gate'. s: sigmoid(x). one_minus_s: sigmoid(-x).
+    """
 
     glu: Tensor
     up: Tensor
@@ -140,7 +156,7 @@ class Glu(NamedTuple):
     one_minus_s: Tensor
 
     def slope(self) -> Tensor:
-        """Derivative of glu by gate'."""
+        """Derivative of glu with respect to gate'."""
         return self.x.clamp(-LIMIT, LIMIT).mul_(self.one_minus_s).add_(1.0).mul_(self.s)
 
 

@@ -3,10 +3,11 @@
     qdata   (..., N, K)                          float8_e4m3fn
     scale   (..., ceil(N/rows), ceil(K/columns)) fp32, bf16, fp16 or e8m0;  a value is qdata * scale
 
-Checkpoints call the scale `weight_scale_inv`, but it multiplies. Blocks at the edges are cut: 576 rows in blocks of 128
-are five blocks, the last one 64 rows high. Blocks (1, K) are row-scaled FP8, (N, K) is one scale per matrix.
+Checkpoints call the scale `weight_scale_inv`, although a value is qdata times the scale, not divided by it. Blocks at
+the bottom and right edges may be smaller: 576 rows in blocks of 128 rows are five blocks, and the last block has 64
+rows. Block size (1, K) is row-scaled FP8. Block size (N, K) is one scale per matrix.
 
-Plain torch on any device. `to_mxfp8` and `fold` take power-of-two scales.
+Plain torch on any device. `mxep.quant.to_mxfp8` converts block FP8 to an MXTensor if all scales are powers of two.
 """
 
 from collections.abc import Callable
@@ -27,10 +28,12 @@ _ONE = 127
 
 @dataclass(frozen=True)
 class BlockFP8:
-    """A weight in block FP8, (..., N, K), with any leading axes, such as (E, N, K) for E experts.
+    """A weight in block FP8, (..., N, K). Leading axes are optional; E experts are (E, N, K).
 
-    qdata, scale: see the module's docstring. block_size: (rows, columns) per scale.
-    Raises ValueError for other dtypes and for a scale of another shape or device.
+    Attributes:
+        qdata, scale: shapes and dtypes as in the module's docstring.
+        block_size: (rows, columns) per scale.
+    Raises ValueError for other dtypes, and for a scale of another shape or on another device than qdata.
     """
 
     qdata: Tensor
@@ -59,7 +62,10 @@ class BlockFP8:
         return self.qdata.shape
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The values, (..., N, K) contiguous: qdata * scale in fp32, rounded once to `dtype`, bf16, fp32 or fp16."""
+        """The values qdata * scale as a contiguous tensor (..., N, K).
+
+        dtype: bf16, fp32 or fp16. Products are computed in fp32 and rounded once to `dtype`.
+        """
         if dtype not in VALUE_DTYPES:
             raise ValueError(f"dequantize: expected dtype {VALUE_DTYPES}, got {dtype}")
         n, k = self.shape[-2:]
@@ -68,24 +74,24 @@ class BlockFP8:
 
     @property
     def mT(self) -> "BlockFP8":
-        """The transposed matrices (..., K, N), views."""
+        """BlockFP8 (..., K, N) of transposed views of qdata and scale."""
         return BlockFP8(self.qdata.mT, self.scale.mT, self.block_size[::-1])
 
     def scale_values(self) -> Tensor:
         return _scale_values(self.scale)
 
     def scale_exponents(self) -> Tensor | None:
-        """The scales as e8m0 if all are powers of two in its range, or NaN, in any dtype. Otherwise None."""
+        """The scales as e8m0 if each is NaN or a power of two that e8m0 can represent, else None."""
         return exponents_of(self.scale)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "BlockFP8"], tuple[Any, ...]]:
-        # Bytes, because torch cannot read its pickles of 8-bit floats.
+        # Saved as bytes, because torch cannot load its own pickles of 8-bit floats.
         scale = self.scale.view(torch.uint8) if self.scale.dtype == SCALE_DTYPE else self.scale
         return rebuild_block_fp8, (self.qdata.view(torch.uint8), scale, self.block_size)
 
 
 def rebuild_block_fp8(qdata: Tensor, scale: Tensor, block_size: BlockShape) -> BlockFP8:
-    """Called by `torch.load(weights_only=True)`. Checks the parts."""
+    """Rebuild a saved BlockFP8, called by `torch.load(weights_only=True)`. Raises ValueError for invalid parts."""
     scale = scale.view(SCALE_DTYPE) if scale.dtype == torch.uint8 else scale
     return BlockFP8(qdata.view(E4M3.dtype), scale, block_size)
 
@@ -94,7 +100,7 @@ torch.serialization.add_safe_globals([rebuild_block_fp8])
 
 
 def exponents_of(scale: Tensor) -> Tensor | None:
-    """`BlockFP8.scale_exponents` for a scale tensor."""
+    """`BlockFP8.scale_exponents` of a tensor of scales."""
     if scale.dtype == SCALE_DTYPE:
         return scale
     mantissa, exponent = torch.frexp(scale.float())
@@ -110,12 +116,14 @@ def quantize_blocks(
 ) -> BlockFP8:
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to block FP8, as DeepSeek-V3 does (inference/kernel.py). No autograd.
 
-    block_size: (rows, columns) per scale; N and K need not be multiples.
-    scale_dtype: fp32, bf16 or fp16: the scale is amax / 448, but at least the dtype's smallest normal number.
-        float8_e8m0fnu (`ue8m0` in checkpoints): it is 2**ceil(log2(amax / 448)). A block of zeros has scale 1.
-    Elements are x / scale in fp32, saturated at 448 (needed if the scale was rounded down), rounded to nearest even.
-    A block with NaN or Inf, or too large for an fp16 scale, has scale NaN and every element 0x7f.
-    Raises ValueError for other dtypes and blocks.
+    block_size: (rows, columns) per scale. N and K need not be multiples of them.
+    scale_dtype: with fp32, bf16 or fp16, the scale is amax / 448, but at least the dtype's smallest normal number. With
+        float8_e8m0fnu (`ue8m0` in checkpoints), the scale is 2**ceil(log2(amax / 448)).
+
+    A block of zeros gets scale 1. Elements are x / scale in fp32, rounded to nearest even. They saturate at 448,
+    because a scale that was rounded down would give larger quotients.
+    A block gets scale NaN and elements 0x7f if it has NaN or Inf, or if its scale exceeds fp16 with scale_dtype fp16.
+    Raises ValueError for other dtypes and block sizes.
     """
     check_values("quantize_blocks", x)
     _check_block_shape(block_size)
@@ -140,12 +148,15 @@ def quantize_blocks(
 
 
 def rescale_blocks(x: BlockFP8) -> tuple[BlockFP8, Tensor]:
-    """x with power-of-two scales (e8m0), which can be folded, and its SNR against x in dB. No autograd.
+    """Quantize x a second time, in the same blocks, with power-of-two scales. Unlike x, the result can be folded.
 
-    The values are quantized a second time, in the same blocks. Random weights have 31.5 dB against x. Against the
-    weights that x was quantized from, x has 31.5 dB and the result 28.5. Use it only where a GEMM cannot rescale its
-    sums. If the scales of x are powers of two, its elements stay.
-    SNR: (...) fp64, one number per matrix (N, K), inf if no element changes.
+    Use it only where a GEMM cannot apply x's scales to its partial sums, because it loses accuracy. For random weights
+    the result has an SNR of 31.5 dB against x. Against the weights before quantization, x has 31.5 dB and the result
+    28.5 dB. If all scales of x are powers of two already, the elements do not change. No autograd.
+
+    Returns:
+        BlockFP8 with e8m0 scales.
+        SNR of the result against x in dB, (...) fp64: one number per matrix (N, K), inf if no element changes.
     """
     if (exponents := x.scale_exponents()) is not None:
         exact = torch.full(x.shape[:-2], torch.inf, dtype=torch.float64, device=x.qdata.device)
@@ -154,11 +165,11 @@ def rescale_blocks(x: BlockFP8) -> tuple[BlockFP8, Tensor]:
     rescaled = quantize_blocks(values, block_size=x.block_size, scale_dtype=SCALE_DTYPE)
     error = rescaled.dequantize(torch.float32).double() - values.double()
     signal, noise = (part.square().sum((-2, -1)) for part in (values.double(), error))
-    return rescaled, torch.where(noise == 0, torch.inf, 10 * (signal / noise).log10())  # also of zeros alone
+    return rescaled, torch.where(noise == 0, torch.inf, 10 * (signal / noise).log10())  # inf also if all are zeros
 
 
 def spread_scale(scale: Tensor, block_size: BlockShape, rows: int, columns: int) -> Tensor:
-    """scale (..., grid rows, grid columns) -> scale of each element (..., rows, columns)."""
+    """Repeat one scale per block to one scale per element: (..., block rows, block columns) -> (..., rows, columns)."""
     high, wide = (min(size, whole) for size, whole in zip(block_size, (rows, columns)))
     scale = scale.repeat_interleave(high, -2)[..., :rows, :]
     return scale.repeat_interleave(wide, -1)[..., :columns]
@@ -169,7 +180,7 @@ def _scale_values(scale: Tensor) -> Tensor:
 
 
 def _amax(x: Tensor, block_size: BlockShape) -> Tensor:
-    """Maximum of each block of x (..., N, K), x >= 0: (..., grid rows, grid columns)."""
+    """Maximum of each block of x (..., N, K), x >= 0. Returns (..., block rows, block columns)."""
     (rows, columns), (grid_rows, grid_columns) = block_size, _grid(x, block_size)
     padding = (0, grid_columns * columns - x.shape[-1], 0, grid_rows * rows - x.shape[-2])
     blocks = torch.nn.functional.pad(x, padding).unflatten(-1, (grid_columns, columns))

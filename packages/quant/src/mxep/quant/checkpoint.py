@@ -1,4 +1,6 @@
-"""Checkpoints with quantized weights: a folder of safetensors in, MXTensor and BlockFP8 out.
+"""Read checkpoints with quantized weights: a folder of safetensors in, MXTensor and BlockFP8 out.
+
+Formats, with the names, dtypes and shapes of their stored tensors; X is the name of a layer or weight:
 
     format      weight                           scale                                          a value is
     mxfp4       X_blocks u8 (.., N, K/32, 16)    X_scales u8 (.., N, K/32)                      E2M1 * 2^(byte-127)
@@ -12,18 +14,24 @@
     fp8_tensor  X.weight e4m3 (N, K)             X.weight_scale, one number                     E4M3 * scale
     plain       any tensor of bf16, fp16, fp32, fp64 or integers of 32 or 64 bits, without a scale
 
-Sources: gpt-oss, compressed-tensors and DeepSeek-V4 (mxfp4); MiniMax-M3, ModelOpt and compressed-tensors (mxfp8);
-DeepSeek-V3, Qwen3-FP8, MiniMax-M2 and DeepSeek-V4's dense layers (fp8_block); compressed-tensors (fp8_row, fp8_tensor).
-Every scale multiplies, also those named "_inv".
+Who writes these formats:
 
-Names, dtypes and shapes decide the format. config.json gives the block size and the method. Its dtypes are ignored:
-`scale_fmt: ue8m0` occurs with fp32, bf16 and e8m0 storage. Other formats raise ValueError: NVFP4, GPTQ and AWQ
-integers, bitsandbytes, int8, E5M2.
+    mxfp4                gpt-oss, compressed-tensors, DeepSeek-V4
+    mxfp8                MiniMax-M3, ModelOpt, compressed-tensors
+    fp8_block            DeepSeek-V3, Qwen3-FP8, MiniMax-M2, DeepSeek-V4's dense layers
+    fp8_row, fp8_tensor  compressed-tensors
 
-Opening reads only headers (names, dtypes, shapes), `StoredWeight.read` reads bytes. Needs safetensors:
-`pip install mxep-quant[checkpoints]`. docs/guides/quantized-models.md links the layouts' definitions.
+A value is the element times the scale, even if the scale's name ends in "_inv".
 
-N outputs, K inputs; leading axes are experts.
+The format of a weight is decided by the names, dtypes and shapes of its tensors. config.json gives the block size and
+the quantization method. Dtypes in config.json are ignored, because `scale_fmt: ue8m0` occurs with scales stored as
+fp32, bf16 and e8m0. Other formats raise ValueError: NVFP4, GPTQ and AWQ integers, bitsandbytes, int8, E5M2.
+
+Opening a checkpoint reads only headers (names, dtypes, shapes). `StoredWeight.read` reads a weight's bytes. This module
+needs safetensors: `pip install mxep-quant[checkpoints]`. docs/guides/quantized-models.md links the definitions of the
+layouts.
+
+Letters: N outputs, K inputs. Leading axes, "..", are experts.
 """
 
 import json
@@ -48,7 +56,7 @@ except ImportError as error:
 
 INDEX = "model.safetensors.index.json"
 METHODS = (None, "mxfp4", "mxfp8", "fp8", "modelopt", "compressed-tensors")
-"""Values of `quant_method` that this module reads."""
+"""Values of `quant_method` in config.json that this module accepts."""
 PLAIN = ("BF16", "F16", "F32", "F64", "I32", "I64", "BOOL")
 E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
 SCALE_DTYPES = ("F32", "BF16", "F16", E8M0)
@@ -61,13 +69,13 @@ OTHERS = {
     ".weight_shape": "packed integers of compressed-tensors",
     "_column_scale": "a state of mxep's frozen experts: load_state_dict takes it, save_quantized writes a checkpoint",
 }
-"""Endings of names in formats that this module does not read."""
+"""Name endings of tensors in formats that this module cannot read, and what an error says about them."""
 USUAL_BLOCKS = ((128, 128), (32, 32))
 
 
 @dataclass(frozen=True)
 class Header:
-    """dtype (safetensors' name, such as "F8_E4M3"), shape and file name of a stored tensor."""
+    """Header of a stored tensor: its dtype in safetensors' words, such as "F8_E4M3", its shape, and its file's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,14 +84,14 @@ class Header:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight of a checkpoint, not read yet.
+    """A weight of a checkpoint. Its bytes are read by `read`.
 
-    name: the tensor's name without the ending of packed data: "...experts.gate_up_proj" for gpt-oss's
-        "...experts.gate_up_proj_blocks", "X.weight" for "X.weight_packed".
+    name: the stored tensor's name without an ending for packed data. For example "X.weight" for "X.weight_packed", and
+        "...experts.gate_up_proj" for gpt-oss's "...experts.gate_up_proj_blocks".
     format: "mxfp4", "mxfp8", "fp8_block", "fp8_row", "fp8_tensor" or "plain".
-    shape: in elements; (..., N, K) if quantized.
-    tensors: names of the stored data and, if quantized, of its scale.
-    block_size: (rows, columns) per scale; None for "plain".
+    shape: shape in elements; (..., N, K) if quantized.
+    tensors: name of the stored tensor and, if quantized, name of its scale tensor.
+    block_size: (rows, columns) per scale. None for "plain".
     """
 
     name: str
@@ -94,10 +102,10 @@ class StoredWeight:
     checkpoint: "QuantizedCheckpoint" = field(repr=False, compare=False)
 
     def read(self, part: slice | None = None) -> MXTensor | BlockFP8 | Tensor:
-        """Read it to the CPU: an MXTensor (mxfp4, mxfp8), BlockFP8 (fp8_*), or the plain tensor.
+        """Read the weight to the CPU. Returns an MXTensor (mxfp4, mxfp8), a BlockFP8 (fp8_*) or a plain tensor.
 
-        part: the slice to read of the first axis of a stacked weight (E, N, K) or of a plain tensor. Raises ValueError
-        for a part of a matrix.
+        part: read only this slice of the first axis. Allowed for a stacked weight (E, N, K) and for plain tensors; for
+            a quantized matrix (N, K) it raises ValueError.
         """
         if part is not None and self.format != "plain" and len(self.shape) < 3:
             raise ValueError(f"{self.name}: expected a stacked weight (E, N, K) to read a part of, got {self.shape}")
@@ -115,20 +123,26 @@ class StoredWeight:
         return BlockFP8(data, scale.reshape(*data.shape[:-2], *grid), self.block_size)
 
     def has_exponents(self) -> bool:
-        """True if all scales are powers of two, as `mxep.quant.to_mxfp8` needs. Reads the scales of fp8_*."""
+        """True if all scales are powers of two, as `mxep.quant.to_mxfp8` needs. False for "plain".
+
+        For fp8_* formats the scales are read from the file to find out.
+        """
         if not self.format.startswith("fp8"):
             return self.format != "plain"
         return exponents_of(self.checkpoint.tensor(self.tensors[1])) is not None
 
 
 class QuantizedCheckpoint:
-    """A folder with config.json and *.safetensors, or those of its index.
+    """A checkpoint folder with config.json and *.safetensors. If there is an index file, only the files it names.
 
-    config: config.json, {} without one. weights: name -> StoredWeight, in the order of the files.
+    Attributes:
+        config: contents of config.json, or {} if there is none.
+        weights: name -> StoredWeight, in the order of the files.
 
-    Raises ValueError, naming the tensor, for other formats and for parts that do not fit each other, and for a config
-    of another method. Raises FileNotFoundError for a folder without safetensors or without a file of its index. Files
-    stay mapped into memory until `close`, or the end of a `with` block.
+    Raises ValueError, naming the tensor, for another format, and if a weight and its scale do not fit. Raises
+    ValueError if config.json names another quantization method. Raises FileNotFoundError if the folder has no
+    safetensors, or lacks a file that the index names. Files stay mapped into memory until `close`, or the end of a
+    `with` block.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -143,13 +157,16 @@ class QuantizedCheckpoint:
 
     @property
     def quantization(self) -> str:
-        """The format by the config, for messages: "modelopt MXFP8"; "" if the config names none."""
+        """Method and format as config.json names them, for messages: e.g. "modelopt MXFP8". "" if it names none."""
         words = (self._method, self._declared.get("quant_algo") or self._declared.get("format"))
         return " ".join(str(word) for word in words if word)
 
     @property
     def block_size(self) -> BlockShape | None:
-        """(rows, columns) per scale by the config: `weight_block_size`, or `block_structure` of compressed-tensors."""
+        """(rows, columns) per scale as config.json gives them, or None.
+
+        Read from `weight_block_size`, or from `block_structure` of compressed-tensors.
+        """
         size = self._declared.get("weight_block_size")
         for group in (self._declared.get("config_groups") or {}).values():
             size = size or ((group or {}).get("weights") or {}).get("block_structure")
@@ -160,13 +177,13 @@ class QuantizedCheckpoint:
         return size[0], size[1]
 
     def tensor(self, name: str, part: slice | None = None) -> Tensor:
-        """A stored tensor, or only a slice of its first axis."""
+        """Read the stored tensor `name`, or only the slice `part` of its first axis."""
         file = self._file(self.headers[name].file)
         stored: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
         return stored
 
     def close(self) -> None:
-        """Close the files. Reading opens them again."""
+        """Close the files. A later read opens them again."""
         self._open.clear()
 
     def __enter__(self) -> "QuantizedCheckpoint":
@@ -213,7 +230,7 @@ class QuantizedCheckpoint:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} if there is no file."""
+    """Read the JSON object in a file. Returns {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -226,11 +243,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _weights(checkpoint: QuantizedCheckpoint) -> Iterator[StoredWeight]:
-    """A StoredWeight for each tensor that is not a scale."""
+    """Yield a StoredWeight for each stored tensor that is not a scale."""
     headers = checkpoint.headers
     scales = {weight: name for weight in headers if (name := _scale_of(weight, headers)) is not None}
     taken = set(scales.values())
-    for ending, what in OTHERS.items():  # first, because the errors below are less specific
+    for ending, what in OTHERS.items():  # checked first, because the errors below are less specific
         if name := next((name for name in headers if name.endswith(ending)), None):
             raise ValueError(f"{name}: expected a format of mxep.quant.checkpoint, got {what}")
     for name, header in headers.items():
@@ -245,7 +262,7 @@ def _weights(checkpoint: QuantizedCheckpoint) -> Iterator[StoredWeight]:
 
 
 def _scale_of(name: str, headers: dict[str, Header]) -> str | None:
-    """Name of the scale of tensor `name`, None if it is not quantized."""
+    """Name of the scale tensor of tensor `name`. None if `name` is not quantized."""
     if headers[name].dtype not in ("U8", "I8", E4M3):
         return None
     if name.endswith(("_blocks", ".blocks")):
@@ -285,7 +302,11 @@ def _quantized(checkpoint: QuantizedCheckpoint, name: str, scale_name: str) -> S
 def _blocks_of(
     shape: tuple[int, ...], scale: tuple[int, ...], declared: BlockShape | None
 ) -> tuple[str, BlockShape] | None:
-    """("fp8_block" | "fp8_row" | "fp8_tensor", (rows, columns) per scale) of a weight and scales of these shapes."""
+    """Find the fp8_* format from the shapes of a weight and its scale.
+
+    declared: (rows, columns) per scale as config.json gives them, or None.
+    Returns the format's name and its (rows, columns) per scale, or None if no format fits.
+    """
     *experts, n, k = shape
 
     def fits(block: BlockShape) -> bool:

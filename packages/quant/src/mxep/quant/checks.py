@@ -1,4 +1,4 @@
-"""Argument checks. They raise ValueError; some return the normalized argument."""
+"""Argument checks, which raise ValueError. Some return the argument in a normalized form."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from mxep.quant.formats import E2M1, E4M3, E5M2, SCALE_DTYPE, MXFormat, ScaleMod
 
 Axis = int | tuple[int, int]
 BLOCKS_2D = (-2, -1)
-"""Axis of square 2-D blocks: one scale per block of rows and columns."""
+"""Value of `axis` for square 2-D blocks, which have one scale per block_size rows x block_size columns."""
 
 VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-"""Dtypes that can be quantized: the outer dtypes of an MXTensor."""
+"""Dtypes of tensors that can be quantized. An MXTensor's outer dtype is one of them, too."""
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 _MODES = tuple(mode.value for mode in ScaleMode)
@@ -27,7 +27,7 @@ def check_values(name: str, x: Tensor) -> None:
 
 
 def check_format(fmt: MXFormat | str) -> torch.dtype:
-    """qdata dtype of `fmt`, E4M3, E5M2 or a name. Only `quantize` makes E2M1."""
+    """torch dtype of qdata in `fmt`, which is E4M3, E5M2 or a name of one. E2M1 raises: only `quantize` supports it."""
     if isinstance(fmt, str):
         fmt = _FORMATS.get(fmt, fmt)
     if fmt not in (E4M3, E5M2):
@@ -37,14 +37,14 @@ def check_format(fmt: MXFormat | str) -> torch.dtype:
 
 
 def check_mode(mode: ScaleMode | str) -> str:
-    """Name of a scale mode, given as mode or name."""
+    """Name of the scale mode `mode`, which is a ScaleMode or a name."""
     if mode not in _MODES:
         raise ValueError(f"mode: got {mode!r}, want one of {_MODES}")
     return str(mode)
 
 
 def check_axis(axis: Axis, x: Tensor) -> Axis:
-    """Normalize a blocked axis to -1, -2 or (-2, -1). `x` must have at least two axes."""
+    """Normalize a blocked axis of `x` to -1, -2 or (-2, -1). Raises ValueError if `x` has fewer than two axes."""
     if x.ndim < 2:
         raise ValueError(f"got shape {tuple(x.shape)}, want two axes or more, (..., N, K)")
     given = (axis,) if isinstance(axis, int) else tuple(axis)
@@ -57,7 +57,10 @@ def check_axis(axis: Axis, x: Tensor) -> Axis:
 
 
 def check_block(block_size: int | None, axis: Axis, x: Tensor | torch.Size) -> int:
-    """Elements per scale; for None the blocked axis. They must divide all blocked axes of `x`, a tensor or shape."""
+    """Elements per scale: block_size, or for None the length of the blocked axis.
+
+    Raises ValueError if the number does not divide every blocked axis of `x`, a tensor or a shape.
+    """
     shape = x if isinstance(x, torch.Size) else x.shape
     axes = (axis,) if isinstance(axis, int) else axis
     if block_size is None:
@@ -73,7 +76,7 @@ def check_block(block_size: int | None, axis: Axis, x: Tensor | torch.Size) -> i
 
 
 def check_block_e2m1(block_size: int, axis: Axis) -> None:
-    """Check that E2M1 elements that share a byte lie in one block."""
+    """Check that the two E2M1 elements of a byte always lie in one block: axis -1 or -2 and an even block_size."""
     if axis == BLOCKS_2D:
         raise ValueError(
             "axis: got 2-D blocks of E2M1, want -1 or -2: two elements share a byte along the blocked axis"
@@ -89,7 +92,7 @@ def check_byte_elements(name: str, mx: Tensor) -> None:
 
 
 def shape_of(qdata: Tensor, axis: Axis) -> torch.Size:
-    """Shape (..., N, K) in elements of qdata blocked along `axis`."""
+    """Shape in elements, (..., N, K), of qdata blocked along `axis`. It differs from qdata.shape only for E2M1."""
     per_byte = format_of(qdata.dtype).elements_per_byte
     if per_byte == 1 or not isinstance(axis, int):
         return qdata.shape

@@ -1,16 +1,17 @@
-"""E2M1, the element of MXFP4: sixteen numbers, two to a byte.
+"""E2M1, the element of MXFP4: sixteen numbers, each a 4-bit code, packed two per byte.
 
-    code    0   1   2   3   4   5   6   7      8 to 15: the same, negative (8 is -0)
+    code    0   1   2   3   4   5   6   7      code 8 + c is the negative of code c (8 is -0)
     value   0  .5   1  1.5  2   3   4   6
 
     element   0    1    2    3   ...           along the blocked axis
     byte     [ 0, 1 ]  [ 2, 3 ]  ...           the even element is in the low four bits, the odd one in the high four
 
 Source: OCP Microscaling Formats v1.0, section 5.3.3. gpt-oss, DeepSeek-V4 and compressed-tensors pack in the same way.
-Elements saturate at 6 and are rounded to nearest, ties to the even code. The format has no NaN: a NaN block has scale
-255 and only codes 7.
+Quantized elements are rounded to nearest, with ties to the even code, and saturate at 6. The format has no NaN. A block
+with NaN or Inf gets scale 255, and all its codes are 7.
 
-x (..., K), codes (..., K) uint8, qdata float4_e2m1fn_x2 (..., K/2), scale (..., K/block).
+Shapes: x (..., K), codes (..., K) uint8, qdata (..., K/2) float4_e2m1fn_x2, scale (..., K/block) e8m0, with block the
+number of elements per scale.
 """
 
 import itertools
@@ -24,16 +25,17 @@ from mxep.quant.shapes import num_rows
 from mxep.runtime.op import op
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of codes 0 to 7."""
+"""Value of each code from 0 to 7."""
 NAN_CODE = 7
 HEADROOM = 6
-"""Largest s for which every E2M1 number times 2**s is an E4M3 number: 6 * 2**6 = 384, E4M3's max is 448."""
+"""Largest s for which every E2M1 number * 2**s is an E4M3 number: 6 * 2**6 = 384, and E4M3's max is 448."""
 
 
 def encode(x: Tensor) -> Tensor:
-    """Codes (uint8) of x (fp32): nearest, ties to the even code, saturated at 6. -0 keeps its sign, NaN becomes 7.
+    """Round x (fp32) to codes (uint8): to nearest, ties to the even code, saturated at 6.
 
-    Example: 0.75 lies between codes 1 and 2 and becomes 2; 5 lies between 6 and 7 and becomes 6.
+    -0 keeps its sign. NaN becomes 7. Examples of ties: 0.75 lies between codes 1 and 2 and becomes code 2; 5 lies
+    between codes 6 and 7 and becomes code 6.
     """
     size = x.abs()
     codes = torch.zeros_like(size, dtype=torch.uint8)
@@ -52,7 +54,7 @@ def decode(codes: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes (..., K) uint8, K even -> qdata (..., K/2) float4_e2m1fn_x2; the even element in the low four bits."""
+    """Codes (..., K) uint8, K even -> qdata (..., K/2) float4_e2m1fn_x2."""
     return (codes[..., 0::2] | codes[..., 1::2] << 4).view(E2M1.dtype)
 
 
@@ -63,10 +65,17 @@ def unpack(qdata: Tensor) -> Tensor:
 
 
 def widen(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The same values in E4M3: qdata (..., K/2), scale (..., K/block) -> qdata (..., K) float8_e4m3fn, scale e8m0.
+    """Convert E2M1 to E4M3 with exactly the same values.
 
-    With s = min(6, scale), elements are multiplied by 2**s and s is subtracted from the scale. A NaN block has scale
-    255 and elements 0x7f.
+    Elements are multiplied by 2**s and the scale is reduced by s, with s = min(6, scale). A block with scale 255 (NaN)
+    keeps that scale and gets elements 0x7f.
+
+    Args:
+        qdata: (..., K/2) float4_e2m1fn_x2.
+        scale: (..., K/block) e8m0.
+    Returns:
+        qdata: (..., K) float8_e4m3fn.
+        scale: (..., K/block) e8m0.
     """
     bytes_ = scale.view(torch.uint8).int().unsqueeze(-1)
     nan = bytes_ == NAN_SCALE
@@ -102,8 +111,15 @@ def quantize(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     launcher="mxep.quant.kernels.requantize:dequantize_e2m1",
 )
 def dequantize(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """qdata (..., N, K/2), scale (..., N, K/block_size) e8m0 -> (..., N, K) `dtype`: exact in fp32, rounded once. With
-    a row_index (R,) int32 and 2-D qdata -> (R, K), zeros for -1."""
+    """Values in `dtype`, rounded once from the exact fp32 values.
+
+    Args:
+        qdata: (..., N, K/2); with a row index (N, K/2).
+        scale: (..., N, K/block_size) e8m0.
+        row_index: (R,) int32 or None; -1 gives a row of zeros.
+    Returns:
+        (..., N, K) `dtype`, or (R, K) with a row index.
+    """
     qdata, scale = pick_mx(qdata, scale, row_index)
     blocks = _blocks(decode(unpack(qdata)), scale)
     return (blocks * power_of_two(scale).unsqueeze(-1)).flatten(-2).to(dtype)

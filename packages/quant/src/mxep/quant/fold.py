@@ -1,48 +1,53 @@
-"""Folding: block scales become one scale per row, so that a row-scaled FP8 GEMM computes the MX product.
+"""Folding: replace block scales by one scale per row, so that a row-scaled FP8 GEMM computes the MX product.
 
-The difference between a block's scale and the row's moves into the exponents of the qdata. Per row:
+The row gets its largest block scale. The difference to a block's own scale, the shift d, goes into the exponents of the
+block's qdata. Example of one row with three blocks of 32:
 
     32-blocks    2^-3 * (1 .. 448)  |  2^0 * (1 .. 448)  |  0 ..                    scales 124, 127, 0
     max_scale    2^0, the largest scale of the blocks that are not all zero
     shift d      3                  |  0                 |  any
     row          qdata * 2^-3       |  qdata             |  0 ..                    one scale, 127
 
-In both formats element q becomes round_to_nearest_even(q * 2^-d), subnormals included. -0 keeps its sign, NaN and Inf
-become 0x7f. Nothing overflows, because d >= 0.
+In E4M3 and E5M2, element q becomes round_to_nearest_even(q * 2^-d), which may be a subnormal. -0 keeps its sign. NaN
+and Inf become 0x7f. Nothing overflows, because d >= 0. In the next paragraph, numbers in parentheses are for E5M2.
 
-An element is exact if |q| >= 2^(d-6) in E4M3 or 2^(d-14) in E5M2: then q * 2^-d needs no bits below the smallest
-subnormal, 2^-9 or 2^-16. With blocks quantized by RCEIL these are all elements within 13.8 (28.8) binades of the amax
-of their row. Others err by at most half that subnormal, 2^-10 (2^-17) of max_scale: 2^-17.8 (2^-31.8) of the amax. From
-d = 19 (33) on every element becomes 0. `fold_with_stats` counts the elements that change.
+An element stays exact if |q| >= 2^(d-6) (2^(d-14)), because q * 2^-d then has no bits below the smallest subnormal,
+2^-9 (2^-16). If blocks were quantized by RCEIL, all elements within 13.8 (28.8) binades of their row's amax are exact.
+The error of any other element is at most half a smallest subnormal times max_scale, 2^-10 (2^-17) * max_scale. That is
+2^-17.8 (2^-31.8) of the row's amax. From d = 19 (33) on every element becomes 0. `fold_with_stats` counts the elements
+that change.
 
-E2M1 (MXFP4) folds to E4M3, where q * 2^s is exact for s from -8 to 6. So a row of max_scale 2^S gets the scale
-2^(S-6), and all blocks within 2^14 of the largest are exact.
+E2M1 (MXFP4) is folded to E4M3, where q * 2^s is exact for s from -8 to 6. So a row with max_scale 2^S gets the scale
+2^(S-6), and all blocks with a scale of at least 2^(S-14) stay exact.
 
-A block of zeros does not count for max_scale, whatever its scale. A NaN block (scale 255) makes its whole row NaN, as
-in the exact product: every element 0x7f, scale 255. A row of zeros gets scale 0.
+A block of zeros does not count for max_scale, whatever its scale. If a row has a NaN block (scale 255), the whole row
+becomes NaN, as its exact product would: every element 0x7f, scale 255. A row of zeros gets scale 0.
 
-**For dgrad** (`fold_for_dgrad`) a frozen weight needs one scale per column. Forward contracts W (N, K) with x along K,
-dgrad with dy along N. A block is 32 elements of one row, so dgrad sees a column of blocks, each one row high:
+**For dgrad** (`fold_for_dgrad`) a frozen weight needs one scale per column. Forward contracts W (N, K) with x over K,
+dgrad contracts W with dy over N. A block is 32 elements of one row. So along N, dgrad meets a column of blocks, each
+one row high. T is the largest scale exponent of the column:
 
     columns 32 j .. 32 j + 31     row 0   2^s0 * 32 qdata       T = max s over rows that are not all zero here
                                   row 1   2^s1 * 32 qdata       row n becomes qdata * 2^-(T - sn), rounded to E4M3
                                   ...                           one scale 2^T for the 32 columns
 
-So dgrad is exact if the scales of one block column lie close together over all N rows of an expert, forward if the
-scales of one row do. The weight is not quantized a second time, so an exact fold gives the gradient of the very values
-that forward multiplied. `column_scales` computes T. If they are kept, as for a frozen weight, a fold is one read and
-one write.
+So dgrad is exact if the scales of a block column are close together over all N rows of an expert. Forward is exact if
+the scales of a row are close together. The weight is not quantized a second time. So an exact fold gives the gradient
+of the very values that forward multiplied. `column_scales` computes T for every block column. A frozen weight keeps
+them, and then a fold is one read and one write.
 
-**For wgrad** (`fold_for_wgrad`) row-blocked X and dY become the operands, without a second quantization.
-dW = sum over tokens m of dY[m]^T X[m]. Token m carries the scale 2^(s_x(m) + s_y(m)), where s is the largest exponent
-of its row's blocks. A GEMM that contracts over tokens cannot apply it. So the largest scale of a group, 2^E, multiplies
-the product, and the difference to a token's own scale, d, is shifted into its qdata: d // 2 into X's, the rest into
-dY's. Each element is also shifted by the difference between its block and its row, and rounded once. The same pass
-picks rows by an index and transposes qdata, because FP8 tensor cores need contiguous tokens.
+**For wgrad** (`fold_for_wgrad`) X and dY, which are blocked along rows, become GEMM operands without a second
+quantization. dW is the sum over tokens m of dY[m]^T X[m]. The product of token m has the scale 2^(s_x(m) + s_y(m)),
+where s_x(m) and s_y(m) are the largest scale exponents of its row of X and of dY. A GEMM that contracts over tokens
+cannot apply a scale per token. So the product of a group is multiplied by the group's largest scale, 2^E. The
+difference d between E and a token's own exponent is shifted into its qdata: d // 2 into those of X, the rest into those
+of dY. An element is also shifted by the difference between its row's largest exponent and its block's, and then rounded
+once. The same pass picks rows by the row index, and transposes qdata, because FP8 tensor cores need operands that are
+contiguous along tokens.
 
     product[g] = 2^E[g] * y_t[:, g] @ x_t[:, g].T         (N, K), over the columns of group g
 
-Example: a group of four tokens, the third a padding row, K = N = 1.
+Example: a group of four tokens with K = N = 1. The third token is a padding row.
 
     token           0      1      2      3
     s_x             0     -2      -     -1
@@ -56,12 +61,16 @@ Example: a group of four tokens, the third a padding row, K = N = 1.
         shift       0      3      -      2
         becomes   2.0  0.125      0    1.0       2^3 * (3 + 0.09375 + 0 + 0.25) = 26.75, as 24 + 0.75 + 0 + 2
 
-Only scales decide the shifts. A row of zeros from `quantize`, `fold` or a padding index has scale 0, 2^-127, so it does
-not raise E. Zeros with a larger scale, as in 2-D blocks, can raise it. Then other rows shift further than needed.
-A row with a NaN block (scale 255) does not raise E. Its qdata become 0x7f, so its group's whole product is NaN; the
-exact product has NaN only in a row or a column. A group with only such rows, or none, has E = 0.
+Only scales decide the shifts, not elements. A row of zeros from `quantize`, `fold` or a padding index has scale 0
+(2^-127), so it does not raise E. A row of zeros with a larger scale, as in 2-D blocks, can raise E. Then the other rows
+are shifted further than needed.
 
-R rows (tokens), D row length, S stored rows (slots) of an indexed tensor, G groups; N outputs, K inputs of a weight.
+A row with a NaN block (scale 255) does not raise E either. Its qdata become 0x7f, so the whole product of its group
+becomes NaN, while the exact product would have NaN only in a row or a column. A group has E = 0 if it is empty or has
+only such rows.
+
+Letters: R rows (tokens), D row length, S stored rows (slots) of a tensor with a row index, G groups, C columns of the
+wgrad operands (tokens and padding), N outputs and K inputs of a weight.
 """
 
 import math
@@ -86,13 +95,13 @@ from mxep.runtime.op import op
 
 @dataclass(frozen=True)
 class FoldStats:
-    """Loss of a fold, on the device. Elements that become NaN are not counted.
+    """What a fold changes; tensors on the device. Elements that become NaN are not counted.
 
-    changed: () int64, number of elements with a new value, flushed ones included.
+    changed: () int64, number of elements with a new value, including flushed elements.
     flushed: () int64, number of nonzero elements that become zero.
-    exact:   (..., R) bool, rows with no changed element and no NaN block.
-    spread:  (..., R) int32, 0 to 254 binades: largest minus smallest scale exponent of the row's nonzero blocks; 0 with
-             a NaN block. If it is above 8, measure the error of the product.
+    exact:   (..., R) bool, True for rows with no changed element and no NaN block.
+    spread:  (..., R) int32, largest minus smallest scale exponent of the row's nonzero blocks: 0 to 254 binades, and 0
+             if the row has a NaN block. If spread is above 8, measure the error of the GEMM.
     """
 
     changed: Tensor
@@ -102,13 +111,17 @@ class FoldStats:
 
 
 def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
-    """`mx` with one scale over its whole blocked axis. The module's docstring has the rule.
+    """Replace the block scales of `mx` by one scale over the whole blocked axis, as the module explains. No autograd.
 
-    mx: (..., R, D) blocked along -1 or -2, E4M3, E5M2 or E2M1. The result of E2M1 is E4M3. A row index is applied (-1:
-        a row of zeros, scale 0). qdata of the result are contiguous along the blocked axis. scale: (..., R, 1).
-    offs: (G,) int32 inclusive ends of the row groups of a 2-D `mx` blocked along -1. Rows from offs[-1] on are not
-        read, and unspecified in the result.
-    No autograd. Raises ValueError for 2-D blocks (use `mx.along(axis)`) and a wrong offs.
+    Args:
+        mx: (..., R, D) blocked along -1 or -2, E4M3, E5M2 or E2M1. A row index is applied; -1 gives a row of zeros with
+            scale 0.
+        offs: (G,) int32 inclusive ends of the row groups of a 2-D `mx` blocked along -1. Rows from offs[-1] on are not
+            read, and unspecified in the result.
+    Returns:
+        MXTensor (..., R, D) in the format of `mx`, or E4M3 if `mx` is E2M1. qdata are contiguous along the blocked
+        axis. scale is (..., R, 1) for axis -1, (..., 1, D) for axis -2.
+    Raises ValueError for 2-D blocks (call `mx.along(axis)` before) and for a wrong offs.
     """
     qdata, scale, row_index = _parts_by_row(mx, offs)
     if qdata.dtype == E2M1.dtype and row_index is None and offs is None and mx.block_size == BLOCK:
@@ -119,7 +132,10 @@ def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
 
 
 def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTensor, FoldStats]:
-    """`fold` and its loss, in plain torch. Rows from offs[-1] on are not counted; their spread is unspecified."""
+    """`fold`, and what it changes, in plain torch.
+
+    Rows from offs[-1] on are not counted, and their spread is unspecified.
+    """
     qdata, scale, row_index = _parts_by_row(mx, offs)
     if qdata.dtype == E2M1.dtype:
         qdata, scale = widen(qdata, scale)
@@ -141,7 +157,7 @@ def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTens
 
 
 def _parts_by_row(mx: MXTensor, offs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """qdata, scale and row index of `mx`, transposed if needed to be blocked along -1."""
+    """Check the arguments. Returns qdata, scale and row index of `mx`, or of `mx.mT` if `mx` is blocked along -2."""
     if not isinstance(mx, MXTensor):
         raise ValueError(f"fold: got a {type(mx).__name__}, want an MXTensor: quantize it")
     if mx.axis == BLOCKS_2D:
@@ -160,16 +176,20 @@ def _result(mx: MXTensor, qdata: Tensor, scale: Tensor) -> MXTensor:
 
 
 def flush_shift(dtype: torch.dtype) -> int:
-    """Smallest d that flushes all elements: max * 2^-d is under half the smallest subnormal. E4M3 19, E5M2 33."""
+    """Smallest shift d that makes every element 0: 19 for E4M3, 33 for E5M2.
+
+    max * 2^-d is then less than half the smallest subnormal.
+    """
     info = torch.finfo(dtype)
     return math.frexp(info.max / (info.smallest_normal * info.eps))[1] + 1
 
 
 def shift_qdata(qdata: Tensor, shift: Tensor) -> Tensor:
-    """qdata (fp8, any shape) times 2^-shift (int >= 0, broadcasts), rounded once to nearest even in their format.
+    """qdata * 2^-shift, rounded once to nearest even in the format of qdata. NaN and Inf become 0x7f.
 
-    NaN and Inf become 0x7f.
-    Example, E4M3: 0x41 (2.25) by 1 is 0x39 (1.125), by 9 is 0x02 (2.25 subnormals become 2), by 19 is 0x00.
+    qdata: fp8, any shape. shift: int32 >= 0, broadcasts to qdata.
+    Examples in E4M3: 0x41 (2.25) shifted by 1 is 0x39 (1.125). Shifted by 9 it is 2.25 smallest subnormals, rounded to
+    2 of them, 0x02. Shifted by 19 it is 0x00.
     """
     scale = 127 - shift.clamp(max=flush_shift(qdata.dtype))
     moved = values_of(qdata) * power_of_two(scale)
@@ -180,8 +200,14 @@ def shift_qdata(qdata: Tensor, shift: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Valid rows cut into blocks. qdata: (..., block, element) fp8. scale: (..., block, 1) int32. counts: (..., block,
-    1) bool, blocks that count for max_scale. max_scale int32, nan bool: (..., 1, 1)."""
+    """The valid rows, cut into blocks.
+
+    qdata:     (..., row, block, element) fp8.
+    scale:     (..., row, block, 1) int32.
+    counts:    (..., row, block, 1) bool, True for blocks that count for max_scale.
+    max_scale: (..., row, 1, 1) int32.
+    nan:       (..., row, 1, 1) bool, True for rows with a NaN block.
+    """
 
     qdata: Tensor
     scale: Tensor
@@ -191,7 +217,7 @@ class _Blocks:
 
     @property
     def shift(self) -> Tensor:
-        """d of each block. A block of zeros may have a scale above max_scale; its d is 0."""
+        """Shift d of each block. If a block of zeros has a scale above max_scale, its d is 0."""
         return (self.max_scale - self.scale).clamp(min=0)
 
 
@@ -239,13 +265,17 @@ def fold_for_dgrad(mx: MXTensor, column_scale: Tensor | None = None) -> MXTensor
 @overload
 def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) -> MXTensor | BlockFP8: ...
 def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) -> MXTensor | BlockFP8:
-    """`mx` (..., N, K) with one scale per column, for dgrad, which contracts N.
+    """Replace the block scales of `mx` (..., N, K) by one scale per column, for dgrad, which contracts N. No autograd.
 
-    mx: blocks of 32 along K (axis -1), or one scale per row with `column_scale`, without a row index. E2M1 becomes
-        E4M3. Or BlockFP8: the result has the same values, contiguous along N.
-    column_scale: (..., K/32) from `column_scales`, if known; for a folded weight, those from before folding.
-    Returns (..., N, K) with axis -2 and block_size N; qdata contiguous along N, scale (..., 1, K), equal within each
-    32 columns. No autograd. Raises ValueError for other blocks.
+    Args:
+        mx: MXTensor with blocks of 32 along K (axis -1) and no row index. If `column_scale` is given, it may also have
+            one scale per row. Or BlockFP8, which keeps its scales.
+        column_scale: (..., K/32) e8m0, the result of `column_scales` of the weight with blocks of 32, before any fold.
+            None: computed here.
+    Returns:
+        MXTensor (..., N, K) with axis -2 and block_size N; E4M3 if `mx` is E2M1. qdata are contiguous along N. scale is
+        (..., 1, K), equal within each 32 columns. For BlockFP8: the same values, with qdata contiguous along N.
+    Raises ValueError for other blocks.
     """
     if isinstance(mx, BlockFP8):
         one = mx.qdata.new_full((*mx.shape[:-2], max(mx.shape[-2:]), 1), 127, dtype=torch.uint8).view(SCALE_DTYPE)
@@ -260,15 +290,15 @@ def fold_for_dgrad(mx: MXTensor | BlockFP8, column_scale: Tensor | None = None) 
 
 
 def column_scales(mx: MXTensor) -> Tensor:
-    """(..., K/32) e8m0: the scale of each 32 columns after `fold_for_dgrad`; 255 if one of their blocks is NaN.
+    """Scale that `fold_for_dgrad` gives each 32 columns, (..., K/32) e8m0. 255 if a block of the 32 columns is NaN.
 
-    mx: (..., N, K) with blocks of 32 along K, no row index. Reads all qdata, in plain torch. Scales of E2M1 are those
-        after `mxep.quant.e2m1.widen`.
+    mx: (..., N, K) with blocks of 32 along K and no row index. All qdata are read, in plain torch. For E2M1, the scales
+        are those of the same values in E4M3 (`mxep.quant.e2m1.widen`).
     """
     _check_blocks(mx)
     scale, without_sign = mx.scale.view(torch.uint8), 0x7F7F7F7F7F7F7F7F
     nan = scale == NAN_SCALE
-    if mx.qdata.dtype == E2M1.dtype:  # packed: widening takes 36 bytes an element
+    if mx.qdata.dtype == E2M1.dtype:  # computed on packed qdata, because widening takes 36 bytes per element
         scale = torch.where(nan, scale, scale.clamp(min=e2m1.HEADROOM) - e2m1.HEADROOM)
         without_sign = 0x7777777777777777
     qdata = mx.qdata.view(torch.uint8).contiguous()
@@ -286,8 +316,15 @@ def column_scales(mx: MXTensor) -> Tensor:
     launcher="mxep.quant.kernels.fold:fold_columns",
 )
 def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
-    """qdata (..., N, K), scale (..., N, K/block) e8m0, column_scale (..., K/32) e8m0 -> (..., K, N) fp8: values divided
-    by their column's scale, rounded once."""
+    """Divide the values by their column's scale and round once.
+
+    Args:
+        qdata: (..., N, K) fp8, or (..., N, K/2) E2M1.
+        scale: (..., N, K/block) e8m0, with block elements per scale.
+        column_scale: (..., K/32) e8m0.
+    Returns:
+        (..., K, N) fp8.
+    """
     if qdata.dtype == E2M1.dtype:
         qdata, scale = e2m1.widen(qdata, scale)
     by_column = column_scale.view(torch.uint8).int().repeat_interleave(BLOCK, -1).unsqueeze(-2)
@@ -300,7 +337,7 @@ def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
 
 
 def fold_for_dgrad_with_stats(mx: MXTensor) -> tuple[MXTensor, FoldStats]:
-    """`fold_for_dgrad` and its loss. `spread` and `exact` of the stats are (..., K/32): one value per 32 columns."""
+    """`fold_for_dgrad`, and what it changes. `spread` and `exact` of the stats are (..., K/32), one per 32 columns."""
     _, stats = fold_with_stats(_column_blocks(mx))
     return fold_for_dgrad(mx), stats
 
@@ -313,7 +350,7 @@ def _check_blocks(mx: MXTensor) -> None:
 
 
 def _column_blocks(mx: MXTensor) -> MXTensor:
-    """(..., K/32, 32 N): one row per block column, the blocks of all N rows in order."""
+    """Reshape mx (..., N, K) to (..., K/32, 32 * N). Row j holds block j of all N rows, in order."""
     _check_blocks(mx)
     mx = to_mxfp8(mx)
     qdata = mx.qdata.view(torch.uint8).unflatten(-1, (-1, BLOCK)).transpose(-3, -2).flatten(-2)
@@ -322,12 +359,13 @@ def _column_blocks(mx: MXTensor) -> MXTensor:
 
 @dataclass(frozen=True)
 class WgradOperands:
-    """Operands of a grouped wgrad: product[g] = 2**exponent[g] * y_t[:, g] @ x_t[:, g].T.
+    """Operands of a grouped wgrad: product[g] = 2**exponent[g] * y_t[:, g] @ x_t[:, g].T. [:, g]: columns of group g.
 
-    x_t:      (K, C) qdata in x's format, contiguous; columns from offs[-1] on are unspecified.
-    y_t:      (N, C) qdata in y's format, likewise.
-    exponent: (G,) int32, -254 to 254. 2**exponent may lie outside fp32: multiply by 2**(e // 2) and 2**(e - e // 2).
-    offs:     (G,) int32, inclusive ends of the groups' columns, padding included.
+    x_t:      (K, C) qdata in x's format, contiguous. Columns from offs[-1] on are unspecified.
+    y_t:      (N, C) qdata in y's format, contiguous. Columns from offs[-1] on are unspecified.
+    exponent: (G,) int32, -254 to 254. 2**exponent may exceed the range of fp32, so multiply by 2**(exponent // 2) and
+              then by 2**(exponent - exponent // 2).
+    offs:     (G,) int32, inclusive ends of the groups' columns, including padding.
     """
 
     x_t: Tensor
@@ -337,12 +375,13 @@ class WgradOperands:
 
 
 def fold_for_wgrad(x: MXTensor, y: MXTensor, offs: Tensor, *, alignment: int = 1) -> WgradOperands:
-    """Fold the scales of x (R, K) and y (R, N) into their qdata, per group, and transpose both; see the module.
+    """Fold the scales of x (R, K) and y (R, N) into their qdata, group by group, and transpose both. No autograd.
 
-    x, y: blocked along axis -1 in blocks of any length; E4M3 or E5M2. Each may have a row index (-1: a row of zeros).
-    offs: (G,) int32, inclusive ends of the groups. Rows from offs[-1] on are not read.
-    alignment: groups of columns begin at multiples of it, 1 or more.
-    No autograd. Raises ValueError for another axis, unequal rows, a wrong offs or alignment.
+    The module's docstring explains the computation.
+    x, y: E4M3 or E5M2, blocked along axis -1 in blocks of any length. Each may have a row index; -1 is a row of zeros.
+    offs: (G,) int32, inclusive ends of the row groups. Rows from offs[-1] on are not read.
+    alignment: each group's columns begin at a multiple of it. 1 or more.
+    Raises ValueError for another axis or format, if x and y differ in rows, and for a wrong offs or alignment.
     """
     if alignment < 1:
         raise ValueError(f"alignment: got {alignment}, want 1 or more columns")
@@ -375,8 +414,16 @@ def _fold_for_wgrad(
     x: Tensor, x_scale: Tensor, x_index: Tensor | None, y: Tensor, y_scale: Tensor, y_index: Tensor | None,
     offs: Tensor, alignment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x (S, K) fp8, x_scale (S, K/block_size) e8m0, x_index (R,) int32 or None (R = S); y (S', N) likewise; offs (G,)
-    int32 -> x_t (K, C), y_t (N, C), exponent and out_offs (G,) int32."""
+    """`fold_for_wgrad` as an op. C = `padded_rows(R, G, alignment)` columns.
+
+    Args:
+        x, y: (S_x, K) and (S_y, N) fp8.
+        x_scale, y_scale: (S_x, K/block_size) and (S_y, N/block_size) e8m0; the block sizes may differ.
+        x_index, y_index: (R,) int32 each; None if x or y has R rows.
+        offs: (G,) int32.
+    Returns:
+        x_t (K, C), y_t (N, C), exponent (G,) int32, out_offs (G,) int32: the fields of `WgradOperands`.
+    """
     capacity = num_rows(x, x_index)
     valid = valid_rows(offs, capacity)
     x, x_scale, x_max = _picked(x, x_scale, x_index, valid)
@@ -401,7 +448,13 @@ def _fold_for_wgrad(
 
 
 def _picked(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The valid rows: qdata (valid, K) fp8, scale (valid, blocks) int32, largest scale of each row (valid,) int32."""
+    """Pick the valid rows.
+
+    Returns:
+        qdata: (valid, K) fp8.
+        scale: (valid, blocks) int32.
+        max_scale: (valid,) int32, the largest scale of each row.
+    """
     qdata, scale = pick_mx(qdata, scale, row_index, valid)
     scale = scale.int()
     return qdata, scale, torch.nn.functional.pad(scale, (0, 1)).amax(1)  # a row without blocks has scale 0
@@ -410,7 +463,10 @@ def _picked(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int) 
 def _shift_and_transpose(
     qdata: Tensor, scale: Tensor, max_scale: Tensor, half: Tensor, column: Tensor, columns: int
 ) -> Tensor:
-    """Shift qdata (valid, K) by (max_scale - scale) + half, NaN rows to 0x7f. Put row i in column[i] of (K, C)."""
+    """Shift qdata (valid, K) by (max_scale - scale) + half, and put row i in column column[i] of the result (K, C).
+
+    half: (valid,), the part of d for this operand. Rows with max_scale 255 (NaN) become 0x7f. C = `columns`.
+    """
     blocks = scale.shape[1]
     shift = (max_scale + half).unsqueeze(1) - scale
     by_block = torch.unflatten(qdata, 1, (blocks, qdata.shape[1] // max(blocks, 1)))

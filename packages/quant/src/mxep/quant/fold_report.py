@@ -1,17 +1,21 @@
 """Count how much of a checkpoint folds exactly to one scale a row: `python -m mxep.quant.fold_report FOLDER`.
 
-Hopper's GEMMs take E4M3 with one scale per row, so block scales are folded into the elements. For each kind of weight
-(its name with `*` for numbers) the report counts:
+Hopper's GEMMs take E4M3 with one scale per row. So training on Hopper folds block scales into the elements
+(`mxep.quant.fold`), which may round some elements. Weights of one kind have names that differ only in numbers; the
+report prints these numbers as `*`. For each kind of weight, W (N, K) per expert, it counts:
 
-    forward   rows of W (N, K) in which every element keeps its value: `mxep.quant.fold`
-    dgrad     columns of blocks (32 columns, all N rows of an expert) likewise: `mxep.quant.fold_for_dgrad`
-    changed   elements with another value, and the SNR of the folded weight against the exact one in dB
+    forward   rows in which `mxep.quant.fold` keeps the value of every element
+    dgrad     block columns (32 columns x all N rows of an expert) in which `mxep.quant.fold_for_dgrad` does so
+    changed   elements whose value changes, and the SNR in dB of the folded weight against the exact weight
 
-Only power-of-two scales fold. Weights with other block scales are "not folded": their GEMM rescales its sums, which is
-exact. One scale per row needs no fold in forward, and in dgrad it "scales dy". Tensors are counted as stored. If gate
-and up are stored apart, training joins them, and they share a column's scale in dgrad.
+Only power-of-two scales can be folded. Weights with other block scales are printed as "not folded": their GEMM applies
+the scales to its partial sums, which is exact. A weight with one scale per row needs no fold in forward. In dgrad
+it is printed as "scales dy", because dy is multiplied by the scale instead.
 
-Needs no GPU. One expert is in memory at a time.
+Tensors are counted as they are stored. Training joins gate and up, and then both share one scale per column in dgrad.
+If a checkpoint stores gate and up apart, the report does not count this effect.
+
+The report needs no GPU and holds one expert in memory at a time.
 """
 
 import argparse
@@ -37,16 +41,20 @@ from mxep.quant.quantize import to_mxfp8
 from mxep.quant.tensor import MXTensor
 
 E2M1_ROOM = 14
-"""Largest shift that every E2M1 number survives exactly in E4M3, from 2**6 times its value down to 2**-8 times."""
+"""Largest shift that is exact for every E2M1 number: from 2**6 times its value, an E4M3 number, to 2**-8 times."""
 
 
 @dataclass
 class Direction:
-    """Counts of folding along one axis.
+    """Counts of a fold in one direction, forward or dgrad.
 
-    total, exact: number of rows (or columns of blocks), and of those that keep every value. elements, changed: number
-    of elements, and of those with another value. signal, error: sums of squares of exact values and of differences,
-    over weights with a changed element. spread: the largest shift, in binades.
+    total:    number of rows (forward) or block columns (dgrad).
+    exact:    number of these in which every element keeps its value.
+    elements: number of elements.
+    changed:  number of elements whose value changes.
+    signal:   sum of squares of the exact values, over weights with a changed element.
+    error:    sum of squares of the changes, over the same weights.
+    spread:   largest shift of a block, in binades.
     """
 
     total: int = 0
@@ -71,7 +79,7 @@ class Direction:
 
 @dataclass
 class Kind:
-    """Weights with names that differ only in numbers. A direction is None if nothing is folded."""
+    """Counts of all weights whose names differ only in numbers. forward, dgrad: None if nothing is folded there."""
 
     name: str
     format: str
@@ -82,9 +90,10 @@ class Kind:
 
 
 def count(mx: MXTensor) -> tuple[Direction, Direction]:
-    """Forward and dgrad of an MXTensor (..., N, K) of E4M3 or E2M1 in blocks of 32 along K, no row index.
+    """Count what folding changes in one weight. Returns the counts of forward and of dgrad.
 
-    Counts as `fold_with_stats` and `fold_for_dgrad_with_stats`, but folds only blocks that may change.
+    mx: (..., N, K) E4M3 or E2M1 in blocks of 32 along K, without a row index.
+    The counts equal those of `fold_with_stats` and `fold_for_dgrad_with_stats`. Only blocks that may change are folded.
     """
     e2m1 = mx.qdata.dtype == E2M1.dtype
     blocks = mx.qdata.view(torch.uint8).unflatten(-1, (mx.scale.shape[-1], -1))
@@ -92,7 +101,7 @@ def count(mx: MXTensor) -> tuple[Direction, Direction]:
     nan = scale == NAN_SCALE
     magnitudes = blocks & (0x77 if e2m1 else 0x7F)
     live = magnitudes.amax(-1).bool() & ~nan
-    # Code c of E4M3 is exact for shifts up to c // 8 - 1. 0 wraps to 255, because zeros allow any shift.
+    # An E4M3 byte c stays exact for shifts up to c // 8 - 1. Byte 0 wraps to 255, because a zero allows any shift.
     room = E2M1_ROOM if e2m1 else (((magnitudes - 1).amin(-1).int() + 1 >> 3) - 1).clamp_(min=0)
     found = []
     for axis in (-1, -2):
@@ -115,8 +124,16 @@ def count(mx: MXTensor) -> tuple[Direction, Direction]:
 
 
 def _changes(blocks: Tensor, shift: Tensor, *, e2m1: bool) -> tuple[Tensor, Tensor]:
-    """Number of elements that a fold changes (B,), sum of their squared differences without the scale (B,) fp64.
-    blocks: (B, 32) uint8, E4M3, or (B, 16), E2M1. shift: (B,) int32."""
+    """Fold B blocks and compare each with its exact values.
+
+    Args:
+        blocks: (B, 32) bytes of E4M3, or (B, 16) bytes of E2M1, uint8.
+        shift: (B,) int32.
+        e2m1: True if the bytes are E2M1.
+    Returns:
+        Number of changed elements, (B,).
+        Sum of the squared changes of the elements q, before multiplication by the scale, (B,) fp64.
+    """
     qdata = (decode(unpack(blocks.view(E2M1.dtype))) * 2**HEADROOM).to(E4M3.dtype) if e2m1 else blocks.view(E4M3.dtype)
     before = values_of(qdata).nan_to_num_()
     folded = values_of(shift_qdata(qdata, shift[:, None])).nan_to_num_()
@@ -126,12 +143,15 @@ def _changes(blocks: Tensor, shift: Tensor, *, e2m1: bool) -> tuple[Tensor, Tens
 
 
 def _energy(scale: Tensor) -> Tensor:
-    """(2^(scale - 127))^2 in fp64."""
+    """(2**(scale - 127))**2 in fp64: factor from a square without the scale to a square with it."""
     return 4.0 ** (scale.double() - 127)
 
 
 def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | None]:
-    """Forward and dgrad of a quantized stored weight, one expert at a time. None: nothing is folded."""
+    """Count what folding changes in a stored quantized weight, reading one expert at a time.
+
+    Returns the counts of forward and of dgrad; None for a direction in which nothing is folded.
+    """
     *_, n, k = weight.shape
     size = math.prod(weight.shape)
     rows, columns = size // max(k, 1), size // max(n * k, 1) * -(-k // BLOCK)
@@ -151,7 +171,7 @@ def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | No
 
 
 def report(checkpoint: QuantizedCheckpoint, *, only: str = "*") -> list[Kind]:
-    """One `Kind` per name of quantized weights, numbers as `*`, in file order. only: name pattern, as `*experts*`."""
+    """One `Kind` per name of quantized weights, in file order. only: count names of this pattern, e.g. `*experts*`."""
     kinds: dict[tuple[str, str, tuple[int, ...]], Kind] = {}
     for weight in checkpoint.weights.values():
         if weight.format == "plain" or not fnmatch.fnmatchcase(weight.name, only):
@@ -187,13 +207,13 @@ def text_of(kinds: Sequence[Kind]) -> str:
 def _cells(at: Direction | None, unfolded: str) -> tuple[str, str]:
     if at is None:
         return unfolded, "-"
-    # Rounded down, so that 100% means all.
+    # Rounded down, so that "100%" means every row is exact.
     share = f"{at.exact} of {at.total} ({math.floor(1000 * at.exact / max(at.total, 1)) / 10:g}%)"
     return share, "none" if not at.changed else f"{at.changed} ({at.changed / at.elements:.1e}), {at.snr:.1f} dB"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns 1, with the reason on stderr, if the folder cannot be read."""
+    """Run the command. Returns its exit status: 0, or 1 if the folder cannot be read (stderr has the reason)."""
     parser = argparse.ArgumentParser(prog="python -m mxep.quant.fold_report", description=__doc__.split("\n", 1)[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and *.safetensors of a model")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="weights whose name matches, as *experts*")

@@ -1,14 +1,17 @@
 """MX number formats (OCP Microscaling v1.0): element formats, and how a block of 32 elements gets its scale.
 
-An MX block is 32 elements q and one scale byte b in e8m0. Their values are q * 2**(b - 127); 255 means NaN.
-E4M3 and E5M2 take a byte per element (MXFP8), E2M1 half a byte (MXFP4).
+An MX block is 32 elements q and one scale byte b in e8m0. The values are q * 2**(b - 127). If b is 255, all are NaN.
+An element of E4M3 or E5M2 (MXFP8) takes one byte, an element of E2M1 (MXFP4) half a byte.
 
     amax (fp32) --scale_of_amax--> scale (uint8) --power_of_two--> 2**(scale - 127)   to dequantize
                                                  --reciprocal----> 2**(127 - scale)   to quantize
 
-torch's casts to float8_e8m0fnu round otherwise, so scales are made from the bits of fp32: sign, 8 exponent bits with
-the bias of e8m0, 127, 23 mantissa bits. Example: amax 480 = 1.875 * 2**8 has exponent field 135, so FLOOR for E4M3 is
-135 - 8 = 127. RCEIL takes 480 / 448 = 1.07: exponent field 127, mantissa not zero, so 128.
+Scales are computed from the bits of the fp32 amax, because torch's cast to float8_e8m0fnu rounds in another way. An
+fp32 number has a sign bit, 8 exponent bits and 23 mantissa bits, and its exponent bias is 127, as in e8m0.
+
+Example for E4M3: amax 480 = 1.875 * 2**8 has exponent bits 8 + 127 = 135. FLOOR gives 135 - 8 = 127, with 8 the
+max_exponent of E4M3. RCEIL divides first: 480 / 448 = 1.07 has exponent bits 127. Its mantissa is not zero, so the
+scale is rounded up to 128.
 """
 
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ BLOCK = 32
 """Elements per scale byte of an MX block."""
 
 SCALE_DTYPE = torch.float8_e8m0fnu
-"""Storage dtype of scales, 1 byte: an exponent with bias 127, no sign, no mantissa."""
+"""Storage dtype of scales. Its one byte is an exponent with bias 127, without sign and mantissa."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,12 @@ class MXFormat:
     """An element format of MX.
 
     name: "E4M3", "E5M2" or "E2M1".
-    dtype: torch's dtype of the qdata, 1 byte.
-    max: largest finite magnitude (448, 57344 or 6).
-    max_exponent: floor(log2(max)) (8, 15 or 2).
-    mantissa_bits: explicit mantissa bits (3, 2 or 1).
-    elements_per_byte: 1, or 2 for E2M1: byte i holds elements 2i (low four bits) and 2i + 1 of the blocked axis.
+    dtype: torch's dtype of the qdata, 1 byte wide.
+    max: largest finite magnitude: 448, 57344 or 6.
+    max_exponent: floor(log2(max)): 8, 15 or 2.
+    mantissa_bits: explicit mantissa bits: 3, 2 or 1.
+    elements_per_byte: 1, or 2 for E2M1. Byte i of E2M1 holds elements 2 * i (low four bits) and 2 * i + 1 (high four
+        bits) of the blocked axis.
     """
 
     name: str
@@ -53,7 +57,7 @@ E2M1 = MXFormat("E2M1", torch.float4_e2m1fn_x2, 6.0, 2, 1, elements_per_byte=2)
 
 
 def format_of(dtype: torch.dtype) -> MXFormat:
-    """The format that stores qdata as `dtype`. Raises ValueError if there is none."""
+    """The MXFormat with qdata of `dtype`. Raises ValueError if there is none."""
     for fmt in (E4M3, E5M2, E2M1):
         if fmt.dtype == dtype:
             return fmt
@@ -61,12 +65,14 @@ def format_of(dtype: torch.dtype) -> MXFormat:
 
 
 class ScaleMode(StrEnum):
-    """Rule for a block's scale, given its largest magnitude, amax.
+    """Rule that computes a block's scale from amax, its largest magnitude.
 
-    FLOOR: 2**(floor(log2 amax) - max_exponent), the OCP text: elements above `max` saturate.
-    CEIL: 2**(ceil(log2 amax) - max_exponent): never saturates, wastes up to a binade.
-    EVEN: FLOOR of amax rounded to the element's mantissa: saturates less than FLOOR.
-    RCEIL: 2**ceil(log2(amax / max)), as in Blackwell's hardware: the smallest that never saturates. The default.
+    FLOOR: 2**(floor(log2(amax)) - max_exponent), the rule of the OCP specification. Scaled elements above the format's
+        max saturate.
+    CEIL: 2**(ceil(log2(amax)) - max_exponent). Nothing saturates, but up to one binade of range is unused.
+    EVEN: rounds amax to the format's mantissa bits, then applies FLOOR. Fewer elements saturate than with FLOOR.
+    RCEIL: 2**ceil(log2(amax / max)), as Blackwell computes it. The smallest scale with which nothing saturates, and
+        the default.
     """
 
     FLOOR = "floor"
@@ -84,8 +90,11 @@ _TWO_TO_MINUS_127 = 0x400000  # a subnormal in fp32: its exponent field is 0
 
 
 def scale_of_amax(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
-    """Scales (uint8) of blocks with largest magnitude |amax| (fp32): 0 (2**-127) if too small, 255 for NaN and Inf."""
-    bits = amax.view(torch.int32) & ~_SIGN  # the maximum of NaNs may be a negative NaN
+    """Scale of each block (uint8) from its amax (fp32, sign ignored).
+
+    A scale below 2**-127 becomes 0, which means 2**-127. An amax of NaN or Inf gives 255.
+    """
+    bits = amax.view(torch.int32) & ~_SIGN  # the sign bit may be set: the maximum of NaNs may be a negative NaN
     match mode:
         case ScaleMode.FLOOR:
             scale = (bits >> 23) - fmt.max_exponent
@@ -101,12 +110,12 @@ def scale_of_amax(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """2**(scale - 127) in fp32, exact for uint8 scales 0 to 254; NaN for 255."""
+    """2**(scale - 127) in fp32. scale: uint8. Exact for 0 to 254, NaN for 255."""
     exponent = scale.to(torch.int32)
     bits = torch.where(exponent == 0, _TWO_TO_MINUS_127, exponent << 23)
     return torch.where(exponent == NAN_SCALE, _NAN, bits).view(torch.float32)
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """2**(127 - scale) in fp32, exact for uint8 scales 0 to 254; NaN for 255."""
+    """2**(127 - scale) in fp32. scale: uint8. Exact for 0 to 254, NaN for 255."""
     return power_of_two(254 - scale)  # uint8 wraps: 254 - 255 is 255 again

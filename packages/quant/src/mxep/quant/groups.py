@@ -1,19 +1,20 @@
-"""Groups of rows: how many rows are valid, padding each group to the alignment that a GEMM needs, sums of groups.
+"""Groups of rows, such as the tokens of each expert: count the valid rows, pad each group for a GEMM, sum each group.
 
-M rows lie group after group. Padding appends zero rows to each group, up to a multiple of `alignment`. An empty group
-gets none. With sizes (3, 0, 2) and alignment 4:
+M rows are stored group after group. `pad_groups` appends zero rows to each group, up to a multiple of `alignment`. An
+empty group gets no padding. Example: sizes (3, 0, 2), alignment 4:
 
     x          a b c | | d e            M = 5 rows
     rows       a b c 0 | | d e 0 0      offs 4, 4, 8
     row_index  0 1 2 -1   3 4 -1 -1     then -1 up to the capacity of 16 rows
 
 Only the device knows the sizes, so the result has a static capacity of C = round_up(M + G * (alignment - 1), alignment)
-rows. Padding and unpadding are each other's backward.
+rows. The backward of `pad_groups` is `unpad_groups`, and the reverse.
 
-`group_sums` has a fixed order. It adds row r of a group to lane r mod 32, rows in order. Then it adds lanes 16 to 31 to
-lanes 0 to 15, 8 to 15 to 0 to 7, ...
+`group_sums` adds in a fixed order, so that all devices give the same bits. Each group and column has 32 partial sums
+("lanes"). Row r of a group is added to lane r mod 32, rows in ascending order. Then lanes 16 to 31 are added to lanes
+0 to 15, lanes 8 to 15 to lanes 0 to 7, and so on.
 
-M rows of x, G groups, D row length.
+M rows of x, G groups, D row length, C capacity.
 """
 
 from dataclasses import dataclass
@@ -32,12 +33,12 @@ from mxep.runtime.op import op
 
 @dataclass(frozen=True)
 class PaddedGroups:
-    """Rows in groups padded to an alignment, with the map back.
+    """Result of `pad_groups`.
 
-    rows:       (C, D), dtype of the input; rows from offs[-1] on are unspecified. An MXTensor stays one: its bytes are
-                not copied, only `row_index` is set.
-    offs:       (G,) int32, inclusive cumulative padded sizes (`offs` of torch's grouped GEMMs).
-    row_index:  (C,) int32, row of x for each row, -1 for padding.
+    rows:       (C, D) padded rows in the dtype of x. Rows from offs[-1] on are unspecified. If x is an MXTensor, `rows`
+                is an MXTensor with the same bytes and a new row index.
+    offs:       (G,) int32 inclusive cumulative padded sizes, as torch's grouped GEMMs take them.
+    row_index:  (C,) int32: rows[i] is a copy of x[row_index[i]]; -1 means a padding row of zeros.
     """
 
     rows: Tensor
@@ -46,8 +47,11 @@ class PaddedGroups:
 
 
 def valid_rows(offs: Tensor | None, capacity: int) -> int:
-    """Rows that a reference must compute: int(offs[-1]). All of `capacity` without offs, and on a GPU, to save a sync.
-    Raises ValueError if the groups do not fit the capacity."""
+    """Number of leading rows that a plain-torch reference must compute.
+
+    On the CPU it is int(offs[-1]). Without offs it is `capacity`. On a GPU it is `capacity` too, because reading offs
+    would be a device-to-host sync. Raises ValueError if offs[-1] is negative or above `capacity`.
+    """
     if offs is None or offs.device.type != "cpu":
         return capacity
     valid = int(offs[-1])
@@ -57,7 +61,10 @@ def valid_rows(offs: Tensor | None, capacity: int) -> int:
 
 
 def check_offs(offs: Tensor | None, *tensors: Tensor) -> None:
-    """Raise ValueError unless offs is None or (G,) int32, G >= 1, on the device of the 2-D `tensors`."""
+    """Check that offs is (G,) int32 with G >= 1, and that `tensors` are 2-D and on its device.
+
+    Raises ValueError if not. offs None passes, whatever the tensors are.
+    """
     if offs is None:
         return
     if offs.dtype != torch.int32 or offs.ndim != 1 or offs.shape[0] == 0:
@@ -70,7 +77,12 @@ def check_offs(offs: Tensor | None, *tensors: Tensor) -> None:
 
 
 def split_ends(offs: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """(G,) int32 ends of the groups within rows [:first], and within rows [first:]."""
+    """Split the groups at row `first`. offs: (G,) int32 inclusive ends.
+
+    Returns:
+        Ends of each group's part in rows [:first], (G,) int32.
+        Ends of each group's part in rows [first:], (G,) int32, counted from `first`.
+    """
     check_offs(offs)
     ends: tuple[Tensor, Tensor] = _split_ends(offs, first)
     return ends
@@ -86,13 +98,16 @@ def _split_ends(offs: Tensor, first: int) -> tuple[Tensor, Tensor]:
 
 
 def fill_rows(valid: Tensor, capacity: int) -> Tensor:
-    """valid (..., n, D) padded with zero rows to (..., capacity, D). Zeros make references equal in every byte."""
+    """Append zero rows to `valid` (..., n, D). Returns (..., capacity, D).
+
+    Kernels leave the appended rows unspecified. References write zeros, so that two runs are equal byte for byte.
+    """
     missing = capacity - valid.shape[-2]
     return bytewise(lambda x: torch.nn.functional.pad(x, (0, 0, 0, missing)), valid) if missing else valid
 
 
 def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
-    """(num_rows,) int64: group of each row; G for rows from offs[-1] on."""
+    """Index of the group of each row, (num_rows,) int64. Rows from offs[-1] on get G."""
     rows = torch.arange(num_rows, dtype=torch.int32, device=offs.device)
     return torch.searchsorted(offs, rows, right=True)
 
@@ -101,9 +116,11 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroup
     """Pad each group of rows with zero rows to a multiple of `alignment`.
 
     x:           (M, D), any dtype, or an MXTensor blocked along its rows. Rows past the last group are dropped.
-    group_sizes: (G,) int32 or int64, unpadded, on x's device.
-    Differentiable in x. Raises ValueError for a wrong shape, dtype, device or alignment, and on CPU for sizes that are
-    negative or sum to more than M. On a GPU nothing past row M is read.
+    group_sizes: (G,) int32 or int64 sizes before padding, on x's device.
+
+    Differentiable in x. Raises ValueError for a wrong shape, dtype, device or alignment. On the CPU it also raises
+    ValueError if a size is negative or the sizes sum to more than M. A GPU does not check the sizes, but no row of x
+    from M on is read.
     """
     if x.ndim != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, want (M, D)")
@@ -124,11 +141,15 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroup
 
 
 def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
-    """Put the rows of y back where pad_groups took them from: result[row_index[i]] = y[i].
+    """Undo `pad_groups`: result[row_index[i]] = y[i].
 
-    y: (C, D). row_index: (C,) int32 from pad_groups. num_rows: M. Returns (M, D) in y's dtype, zeros in rows that were
-    in no group. Rows of y with row_index -1 are not read. Differentiable in y, except for fp8 dtypes.
-    Raises ValueError for wrong shapes, dtype or device.
+    Args:
+        y: (C, D) padded rows. Rows with row_index -1 are not read.
+        row_index: (C,) int32 from `pad_groups`.
+        num_rows: M, the number of rows before padding.
+    Returns:
+        (M, D) in y's dtype. Rows that were in no group are zeros.
+    Differentiable in y, except for fp8 dtypes. Raises ValueError for wrong shapes, dtypes or devices.
     """
     if y.ndim != 2:
         raise ValueError(f"y: got shape {tuple(y.shape)}, want (C, D)")
@@ -178,14 +199,14 @@ def _pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
 )
 def _unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     i = torch.arange(row_index.shape[0], dtype=torch.int32, device=y.device)
-    # No row is twice in the index. Padding is scattered to entry num_rows.
+    # A row occurs at most once in the index. Padding rows are scattered to entry num_rows, which is not used.
     inverse = row_index.new_full((num_rows + 1,), -1)
     inverse[torch.where(row_index >= 0, row_index, num_rows).long()] = i
     return pick_rows(y, inverse[:num_rows])
 
 
 class _MoveRows(torch.autograd.Function):
-    """`_pad_rows`, or with num_rows its inverse, `_unpad_rows`."""
+    """Autograd of `_pad_rows` (num_rows is None) and of its inverse, `_unpad_rows` (num_rows is given)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_index: Tensor, num_rows: int | None) -> Tensor:
@@ -202,7 +223,7 @@ class _MoveRows(torch.autograd.Function):
 
 
 def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
-    """Rows `row_index` of x, over x's bytes. An index of x is composed with it."""
+    """MXTensor with rows x[row_index], sharing x's bytes. If x has a row index itself, the two are composed."""
     if x.axis != -1:
         raise ValueError(f"x: got an MXTensor blocked along axis {x.axis}, want -1 (a row index moves whole blocks)")
     if x.row_index is not None:
@@ -211,10 +232,14 @@ def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
 
 
 def group_sums(x: Tensor, offs: Tensor) -> Tensor:
-    """Sum of the rows of each group: (G, N) fp32 (fp64 for fp64), zeros for an empty group.
+    """Sum of the rows of each group, in the fixed order of the module's docstring. No autograd.
 
-    x: (R, N) bf16 | fp32 | fp16 | fp64, or an MXTensor. offs: (G,) int32 inclusive ends. Rows from offs[-1] on are not
-    read. No autograd. Raises ValueError for other offs or shapes.
+    Args:
+        x: (R, N) bf16 | fp32 | fp16 | fp64, or an MXTensor.
+        offs: (G,) int32 inclusive ends of the groups. Rows from offs[-1] on are not read.
+    Returns:
+        (G, N) fp32, or fp64 if x is fp64. An empty group has zeros.
+    Raises ValueError for a wrong offs or another shape.
     """
     check_offs(offs, x)
     if not isinstance(x, MXTensor):
@@ -232,7 +257,7 @@ def group_sums(x: Tensor, offs: Tensor) -> Tensor:
     launcher="mxep.quant.kernels.groups:group_sums",
 )
 def _group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) -> Tensor:
-    """x (R, N), scale (R, N / block_size) e8m0 or None."""
+    """x: (R, N), plain or qdata. scale: (R, N / block_size) e8m0 if x is qdata, else None. Returns (G, N)."""
     values = x.to(empty_group_sums(x, offs).dtype) if scale is None else decode(x, scale, (1, block_size), None)
     groups, (rows, width) = offs.shape[0], x.shape
     group = group_of_rows(offs, rows)

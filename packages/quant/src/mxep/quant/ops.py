@@ -1,20 +1,27 @@
-"""The quantization ops in plain torch, the reference and CPU kernel of each. No autograd.
+"""The quantization ops in plain torch. Each is the reference of its Triton kernel, and the CPU kernel. No autograd.
 
-    quantize_rows, _columns, _2d    blocks along rows, along columns (transposed), square blocks
-    quantize_into_room              as quantize_rows, into the first rows of a larger result
-    quantize_joined_rows            one scale per row, of two or three x side by side
-    quantize_per_row, _per_column   one scale per row, and the amax of each column; one scale per column from that amax
-    dequantize                      qdata, scale -> values, a row index applied
-    materialize                     qdata, scale, row index -> contiguous qdata, scale of the picked rows
-    expand_scale                    scale of 2-D blocks -> scale of rows
+    quantize_rows         blocks along rows
+    quantize_columns      blocks along columns, qdata transposed
+    quantize_2d           square blocks
+    quantize_into_room    as quantize_rows, into the first rows of a larger result
+    quantize_joined_rows  two or three x concatenated along K -> one scale per row
+    quantize_per_row      one scale per row, and the amax of each column
+    quantize_per_column   one scale per column, given that amax
+    dequantize            qdata, scale -> values, with a row index applied
+    materialize           qdata, scale, row index -> contiguous qdata and scale of the picked rows
+    expand_scale          scale of 2-D blocks -> scale of rows
 
-Elements: q = cast_saturating(x * 2**(127 - scale)). The product is in fp32 (exact, or far below the smallest q), and
-the cast rounds to nearest even. -0 keeps its sign. A block with NaN or Inf has scale 255 and every element 0x7f.
-Example, E4M3, RCEIL, a block of 480 and 31 zeros: scale 128, so 480 * 2**-1 = 240, 0x77.
+Elements are q = cast_saturating(x * 2**(127 - scale)). The product is computed in fp32. It is exact, or far below the
+smallest q. The cast rounds to nearest even and keeps the sign of -0. A block with NaN or Inf gets scale 255, and every
+element becomes 0x7f. Example for E4M3 and RCEIL: a block of 480 and 31 zeros has scale 128, so 480 becomes
+480 * 2**-1 = 240, byte 0x77.
 
-Results are contiguous. qdata have the blocked axis last; `MXTensor` transposes them back. Scales of columns are
-(N/block_size, K), so that those of a kernel's tile are neighbours. Transposed, a tile would write one byte to each of
-many lines of memory, which costs as much as the 128 qdata of a line (H200: 0.94 instead of 0.96 of copy speed).
+Results are contiguous, and the blocked axis of qdata is the last one. For blocks along columns qdata are therefore
+transposed, and callers build the MXTensor from `qdata.mT`.
+
+Scales of columns are (N/block_size, K), so that the scales of a kernel's tile are neighbours in memory. With
+(K, N/block_size), a tile would write single bytes to many memory lines. A single byte costs as much as the 128 qdata of
+a line (H200: 0.94 instead of 0.96 of copy speed).
 """
 
 from collections.abc import Callable
@@ -32,7 +39,11 @@ NAN_ELEMENT = 0x7F
 def encode(
     blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `blocks` (fp32), one scale over axes `dims` -> qdata, scale bytes (..., 1, ...). amax: if known."""
+    """Quantize `blocks` (fp32) with one scale over the axes `dims`.
+
+    amax: largest magnitude of each block, shape as the returned scale; None: computed here.
+    Returns qdata of blocks' shape, and uint8 scales, in which the axes `dims` have length 1.
+    """
     amax = blocks.abs().amax(dims, keepdim=True) if amax is None else amax
     fmt = format_of(dtype)
     scale = scale_of_amax(amax, fmt, ScaleMode(mode))
@@ -59,7 +70,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
     launcher="mxep.quant.kernels.quantize:quantize_into_room",
 )
 def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """x (T, K) -> qdata (room, K), scale (room, K/block_size): quantize_rows, then unspecified rows."""
+    """x (T, K) -> qdata (room, K), scale (room, K/block_size). Rows from T on are unspecified."""
     found = empty_rows(x, dtype, block_size, (room, x.shape[1]))
     for whole, part in zip(found, quantize_rows.reference(x, dtype, mode, block_size)):
         whole.view(torch.uint8)[: len(x)] = part.view(torch.uint8)
@@ -74,7 +85,7 @@ def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, bloc
 def quantize_joined_rows(
     x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """quantize_rows of [x | y | z], (N, Kx + Ky + Kz), with one scale per row."""
+    """quantize_rows of [x | y | z], a matrix (N, Kx + Ky + Kz), with one scale per row."""
     x = joined(-1, x, y, z)
     qdata, scale = quantize_rows.reference(x, dtype, mode, x.shape[1])
     return qdata, scale
@@ -103,9 +114,15 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., N, K), or its parts along N -> quantize_rows with one scale per row, amax of columns (..., K) fp32."""
+    """x, y, z: (..., N_i, K), parts along N of a tensor (..., N, K).
+
+    Returns:
+        qdata: (..., N, K) `dtype`.
+        scale: (..., N, 1) e8m0.
+        amax: (..., K) fp32, the largest magnitude of each column.
+    """
     x = joined(-2, x, y, z)
-    bits = x.float().abs().view(torch.int32)  # the largest of several NaNs is then the same on all devices
+    bits = x.float().abs().view(torch.int32)  # as integers, the largest of several NaNs is the same on all devices
     return *quantize_rows.reference(x, dtype, mode, x.shape[-1]), bits.amax(-2).view(torch.float32)
 
 
@@ -117,7 +134,15 @@ def quantize_per_row(
 def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """x (..., N, K), or its parts along N, amax of columns (..., K) -> quantize_columns with one scale per column."""
+    """quantize_columns with one scale per column.
+
+    Args:
+        x, y, z: (..., N_i, K), parts along N of a tensor (..., N, K).
+        amax: (..., K) fp32 from `quantize_per_row`.
+    Returns:
+        qdata: (..., K, N) `dtype`.
+        scale: (..., 1, K) e8m0.
+    """
     qdata, scale = encode(joined(-2, x, y, z).float(), (-2,), dtype, mode, amax.unsqueeze(-2))
     return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 
@@ -137,22 +162,25 @@ def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tu
 
 
 def bytewise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply fn, which only moves elements, to x; to 8-bit floats as bytes, because torch lacks ops for them."""
+    """fn(x) for an fn that only moves elements. 8-bit floats are passed to fn as bytes, as torch lacks ops for them."""
     return fn(x.view(torch.uint8)).view(x.dtype) if x.element_size() == 1 else fn(x)
 
 
 def pick_rows(x: Tensor, row_index: Tensor) -> Tensor:
-    """Rows `row_index` ((R,) int32) of x (S, ...), contiguous; zeros for -1."""
+    """Rows x[row_index], contiguous. x: (S, ...). row_index: (R,) int32, -1 gives a row of zeros."""
     if x.shape[0] == 0:
         return x.new_zeros(row_index.shape[0], *x.shape[1:])
-    # On a GPU the index is also read past the valid rows, where it may be garbage.
+    # On a GPU row_index is also read past the valid rows, where its values are arbitrary. So they are clamped.
     last = None if x.device.type == "cpu" else x.shape[0] - 1
     padding = (row_index < 0).view(-1, *[1] * (x.ndim - 1))
     return bytewise(lambda part: part.index_select(0, row_index.clamp(0, last)).masked_fill_(padding, 0), x)
 
 
 def pick_mx(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int | None = None) -> tuple[Tensor, Tensor]:
-    """First `valid` rows (default: all) of qdata (..., S, K) and scale bytes (..., S, n), row index applied."""
+    """Apply the row index to qdata (..., S, K) and scale (..., S, n), then keep the first `valid` rows (None: all).
+
+    Returns qdata, and scales as uint8.
+    """
     scale = scale.view(torch.uint8)
     if row_index is None:
         return qdata[..., :valid, :], scale[..., :valid, :]
@@ -160,7 +188,7 @@ def pick_mx(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int |
 
 
 def values_of(qdata: Tensor) -> Tensor:
-    """Values of qdata in fp32, without scales. On CPU a table takes a third of a cast's time."""
+    """qdata cast to fp32, not multiplied by scales. On the CPU a table of 256 values takes a third of a cast's time."""
     if qdata.device.type != "cpu":
         return qdata.float()
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(qdata.dtype).float()
@@ -168,7 +196,10 @@ def values_of(qdata: Tensor) -> Tensor:
 
 
 def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index: Tensor | None) -> Tensor:
-    """Values (..., N, K) of qdata, one scale per `block_shape` = (rows, columns): exact in fp32, Inf past its range."""
+    """Values (..., N, K) in fp32: qdata * 2**(scale - 127), exact, or Inf past fp32's range. Applies the row index.
+
+    block_shape: (rows, columns) per scale.
+    """
     qdata, scale = pick_mx(qdata, scale, row_index)
     rows, columns = block_shape
     n, k = scale.shape[-2:]
@@ -184,8 +215,15 @@ def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index
 def dequantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0 -> (..., N, K) `dtype`, rounded once. With a
-    row_index (R,) int32 and 2-D qdata -> (R, K), zeros for -1."""
+    """Values of qdata in `dtype`, rounded once.
+
+    Args:
+        qdata: (..., N, K); with a row index (N, K).
+        scale: (..., N/block_rows, K/block_columns) e8m0.
+        row_index: (R,) int32 or None; -1 gives a row of zeros.
+    Returns:
+        (..., N, K) `dtype`, or (R, K) with a row index.
+    """
     return decode(qdata, scale, (block_rows, block_columns), row_index).to(dtype).contiguous()
 
 
@@ -197,8 +235,15 @@ def dequantize(
     launcher="mxep.quant.kernels.groups:materialize",
 )
 def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    """qdata (S, K), scale (S, K/block_size), row_index (R,) int32 -> qdata (R, K), scale (R, K/block_size); -1: zeros.
-    Without an index, contiguous copies of qdata and scale of any shape."""
+    """Copy the rows `row_index` of qdata and scale.
+
+    Args:
+        qdata: (S, K); of any shape without a row index.
+        scale: (S, K/block_size); of any shape without a row index.
+        row_index: (R,) int32, -1 gives a row of zeros; or None.
+    Returns:
+        qdata (R, K) and scale (R, K/block_size). Without a row index, contiguous copies of qdata and scale.
+    """
     picked, scale_bytes = pick_mx(qdata, scale, row_index)
     if row_index is None:
         picked, scale_bytes = (x.clone(memory_format=torch.contiguous_format) for x in (picked, scale_bytes))

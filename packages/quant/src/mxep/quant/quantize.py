@@ -1,15 +1,17 @@
-"""Quantization as users call it: a plain or quantized tensor in, an MXTensor out.
+"""Quantization for users: a plain or quantized tensor in, an MXTensor out.
 
     quantize            x -> blocks along rows, along columns, or square 2-D blocks
-    quantize_joined     several x, side by side -> one scale per row
-    quantize_with_amax  x, or parts along N -> one scale per row, and the amax of columns, with which
-                        quantize_columns_with_amax makes one scale per column later with one read less
-    requantize          an MXTensor -> blocks of 32 along its columns, in one pass, without bf16 in between
-    to_mxfp8            MXFP4 and block FP8 -> the same values in E4M3
+    quantize_joined     several x, concatenated along K -> one scale per row
+    quantize_with_amax  x, or several x concatenated along N -> one scale per row, and the amax of each column
+    quantize_columns_with_amax  the same x and that amax -> one scale per column, reading x once instead of twice
+    requantize          an MXTensor -> blocks of 32 along its columns, in one pass, not rounded to bf16 in between
+    to_mxfp8            MXFP4 or block FP8 -> the same values in E4M3
 
-`mxep.quant.ops` has the element rule, `mxep.quant.formats` the scales. "Straight through": the gradient of the result
-passes to x unchanged, as if nothing had been rounded. If x is a view `y.mT` of contiguous y, such as a weight stored
-(E, K, N), y is quantized along the other axis and transposed, so that memory is read in order.
+`mxep.quant.ops` explains how elements are rounded, `mxep.quant.formats` how scales are chosen. "Straight through"
+means: the gradient of the result is passed to x unchanged, as if nothing had been rounded.
+
+x may be a view `y.mT` of a contiguous y, such as a weight stored as (E, K, N). Then y is quantized along its other axis
+and the result is transposed, so that memory is read in order.
 """
 
 from collections.abc import Sequence
@@ -51,15 +53,16 @@ def quantize(
 ) -> MXTensor:
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to an MXTensor with its shape and outer dtype.
 
-    fmt: E4M3 or E5M2 (MXFP8), E2M1 (MXFP4), or a name.
-    axis: direction of the blocks: -1 along rows, -2 along columns, (-2, -1) for square blocks of block_size x
-        block_size elements, which serve W and W^T (not E2M1). Positive axes are accepted.
+    fmt: E4M3 or E5M2 (MXFP8), E2M1 (MXFP4), or the name of one of them.
+    axis: the blocked axis. -1: blocks along rows. -2: blocks along columns, with the same bytes as
+        `quantize(x.mT).mT`. (-2, -1): square blocks of block_size x block_size elements, whose transpose is blocked
+        alike, so that one quantization serves W and W^T; not for E2M1. Nonnegative axes are accepted.
     block_size: elements per scale. None: one scale over the whole axis ("row-scaled FP8").
-    room: rows of the result for x (N, K), at least N, so that batches of varying length share shapes. Rows past N are
-        unspecified. Only for axis -1 and E4M3 or E5M2, without gradient.
-    A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
-    Differentiable (straight through). Raises ValueError for other dtypes or axes, or an axis that `block_size` does not
-    divide.
+    room: number of rows of the result, at least N, for x (N, K). Results of batches with different N then have one
+        shape. Rows from N on are unspecified. Needs axis -1 and E4M3 or E5M2. The result has no gradient.
+
+    If a block has a NaN or Inf, all its elements become NaN. Differentiable (straight through).
+    Raises ValueError for other dtypes or axes, and if `block_size` does not divide the blocked axis.
     """
     check_values("quantize", x)
     axis = check_axis(axis, x)
@@ -97,10 +100,10 @@ def quantize(
 def quantize_joined(
     parts: Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> MXTensor:
-    """`quantize(torch.cat(parts, -1), block_size=None)` of parts (N, K_i), bit for bit. No gradient.
+    """Bitwise `quantize(torch.cat(parts, -1), block_size=None)`. parts: tensors (N, K_i). No gradient.
 
-    Two or three parts of one dtype are read in place, without the concatenation. Raises ValueError as `quantize`, and
-    for parts that are not 2-D.
+    Two or three parts of one dtype are not concatenated, but read where they are.
+    Raises ValueError as `quantize` does, and for parts that are not 2-D.
     """
     if any(part.dim() != 2 for part in parts):
         got = ", ".join(str(tuple(part.shape)) for part in parts)
@@ -117,11 +120,15 @@ def quantize_joined(
 def quantize_with_amax(
     x: Tensor | Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> tuple[MXTensor, Tensor]:
-    """`quantize(x, block_size=None)`, and the amax of columns for :func:`quantize_columns_with_amax`. No gradient.
+    """`quantize(x, block_size=None)`, and the amax of each column for :func:`quantize_columns_with_amax`. No gradient.
 
-    x: (..., N, K), or its parts (..., N_i, K) along N. Up to three parts of one dtype are read in place.
-    amax: (..., K) fp32 of each column, NaN for a column with NaN.
-    Raises ValueError as `quantize`, for parts that do not fit together, and for parts without elements.
+    Args:
+        x: (..., N, K), or a sequence of parts (..., N_i, K) that would give x concatenated along N. Up to three parts
+            of one dtype are not concatenated, but read where they are.
+    Returns:
+        MXTensor (..., N, K) with one scale per row.
+        amax: (..., K) fp32, the largest magnitude of each column, NaN if the column has a NaN.
+    Raises ValueError as `quantize` does, for parts of different K or leading axes, and for parts without elements.
     """
     parts, transposed = _parts("quantize_with_amax", x)
     how = check_format(fmt), check_mode(mode)
@@ -141,7 +148,10 @@ def quantize_columns_with_amax(
     fmt: MXFormat | str = E4M3,
     mode: ScaleMode | str = ScaleMode.RCEIL,
 ) -> MXTensor:
-    """`quantize(x, axis=-2, block_size=None)` with one read less. x, amax: as in `quantize_with_amax`."""
+    """`quantize(x, axis=-2, block_size=None)`, reading x once instead of twice.
+
+    x: as given to `quantize_with_amax`. amax: (..., K) fp32, as `quantize_with_amax` returned it.
+    """
     parts, transposed = _parts("quantize_columns_with_amax", x)
     first, wanted = parts[0], (*parts[0].shape[:-2], parts[0].shape[-1])
     if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, first.device):
@@ -154,7 +164,12 @@ def quantize_columns_with_amax(
 
 
 def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
-    """Three detached parts, as ops take them, None for missing ones; True if x is one transposed tensor."""
+    """Check x and split it into the three part arguments of the ops.
+
+    Returns:
+        List of three detached parts; None for the missing ones.
+        True if x is a single tensor and only x.mT is contiguous.
+    """
     parts = [x] if isinstance(x, Tensor) else [*x]
     for part in parts:
         check_values(name, part)
@@ -170,7 +185,7 @@ def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
-    """(x.mT, True) if only x.mT is contiguous, else (x, False). Detached."""
+    """(x.mT, True) if x.mT is contiguous and x is not, else (x, False). The tensor is detached."""
     x = x.detach() if x.requires_grad else x
     if not x.is_contiguous() and x.mT.is_contiguous():
         return x.mT, True
@@ -184,13 +199,17 @@ def requantize(
     mode: ScaleMode | str = ScaleMode.RCEIL,
     offs: Tensor | None = None,
 ) -> MXTensor:
-    """Quantize the values of `mx` (..., N, K) anew, in blocks of 32 along N (axis -2), the row index applied.
+    """Quantize the values of `mx` (..., N, K) a second time, in blocks of 32 along N (axis -2).
 
-    fmt: element format of the result; default: the same. mode: scale mode of the result.
-    offs: (G,) int32 inclusive ends of the row groups of a 2-D `mx`, multiples of 32. Rows from offs[-1] on are not
-        read, and unspecified in the result.
-    qdata of the result are contiguous along N. A block with NaN or Inf becomes NaN as a whole. Differentiable (straight
-    through). Raises ValueError if N is no multiple of 32, and for a wrong offs.
+    Args:
+        mx: E4M3 or E5M2 in any blocks. Its row index is applied, so the result has none.
+        fmt: element format of the result. None: that of `mx`.
+        mode: scale mode of the result.
+        offs: (G,) int32 inclusive ends of the row groups of a 2-D `mx`, multiples of 32. Rows from offs[-1] on are not
+            read, and unspecified in the result.
+    Returns:
+        MXTensor (..., N, K) with qdata contiguous along N. If a block has a NaN or Inf, all its elements become NaN.
+    Differentiable (straight through). Raises ValueError if N is no multiple of 32, and for a wrong offs.
     """
     if not isinstance(mx, MXTensor):
         raise ValueError(f"requantize: got a {type(mx).__name__}, want an MXTensor: quantize it")
@@ -213,8 +232,16 @@ def _requantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, offs: Tensor | None,
     dtype: torch.dtype, mode: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index (R,) int32 or None (R = N) -> qdata
-    (..., K, R) `dtype`, scale (..., R/32, K)."""
+    """`requantize` as an op. R is the number of rows after the row index was applied; without one, R = N.
+
+    Args:
+        qdata: (..., N, K).
+        scale: (..., N/block_rows, K/block_columns) e8m0.
+        row_index: (R,) int32 or None.
+    Returns:
+        qdata: (..., K, R) `dtype`.
+        scale: (..., R/32, K) e8m0.
+    """
     capacity = num_rows(qdata, row_index)
     valid = valid_rows(offs, capacity)
     if valid % BLOCK:
@@ -232,12 +259,14 @@ def _requantize(
 
 
 def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXTensor:
-    """x as an MXTensor of E4M3 with exactly the same values. E4M3 and E5M2 stay as they are.
+    """Convert x to an MXTensor of E4M3 with exactly the same values. No autograd.
 
-    x: an MXTensor or BlockFP8. Axis, block size and row index stay. BlockFP8 gets blocks of 32 along K.
-    dtype: outer dtype bf16, fp32 or fp16. Default: that of the MXTensor, or bf16.
-    No autograd. Raises ValueError for BlockFP8 with scales that are not powers of two, or with K or block columns that
-    are no multiples of 32.
+    Args:
+        x: an MXTensor or BlockFP8. An MXTensor of E2M1 becomes E4M3, and one of E4M3 or E5M2 keeps its elements; axis,
+            block size and row index stay. BlockFP8 gets blocks of 32 along K.
+        dtype: outer dtype of the result, bf16, fp32 or fp16. None: that of the MXTensor, or bf16 for BlockFP8.
+    Raises ValueError if x is BlockFP8 and a scale is no power of two, or K or the columns of a block are no multiple
+    of 32.
     """
     if dtype is not None and dtype not in VALUE_DTYPES:
         raise ValueError(f"to_mxfp8: expected dtype {VALUE_DTYPES}, got {dtype}")

@@ -1,23 +1,25 @@
-"""SwiGLU with the routing weight inside, forward and backward, with or without quantization of its result.
+"""SwiGLU multiplied by the routing weight, forward and backward. Results are rounded or quantized.
 
     forward                                                    backward
-    gate_up (R, 2F) = [gate | up], row_weight w (R,)           d_h (R, F), and gate_up, w once more
+    gate_up (R, 2F) = [gate | up], row_weight w (R,)           d_h (R, F), and gate_up and w of forward
       s = sigmoid(gate), silu = gate * s                         d_row_weight = sum over F of d_h * (silu * up)
       h = (silu * up) * w      fp32                              d = d_h * w
       h (R, F): rounded once to gate_up's dtype, or              d_up   = d * silu
       quantized from fp32 with no bf16 in between                d_gate = (d * up) * (s * (1 + gate * (1 - s)))
                                                                  [d_gate | d_up] (R, 2F): rounded or quantized likewise
-                                                               h again on request, so that forward need not save it
+                                                               h, if requested, so that forward need not save it
 
-The down-projection is linear, so the routing weight may multiply before it. Then combine is a plain sum, and the
-weight's gradient is a sum over a row. All is fp32, with each operation rounded by itself in the order written, a
-portable sigmoid (`mxep.quant.activation`) and a fixed tree for the sum over F (`tree_sum`). So a kernel without FMA
-contraction has the same bits.
+The down-projection is linear, so the routing weight can be multiplied in before it. Then combine is a plain sum, and
+the gradient of a routing weight is a sum over one row.
 
-gate = -inf gives a silu and a slope of -3.9e-36, as -86 does; +inf gives inf and a slope of 1. A NaN spreads to its
-row's d_row_weight and, if quantized, its block.
+All operations are fp32, in the order written above, each rounded separately. The sigmoid is portable
+(`mxep.quant.activation`), and the sum over F is a fixed tree (`tree_sum`). So a kernel compiled without FMA contraction
+has the same bits as the reference.
 
-R rows (capacity), F hidden width, G groups.
+For gate = -inf, silu and its derivative are -3.9e-36, as for gate = -86. For gate = +inf, silu is inf and its
+derivative is 1. A NaN element makes the d_row_weight of its row NaN, and all elements of its block if quantized.
+
+R rows (capacity), F hidden width, G groups of rows.
 """
 
 from collections.abc import Sequence
@@ -44,13 +46,19 @@ def swiglu(
     rest: Tensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> Tensor:
-    """silu(gate) * up * row_weight, or another activation: (R, F) in gate_up's dtype.
+    """silu(gate) * up * row_weight, or the given activation times row_weight. No autograd: see `swiglu_backward`.
 
-    gate_up: (R, 2F) bf16 | fp32 | fp16, gate first unless activation is interleaved. row_weight: (R,) fp32; None: 1.
-    offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read, and unspecified in the
-        result.
-    rest: further rows of gate_up, which are counted in R. Both must be dense.
-    No autograd: `swiglu_backward` is its derivative. Raises ValueError for other shapes, dtypes, devices.
+    Args:
+        gate_up: (R, 2F) bf16 | fp32 | fp16: the columns of gate, then those of up. If the activation is interleaved,
+            gate and up alternate.
+        row_weight: (R,) fp32. None: all weights are 1.
+        offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read, and unspecified in the
+            result.
+        rest: the last rows of gate_up, if they are a tensor of their own. R then is the sum of both row counts, and
+            both tensors must be contiguous.
+    Returns:
+        (R, F) in gate_up's dtype.
+    Raises ValueError for other shapes, dtypes or devices.
     """
     _check(gate_up, row_weight, offs, rest=rest)
     h: Tensor = _swiglu(gate_up, row_weight, offs, gate_up.dtype, None, 0, False, activation.packed, rest)[0]
@@ -69,11 +77,17 @@ def swiglu_quantize(
     rest: Tensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> MXTensor:
-    """`swiglu` quantized from its fp32 value: MXTensor (R, F), outer dtype gate_up's, blocked along F.
+    """`swiglu` with its fp32 result quantized, not rounded to gate_up's dtype before.
 
-    Bitwise `quantize(swiglu(gate_up.float(), ...), fmt=fmt, mode=mode, block_size=block_size)` or, if `folded`, its
-    `fold`, with one scale per row. Other arguments and errors as for `swiglu`. Also raises ValueError if F is no
-    multiple of `block_size`, and on CUDA for a block that is neither a power of two nor the row.
+    Args:
+        fmt, mode, block_size: as for `quantize`.
+        folded: fold the quantized result to one scale per row (`mxep.quant.fold`).
+        Others: as for `swiglu`.
+    Returns:
+        MXTensor (R, F) with blocks along F and gate_up's dtype as outer dtype. It is bitwise
+        `quantize(swiglu(gate_up.float(), ...), fmt=fmt, mode=mode, block_size=block_size)`, folded if `folded`.
+    Raises ValueError as `swiglu` does, and if F is no multiple of `block_size`. On CUDA, also if `block_size` is
+    neither a power of two nor the whole row.
     """
     _check(gate_up, row_weight, offs, rest=rest)
     width = gate_up.shape[1] // 2
@@ -92,11 +106,17 @@ def swiglu_backward(
     rest: Tensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32, h).
+    """Gradients of `swiglu`.
 
-    d_h: (R, F) bf16 | fp32 | fp16, the gradient of h. Without row_weight, d_row_weight is that of a weight of 1.
-    h: bitwise the result of `swiglu`, if `with_h`, else None.
-    Other arguments and errors as for `swiglu`.
+    Args:
+        d_h: (R, F) bf16 | fp32 | fp16, gradient of the result h of `swiglu`.
+        with_h: also compute h again.
+        Others: as for `swiglu`.
+    Returns:
+        d_gate_up: (R, 2F) in gate_up's dtype.
+        d_row_weight: (R,) fp32. Computed even without row_weight, as the gradient of weights that are all 1.
+        h: (R, F), bitwise the result of `swiglu`, or None without `with_h`.
+    Raises ValueError as `swiglu` does.
     """
     _check(gate_up, row_weight, offs, d_h, rest)
     d_gate_up = gate_up.new_empty(len(d_h), gate_up.shape[1])
@@ -120,17 +140,24 @@ def swiglu_backward_quantize(
     rest: Tensor | MXTensor | None = None,
     activation: SwiGLU = PLAIN,
 ) -> tuple[MXTensor, Tensor, MXTensor | None]:
-    """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32, h).
+    """`swiglu_backward` with its fp32 d_gate_up quantized, not rounded to gate_up's dtype before.
 
-    d_gate_up: blocked along 2F, outer dtype gate_up's. With block_size=None or `folded`, gate and up share one scale
-        per row.
-    gate_up, rest: plain, or MXTensors with one scale per row, which are taken at their fp32 values.
-    overwrite: d_h's memory may be reused. With one scale per row it holds the qdata, if d_h is contiguous, has 16 bits
-        per element and requires no grad.
-    h: bitwise the result of `swiglu_quantize` with fmt=h_fmt; None without `h_fmt`.
-    Other arguments and errors as for `swiglu_backward`. Also raises ValueError if 2F, or with `h_fmt` F, is no multiple
-    of `block_size`, on CUDA for a block that is neither the row nor a power of two that divides F, and for an MXTensor
-    of other blocks.
+    Args:
+        gate_up, rest: plain tensors, or MXTensors with one scale per row. MXTensors are dequantized to fp32.
+        fmt, mode, block_size, folded: as for `swiglu_quantize`. They apply to d_gate_up, and to h except for fmt.
+        overwrite: allow to overwrite d_h with the qdata of d_gate_up. This is done if d_gate_up has one scale per row,
+            and d_h is contiguous, has 16 bits per element and requires no grad.
+        h_fmt: also compute h again, quantized to this format.
+        Others: as for `swiglu_backward`.
+    Returns:
+        d_gate_up: MXTensor (R, 2F) with blocks along 2F and gate_up's dtype as outer dtype. If block_size is None or
+            `folded`, gate and up share one scale per row.
+        d_row_weight: (R,) fp32, as from `swiglu_backward`.
+        h: MXTensor (R, F), bitwise the result of `swiglu_quantize` with fmt=h_fmt, or None without `h_fmt`.
+    Raises ValueError as `swiglu_backward` does, and:
+        - if `block_size` does not divide 2F, or with `h_fmt` does not divide F;
+        - on CUDA, if `block_size` is neither the whole row nor a power of two that divides F;
+        - if gate_up is an MXTensor with more than one scale per row.
     """
     _check(gate_up, row_weight, offs, d_h, rest)
     (values, gate_up_scale), outer = _bytes_of_rows(gate_up), gate_up.dtype
@@ -155,7 +182,7 @@ def swiglu_backward_quantize(
 
 
 def _bytes_of_rows(gate_up: Tensor | MXTensor) -> tuple[Tensor, Tensor | None]:
-    """(values, None), or qdata and scale bytes of rows with one scale each."""
+    """Split gate_up into (qdata, scale bytes) if it is an MXTensor with one scale per row; (gate_up, None) if plain."""
     if not isinstance(gate_up, MXTensor):
         return gate_up, None
     if gate_up.axis != -1 or gate_up.block_size != gate_up.shape[1] or gate_up.row_index is not None:
@@ -165,7 +192,10 @@ def _bytes_of_rows(gate_up: Tensor | MXTensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _mx(parts: Sequence[Tensor], dtype: torch.dtype, block_size: int) -> MXTensor:
-    """MXTensor of rows (R, n) and their scale bytes. block_size is an argument: under compile, sizes are symbols."""
+    """MXTensor of parts = (qdata (R, n), scale bytes).
+
+    block_size is an argument and not computed from shapes, because shapes are symbols under torch.compile.
+    """
     qdata, scale = parts
     return MXTensor(qdata, scale.view(SCALE_DTYPE), None, -1, block_size, dtype, trusted=True)
 
@@ -228,11 +258,11 @@ def _backward(
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Sum over the last axis of x (R, F) in a fixed order, in which a GPU's threads first sum their own elements.
+    """Sum over the last axis of x (R, F) in a fixed order that suits a GPU: threads first add their own 8 elements.
 
     F is padded with zeros to a power of two, 8 or more. Neighbours are added three times: a b c d e f g h becomes
-    ((a+b)+(c+d))+((e+f)+(g+h)). Then the second half of these sums is added to the first until one is left:
-    A B C D -> A+C B+D -> (A+C)+(B+D).
+    ((a+b)+(c+d))+((e+f)+(g+h)), one sum per 8 elements. Then the second half of the sums is added to the first half,
+    until one sum is left: A B C D -> A+C B+D -> (A+C)+(B+D).
     """
     width = x.shape[-1]
     padded = max(8, 1 << (width - 1).bit_length())
@@ -247,7 +277,10 @@ def tree_sum(x: Tensor) -> Tensor:
 def _result(
     valid: Tensor, rows: int, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
 ) -> tuple[Tensor, Tensor]:
-    """Round or quantize values (valid, n) fp32: (rows, n) of dtype, and scale bytes."""
+    """Round (mode None) or quantize `valid` (n, width) fp32, then append zero rows.
+
+    Returns (rows, width) of `dtype`, and scale bytes: (rows, scales per row), or (0,) if mode is None.
+    """
     if mode is None:
         return fill_rows(valid.to(dtype), rows), valid.new_empty(0, dtype=torch.uint8)
     qdata, scale = quantize_rows.reference(valid, dtype, mode, block_size)
@@ -256,7 +289,7 @@ def _result(
     return fill_rows(qdata, rows), fill_rows(scale.view(torch.uint8), rows)
 
 
-# Scales are bytes: inductor compiles no op that writes if one of its tensors is e8m0.
+# Both ops return scales as uint8, because inductor cannot compile an op that mutates an argument and has e8m0 tensors.
 
 
 @op(
@@ -270,7 +303,12 @@ def _swiglu(
     gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, dtype: torch.dtype, mode: str | None,
     block_size: int, folded: bool, activation: Sequence[float] | None, rest: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1). mode None: rounded, and no scale."""
+    """`swiglu` or `swiglu_quantize`, as an op.
+
+    Returns:
+        h: (R, F) `dtype`, rounded if mode is None, else qdata.
+        scale: uint8, (R, F/block_size), (R, 1) if folded, or (0,) if mode is None.
+    """
     gate_up = gate_up if rest is None else torch.cat((gate_up, rest))
     rows = gate_up.shape[0]
     h = _forward(gate_up, row_weight, valid_rows(offs, rows), activation)
@@ -288,11 +326,16 @@ def _swiglu_backward(  # scale_mode, because torch takes `mode` for itself in op
     block_size: int, folded: bool, h_dtype: torch.dtype | None, activation: Sequence[float] | None,
     gate_up_scale: Tensor | None, rest: Tensor | None, rest_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,), and the results of `mxep::swiglu` with
-    h_dtype, one scale per row if d_gate_up has that; empty without h_dtype.
+    """`swiglu_backward` or `swiglu_backward_quantize`, as an op.
 
-    out: (R, 2F), receives d_gate_up: new memory or, with one scale per row, d_h's. gate_up_scale: (R, 1) scale bytes if
-    gate_up is qdata.
+    Args:
+        out: (R, 2F), overwritten with d_gate_up. If a row has one scale, it may share d_h's memory.
+        gate_up_scale, rest_scale: one uint8 scale per row if gate_up and rest are qdata, else None.
+    Returns:
+        scale: uint8 scales of d_gate_up, (R, 2F/block_size), (R, 1) if folded, or (0,) if scale_mode is None.
+        d_row_weight: (R,) fp32.
+        h, h_scale: the results of `mxep::swiglu` with dtype=h_dtype. If d_gate_up has one scale per row, so has h.
+            Both are empty without h_dtype.
     """
     rows, valid = d_h.shape[0], valid_rows(offs, d_h.shape[0])
     _, _, h, h_scale = empty_swiglu_backward(d_h, scale_mode, block_size, folded, h_dtype)

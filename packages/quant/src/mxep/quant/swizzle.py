@@ -1,17 +1,19 @@
 """Scale swizzle: scale bytes in the 128 x 4 blocked layout that NVIDIA's block-scaled GEMMs read (cuBLAS, tcgen05).
 
-The (rows, cols) matrix of scales, cols = K / 32, is cut into tiles of 128 x 4, padded with zero bytes. Tiles of 512
-bytes follow one another in row-major order. In a tile the four 32-row quarters are interleaved: 16 bytes hold the four
-columns of rows i, i + 32, i + 64 and i + 96:
+The scales are a matrix (rows, cols) of bytes, cols = K / 32. It is padded with zero bytes to a multiple of 128 x 4 and
+cut into tiles of 128 x 4 = 512 bytes. The tiles are stored one after another, in row-major order. Inside a tile, each
+run of 16 bytes holds the four columns of rows i, i + 32, i + 64 and i + 96:
 
     offset(r, c) = tile(r // 128, c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
 
 Example: 128 x 4 scales; bytes 0 to 3 are row 0, bytes 4 to 7 row 32, bytes 12 to 15 row 96, bytes 16 to 19 row 1.
 
-With G groups each one is swizzled alone, its rows rounded up to 128, and groups follow one another. The result has
-round_up(rows + G * 127, 128) rows, enough for any sizes, because only the device knows them.
+With G groups of rows, each group is padded to a multiple of 128 rows and swizzled separately. The groups are stored one
+after another. Only the device knows the group sizes, so the result has round_up(rows + G * 127, 128) rows, enough for
+any sizes.
 
-Torch's scaled GEMMs check the shape of a swizzled tensor, but its bytes are not in row-major order.
+A swizzled tensor keeps a 2-D shape, because torch's scaled GEMMs check it. But element [r, c] of it is not the scale of
+row r and column c.
 """
 
 import torch
@@ -29,13 +31,16 @@ from mxep.runtime.op import op
 
 
 def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:
-    """Scales in the 128 x 4 blocked layout, of the matrix or of each group alone.
+    """Copy scales to the 128 x 4 blocked layout. With offs, each group of rows is swizzled separately.
 
-    scale: (..., rows, cols) e8m0 or uint8, any strides; with offs (rows, cols).
-    offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read.
-    Returns a contiguous tensor of scale's dtype: (..., round_up(rows, 128), round_up(cols, 4)). With offs it is
-    (round_up(rows + G * 127, 128), round_up(cols, 4)), unspecified past the last group. Padding bytes are 0.
-    Raises ValueError for other dtypes, fewer than two axes, a wrong offs.
+    Args:
+        scale: (..., rows, cols) e8m0 or uint8, any strides. With offs it must be 2-D.
+        offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read.
+    Returns:
+        Contiguous tensor of scale's dtype. Padding bytes are 0.
+        Without offs: (..., round_up(rows, 128), round_up(cols, 4)).
+        With offs: (round_up(rows + G * 127, 128), round_up(cols, 4)). Bytes past the last group are unspecified.
+    Raises ValueError for another dtype, for fewer than two axes and for a wrong offs.
     """
     if scale.dtype not in (SCALE_DTYPE, torch.uint8):
         raise ValueError(f"scale: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
@@ -47,10 +52,15 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:
 
 
 def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Operand of a block-scaled GEMM: qdata (R, K) and swizzled scales of `mx`, its row index applied.
+    """Apply the row index of `mx` and swizzle its scales, for a block-scaled GEMM. No autograd.
 
-    mx: (R, K) in blocks of 32 along its rows. offs: as in `swizzle_scales`. Rows from offs[-1] on are not read, and
-    unspecified in qdata and scales. No autograd. Raises ValueError for another tensor and a wrong offs.
+    Args:
+        mx: (R, K) in blocks of 32 along K, E4M3 or E5M2.
+        offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read.
+    Returns:
+        qdata: (R, K), in the dtype of mx.qdata. Rows from offs[-1] on are unspecified.
+        scale: e8m0, the result of `swizzle_scales` for the R rows.
+    Raises ValueError for any other `mx` and for a wrong offs.
     """
     if not isinstance(mx, MXTensor) or mx.axis != -1 or mx.block_size != BLOCK or mx.ndim != 2:
         raise ValueError(f"gather_swizzled: got {mx!r}, want an MXTensor (R, K) in blocks of {BLOCK} along its rows")
@@ -90,7 +100,7 @@ def _swizzle(scale: Tensor, offs: Tensor | None) -> Tensor:
     height, width = swizzled_shape(rows, cols, offs)
     if offs is not None:
         valid = valid_rows(offs, rows)
-        # Every group starts at a multiple of 128. Rows past the groups also have a start; they go to the last row.
+        # In the result each group starts at a multiple of 128. Rows past the last group go to row `height`, cut below.
         starts = torch.nn.functional.pad(offs.long(), (1, 0))
         room = (starts.diff() + ROWS - 1) // ROWS * ROWS
         new_starts = torch.nn.functional.pad(room.cumsum(0), (1, 0))

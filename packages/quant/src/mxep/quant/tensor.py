@@ -1,21 +1,22 @@
-"""MXTensor: qdata and scales in one tensor, for autograd, compile and checkpoints.
+"""MXTensor: quantized elements ("qdata") and scales in one tensor, for autograd, torch.compile and checkpoints.
 
 Its outer dtype is that of the tensor before quantization (bf16 by default), so gradients have that dtype. Autograd
-would cast the gradient of a raw fp8 tensor to fp8. Inside are two or three plain tensors:
+would cast the gradient of a raw fp8 tensor to fp8. An MXTensor holds two or three plain tensors:
 
     qdata      fp8, 1 byte per element         (..., N, K)
                E2M1, 2 elements per byte       (..., N, K/2) for axis -1, (..., N/2, K) for axis -2
     scale      e8m0, 1 byte per block          (..., N, K/block_size) for axis -1, (..., N/block_size, K) for axis
                                                -2, (..., N/block_size, K/block_size) for axis (-2, -1)
-    row_index  (R,) int32 or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
+    row_index  (R,) int32 or None              row r of the MXTensor is row row_index[r] of qdata and scale;
+                                               -1 is a row of zeros
 
-Transposing it takes transposed views of qdata and scale, and swaps axis -1 and -2. Results of `quantize` and
-`requantize` have qdata contiguous along the blocked axis: for axis -2 it is the `.mT` view of contiguous (..., K, N)
-bytes. scale may have any strides.
+The transpose of an MXTensor holds transposed views of qdata and scale, with axes -1 and -2 swapped. `quantize` and
+`requantize` return qdata contiguous along the blocked axis: for axis -2, qdata is the `.mT` view of contiguous
+(..., K, N) bytes. scale may have any strides.
 
-A row index makes an expert-major tensor (R, D) of rows that still lie in receive slots: qdata (S, D), scale
-(S, D/block_size), which may be strided row views of one buffer. Example: row_index [1, -1, 1] of rows a, b is the
-tensor of rows b, 0, b.
+A row index gives rows another order without a copy. For example, received rows stay in receive slots, qdata (S, D) and
+scale (S, D/block_size), and the MXTensor (R, D) has them in expert order. qdata and scale may be strided views of one
+buffer. Example: stored rows a, b with row_index [1, -1, 1] are an MXTensor with rows b, 0, b.
 """
 
 import itertools
@@ -37,7 +38,7 @@ from mxep.runtime.op import check_no_tangent
 
 
 class MXParts(NamedTuple):
-    """The parts of an MXTensor, without the wrapper, which costs the host as much as a launch."""
+    """The fields of an MXTensor without the tensor subclass, which costs the host as much time as a kernel launch."""
 
     qdata: Tensor
     scale: Tensor
@@ -55,15 +56,19 @@ class MXParts(NamedTuple):
 
 
 class MXTensor(Tensor):
-    """An 8-bit or 4-bit tensor with block scales, (..., N, K). Made by `quantize` and `from_qdata_and_scales`.
+    """An 8-bit or 4-bit tensor with block scales, (..., N, K). `quantize` and `from_qdata_and_scales` create one.
 
-    qdata, scale, row_index: the plain tensors inside, in the layout of the module's docstring. dtype: the outer dtype.
-    axis: the blocked axis, -1 or -2, or (-2, -1) for square 2-D blocks.
-    block_size: elements per scale along each blocked axis; the whole axis for row-scaled FP8.
+    Attributes:
+        qdata, scale, row_index: the plain tensors of the module's docstring.
+        axis: the blocked axis, -1 or -2, or (-2, -1) for square 2-D blocks.
+        block_size: elements per scale along each blocked axis. For row-scaled FP8 it is the length of the axis.
+        dtype: the outer dtype.
 
-    The constructor takes scales as e8m0 and a normalized axis. It checks its arguments (ValueError) unless they are
-    `trusted`, as parts from an op of this package or from another MXTensor. An MXTensor can be detached, cloned,
-    transposed, sliced, picked, joined, copied, pinned, moved and saved. Other aten ops raise NotImplementedError.
+    Call the constructor only with e8m0 scales and one of the axes above. It checks its arguments (ValueError), unless
+    they are `trusted` because they come from an op of this package or from another MXTensor.
+
+    MXTensor implements the ops behind detach, clone, transpose, slices, select, index_select, split, cat, view, copy_,
+    pin_memory, to(device) and torch.save. Other aten ops raise NotImplementedError.
     """
 
     qdata: Tensor
@@ -108,15 +113,16 @@ class MXTensor(Tensor):
         block_size: int | None = BLOCK,
         row_index: Tensor | None = None,
     ) -> "MXTensor":
-        """An MXTensor of given bytes, without a copy.
+        """Wrap given qdata and scales, without a copy.
 
-        qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides; or float4_e2m1fn_x2 (E2M1), with half the length
+        qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides. For E2M1: float4_e2m1fn_x2 with half that length
             along the blocked axis.
-        scales: float8_e8m0fnu, or its bytes as uint8; (..., N, K) with the blocked axis divided by `block_size`.
+        scales: float8_e8m0fnu, or its bytes as uint8. Shape (..., N, K) with each blocked axis divided by `block_size`.
         orig_dtype: bf16, fp32 or fp16, the outer dtype and the dtype of gradients.
         axis, block_size: as in `quantize`.
-        row_index: (R,) int32, rows of qdata (S, K), -1 for a row of zeros; needs axis -1.
-        Raises ValueError for anything else.
+        row_index: (R,) int32 indices of rows of qdata (S, K); -1 gives a row of zeros. Needs axis -1.
+
+        Raises ValueError for other dtypes, shapes, axes or devices.
         """
         format_of(qdata.dtype)
         axis = check_axis(axis, qdata)
@@ -127,19 +133,21 @@ class MXTensor(Tensor):
 
     @property
     def format(self) -> MXFormat:
-        """The element format of the qdata (inside torch.compile: `format_of(mx.qdata.dtype)`)."""
+        """The element format. Inside torch.compile use `format_of(mx.qdata.dtype)` instead."""
         return format_of(self.qdata.dtype)
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(rows, columns) that one scale covers."""
+        """Rows and columns per scale, as a tuple (rows, columns)."""
         return 1 if self.axis == -1 else self.block_size, 1 if self.axis == -2 else self.block_size
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, (..., N, K) contiguous in `dtype` (default: the outer dtype), the row index applied.
+        """The values as a contiguous tensor (..., N, K), with the row index applied.
 
-        A value is q * 2**(scale - 127), exact in fp32 (Inf past its range), rounded once to bf16 or fp16. Scale 255
-        gives NaN. Differentiable (straight through), the gradient in the outer dtype. ValueError for other dtypes.
+        dtype: bf16, fp32 or fp16. None: the outer dtype. Raises ValueError for others.
+        A value is q * 2**(scale - 127), or NaN for scale 255. In fp32 it is exact, or Inf past fp32's range. For bf16
+        and fp16 the fp32 value is rounded once.
+        Differentiable: the gradient is passed on unchanged, cast to the outer dtype.
         """
         dtype = self.dtype if dtype is None else dtype
         if dtype not in VALUE_DTYPES:
@@ -148,9 +156,10 @@ class MXTensor(Tensor):
         return values
 
     def materialize(self) -> "MXTensor":
-        """The row index applied, and qdata contiguous along the blocked axis (2-D: by rows). A copy only if needed.
+        """Apply the row index and make qdata contiguous along the blocked axis (for 2-D blocks: along rows).
 
-        A row of zeros (-1) gets qdata 0 and scale 0. Differentiable (straight through).
+        Returns `self` if nothing has to be copied. A row with index -1 gets qdata 0 and scale 0.
+        Differentiable (straight through).
         """
         if self.axis == -2:
             return self._transposed().materialize()._transposed()
@@ -163,12 +172,14 @@ class MXTensor(Tensor):
         return wrap(self, MXParts(qdata, scale, None, self.axis, self.block_size, self.dtype))
 
     def along(self, axis: int) -> "MXTensor":
-        """View 2-D blocks as blocks along one axis: the same qdata, each scale repeated for its rows or columns.
+        """View 2-D blocks as blocks along one axis. qdata are shared; each scale is repeated for its rows or columns.
 
-        axis: -1 or -2 (or positive). So one quantization of a weight W (N, K) serves W (along K) and W^T (along N):
-        `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. qdata keep their strides; `materialize` makes them
+        axis: -1 or -2, or the same axis as a nonnegative number.
+
+        So one quantization of a weight W (N, K) serves both W (blocks along K) and W^T (blocks along N).
+        `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. qdata keep their strides. Call `materialize` to make them
         contiguous along the blocked axis. Differentiable (straight through).
-        A tensor already blocked along `axis` is returned as it is. Any other raises ValueError.
+        If the tensor is already blocked along `axis`, it is returned itself. Raises ValueError if it has no 2-D blocks.
         """
         axis_ = check_axis(axis, self.qdata)
         if self.axis == axis_:
@@ -195,8 +206,10 @@ class MXTensor(Tensor):
     def with_parts(
         self, qdata: Tensor, scale: Tensor, row_index: Tensor | None = None, axis: Axis | None = None
     ) -> "MXTensor":
-        """An MXTensor of these parts with this one's block size, outer dtype and, by default, axis. No autograd, no
-        checks."""
+        """New MXTensor of these parts, with the block size and outer dtype of `self`. No autograd, no checks.
+
+        axis: None for the axis of `self`.
+        """
         axis = self.axis if axis is None else axis
         return MXTensor(qdata, scale, row_index, axis, self.block_size, self.dtype, trusted=True)
 
@@ -211,7 +224,7 @@ class MXTensor(Tensor):
         return MXTensor(inner["qdata"], inner["scale"], inner.get("row_index"), *context, trusted=True)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
-        # AOTAutograd needs the gradient of an output to have the output's type, but an MXTensor's is a plain tensor.
+        # AOTAutograd needs an output's gradient to have the output's type. The gradient of an MXTensor is plain.
         raise NotImplementedError(
             "a compiled graph cannot return an MXTensor that requires grad: dequantize inside, or return mx.detach(); "
             "at grouped_mm, which breaks the graph for one, give it the plain tensor"
@@ -227,14 +240,14 @@ class MXTensor(Tensor):
     ) -> Any:
         if (handler := HANDLERS.get(func)) is not None:
             return handler(func, *args, **(kwargs or {}))
-        # Inside a torch.library op, composite functions such as `mT` arrive here undecomposed.
+        # Composite functions such as `mT` are not decomposed yet if they are called inside a torch.library op.
         result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
             raise NotImplementedError(f"MXTensor does not implement {func}: call .dequantize() first")
         return result
 
     def share_memory_(self) -> "MXTensor":
-        """Move the parts to memory that other processes can map."""
+        """Move qdata, scale and row_index to memory shared between processes, as `Tensor.share_memory_` does."""
         for name in self.__tensor_flatten__()[0]:
             getattr(self, name).share_memory_()
         return self
@@ -243,7 +256,7 @@ class MXTensor(Tensor):
         return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "MXTensor"], tuple[Any, ...]]:
-        # Bytes, because torch cannot read its pickles of 8-bit floats.
+        # Saved as bytes, because torch cannot load its own pickles of 8-bit floats.
         parts = self.qdata.view(torch.uint8), self.scale.view(torch.uint8), self.row_index
         how = self.qdata.dtype, self.axis, self.block_size, self.dtype
         return rebuild_mxtensor, (*parts, *how, self.requires_grad, isinstance(self, torch.nn.Parameter))
@@ -253,7 +266,7 @@ def rebuild_mxtensor(
     raw: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype, axis: Axis, block_size: int,
     orig_dtype: torch.dtype, requires_grad: bool, is_parameter: bool,
 ) -> MXTensor:  # fmt: skip
-    """Called by `torch.load(weights_only=True)`. Checks the parts."""
+    """Rebuild a saved MXTensor, called by `torch.load(weights_only=True)`. Raises ValueError for invalid parts."""
     qdata = raw.view(dtype)
     mx = MXTensor.from_qdata_and_scales(qdata, scale, orig_dtype, axis=axis, block_size=block_size, row_index=row_index)
     if is_parameter:
@@ -293,7 +306,10 @@ class _Wrap(torch.autograd.Function):
 
 
 def wrap(source: Tensor, parts: MXParts) -> MXTensor:
-    """An MXTensor of these parts. Its gradient passes unchanged to `source`, of the same shape (straight through)."""
+    """MXTensor of `parts` with straight-through autograd: its gradient is passed to `source` unchanged.
+
+    source: tensor of the MXTensor's shape.
+    """
     if not (source.requires_grad and torch.is_grad_enabled()) and not torch.compiler.is_compiling():
         check_no_tangent(source)
         return parts.join()
@@ -321,7 +337,7 @@ def _is_pinned(func: Any, mx: MXTensor, *_: Any) -> bool:
 
 
 def _copy_(func: Any, to: Tensor, source: Tensor, *how: Any, **kwargs: Any) -> Tensor:
-    """Copy the bytes between MXTensors of one kind, or the values into a plain tensor."""
+    """Copy bytes into an MXTensor of the same format, axis and shapes, or dequantized values into a plain tensor."""
     if not isinstance(to, MXTensor):
         copied: Tensor = func(to, source.dequantize(), *how, **kwargs)
         return copied
@@ -336,7 +352,7 @@ def _copy_(func: Any, to: Tensor, source: Tensor, *how: Any, **kwargs: Any) -> T
 
 
 def _isnan(func: Any, mx: MXTensor) -> Tensor:
-    """A plain tensor, for torch's anomaly mode."""
+    """isnan of the dequantized values, as a plain tensor. Torch's anomaly mode needs it."""
     result: Tensor = func(mx.dequantize())
     return result
 
@@ -357,7 +373,7 @@ def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
 
 
 def _in_memory(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> MXTensor:
-    """Copy the parts to the requested device or memory, or allocate them there (`empty_like`)."""
+    """Copy qdata, scale and row_index to the requested device or memory. `empty_like` only allocates them there."""
     if dtype not in (None, mx.dtype):
         raise NotImplementedError(f"{func} of an MXTensor as {dtype}: want {mx.dtype}; or call .dequantize({dtype})")
     names = {"device", "non_blocking", "pin_memory", "memory_format"} & kwargs.keys()
@@ -366,12 +382,12 @@ def _in_memory(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **k
 
 
 def _from_end(mx: MXTensor, dim: int) -> int:
-    """`dim` as a negative number. Raises torch's IndexError for one that mx does not have."""
+    """`dim` as a negative number. Raises torch's IndexError if mx has no such axis."""
     return canonicalize_dim(mx.ndim, dim) - mx.ndim
 
 
 def _transpose(func: Any, mx: MXTensor, *dims: Any) -> MXTensor:
-    """Transpose the last two axes: t, transpose(i, j) or permute(order)."""
+    """t, transpose(i, j) and permute(order), if they swap only the last two axes or nothing."""
     *rest, a, b = order = [*range(mx.ndim)]
     if func is aten.permute.default:
         order = [order[_from_end(mx, dim)] for dim in dims[0]]
@@ -394,7 +410,7 @@ def _blocked(mx: MXTensor, dim: int) -> bool:
 def _slice(
     func: Any, mx: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> MXTensor:
-    """Slice along any axis. Along a blocked axis, raises ValueError unless slices are whole blocks."""
+    """Slice along any axis. Raises ValueError if a slice along a blocked axis does not consist of whole blocks."""
     dim = _from_end(mx, dim)
     if mx.row_index is not None and dim == -2:
         return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, start, end, step))
@@ -412,7 +428,7 @@ def _slice(
 
 
 def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> list[MXTensor]:
-    """Consecutive slices, of one size or of the sizes given. torch checks the sizes."""
+    """split and split_with_sizes: consecutive slices. Torch's own op on a meta tensor checks the sizes."""
     like = torch.empty(mx.shape[_from_end(mx, dim)], device="meta", dtype=torch.uint8)
     sizes = [part.shape[0] for part in func(like, sizes)]
     ends = itertools.accumulate(sizes)
@@ -420,7 +436,7 @@ def _split(func: Any, mx: MXTensor, sizes: int | Sequence[int], dim: int = 0) ->
 
 
 def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> MXTensor:
-    """Concatenate MXTensors of one format, axis, block and dtype along any axis, row indices applied."""
+    """Concatenate MXTensors of equal format, axis, block size and dtype along any axis. Applies row indices."""
     dense = [mx.materialize() if mx.row_index is not None else mx for mx in tensors if isinstance(mx, MXTensor)]
     kinds = {(mx.format, mx.axis, mx.block_size, mx.dtype, mx.ndim) for mx in dense}
     if len(kinds) > 1 or len(dense) < len(tensors):
@@ -461,4 +477,4 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
 }
-"""Implementations of aten ops on MXTensors."""
+"""aten op -> its implementation for MXTensors."""

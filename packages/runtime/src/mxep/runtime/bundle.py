@@ -1,10 +1,10 @@
 """Split the nested arguments and results of replayed functions into tensors and a hashable form, and rebuild them.
 
-    take_apart(x)          the plain tensors of x, in order, and its form: everything else in x, hashable
-    build(form, tensors)   x again, with other tensors
+    take_apart(x)          returns the plain tensors of x, in order, and its form: a hashable description of the rest
+    build(form, tensors)   rebuilds x with other tensors
 
-An object of tensors is a tensor, None, a tuple, named tuple or list of such objects, or a `Bundle` of them. Any other
-value is part of the form.
+An "object of tensors" is a tensor, None, or a tuple, named tuple, list or `Bundle` of such objects. Any other value in
+it is part of the form.
 """
 
 import operator
@@ -20,7 +20,7 @@ Form = Any
 
 
 class Bundle:
-    """Base of frozen dataclasses with fields that are objects of tensors."""
+    """Base class of frozen dataclasses whose fields are objects of tensors."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -30,24 +30,28 @@ class Bundle:
 
 
 class Operands(Bundle):
-    """A bundle that the replayed function owns and may empty. A replay empties it."""
+    """A bundle that is owned by the replayed function it is passed to. The function may release its fields early.
+
+    After a replay all fields are None.
+    """
 
     def release(self, *names: str) -> None:
         """Set fields to None, so that later allocations can use their memory."""
-        if not torch.compiler.is_compiling():  # a compiler frees memory by itself
+        if not torch.compiler.is_compiling():  # compiled code frees memory by itself
             for name in names:
-                self.__dict__[name] = None  # past `frozen`
+                self.__dict__[name] = None  # plain assignment would raise, because the dataclass is frozen
 
 
 _parts_of: dict[type, Any] = {}
-"""Parts class of each registered class."""
+"""Registered class -> its parts class."""
 _parts_classes: set[type] = set()
 
 
 def register_parts(parts: type, whole: type) -> None:
-    """Let replayed functions use objects of class `whole`. Their callers pass and receive `parts` instead.
+    """Let replayed functions take and return objects of class `whole`. Their callers pass and receive `parts` instead.
 
-    parts: a named tuple class. `parts.of(x)` takes x of class `whole` apart, `parts.join()` makes it again.
+    parts: a named tuple class. `parts.of(x)` takes an object x of class `whole` apart. `join()` of the result rebuilds
+        x.
     """
     _parts_of[whole] = parts
     _parts_classes.add(parts)
@@ -88,7 +92,7 @@ def take_apart(x: Any) -> tuple[list[Tensor], Form]:
 
 
 def take(x: Any, tensors: list[Tensor], classes: list[type] | None = None) -> Form:
-    """The form of x. Appends the tensors of x to `tensors`, and the types of its other values to `classes`."""
+    """Returns the form of x. Appends its tensors to `tensors`, and the types of its other values to `classes`."""
     kind: Any = type(x)
     if kind is Tensor or kind is Parameter:
         tensors.append(x)
@@ -104,12 +108,12 @@ def take(x: Any, tensors: list[Tensor], classes: list[type] | None = None) -> Fo
         return (kind, *[take(each, tensors, classes) for each in x])
     if classes is not None:
         classes.append(kind)
-    # 0.0 equals -0.0, and 1 equals True and 1.0.
+    # The class is part of the form because 1 == True == 1.0, and floats are in hex because 0.0 == -0.0.
     return kind, x.hex() if kind is float else x
 
 
 def build(form: Form, tensors: Iterator[Tensor]) -> Any:
-    """The object of this form."""
+    """Build the object of this form, with its tensors taken from the iterator."""
     if form is Tensor:
         return next(tensors)
     if form is None:
@@ -132,7 +136,7 @@ def _made(kind: Any, values: list[Any]) -> Any:
 
 
 def count(form: Form) -> int:
-    """Number of tensors of an object of this form."""
+    """Number of tensors in an object of this form."""
     if form is Tensor:
         return 1
     if form is None:

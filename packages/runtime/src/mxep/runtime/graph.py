@@ -1,11 +1,11 @@
-"""Play a record over other memory. Kernels, fills and copies in a row become one CUDA graph.
+"""Play a record with other memory. Consecutive kernels, fills and copies become one CUDA graph.
 
-    record   kernel, fill, kernel | op of torch | kernel, copy       | between pieces
-    play     a graph                the op        a graph
+    record   kernel, fill, kernel | torch op | kernel, copy          "|" separates pieces
+    play     a graph              | the op   | a graph
 
-Graphs are built from the record, not captured. Before each launch, new addresses and lengths are written into their
-nodes; for tensor maps the driver does this. torch allocates all memory on the current stream, when `memory.py` says. On
-a CPU the steps run one by one, over the same memory.
+Graphs are built node by node from the record, not captured. Before each launch, the current addresses and lengths are
+written into the nodes. In tensor maps the driver replaces the address. Torch allocates all memory on the current
+stream, at the points that `memory.py` plans. On the CPU the steps run one by one, with the same memory plan.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ _FORMATS = {
     "fp64": "d",
 }
 _FORMATS |= {kind: code.upper() for kind, code in _FORMATS.items() if kind[0] == "u"}
-"""Codes of `struct`, by the type of a number in a kernel's signature."""
+"""Type of a number in a kernel's signature -> its code in Python's `struct`."""
 _SIZES = {code: struct.calcsize(code) for code in _FORMATS.values()}
 _WITHOUT_TYPE = {torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
 """Dtypes that Triton does not know."""
@@ -46,7 +46,7 @@ _empty = torch.empty
 
 
 class _Piece(NamedTuple):
-    """Steps that run together. makes: (base, dtype, shape) of allocations before them. drops: bases freed after."""
+    """Steps that run together: `work`. makes: (base, dtype, shape) of allocations before. drops: bases freed after."""
 
     makes: list[Any]
     drops: list[int]
@@ -54,10 +54,10 @@ class _Piece(NamedTuple):
 
 
 class Player:
-    """Plays a record on a device. Thread-safe: one thread at a time launches a graph.
+    """Plays a record on a device. Threads may share it; a lock lets one thread at a time launch a graph.
 
-    donated: indices of arguments that nothing else holds. The player frees each after its last use.
-    has_begun: True if the last failed play had run some of the steps.
+    donated: indices of arguments that nothing else holds. The player frees each of them after its last use.
+    has_begun: True if a play failed after some of the steps had run.
     """
 
     has_begun = False
@@ -68,7 +68,7 @@ class Player:
         sizes = Sizes(record, donated)
         pieces = cut(sizes, pieces_of(record.steps))
         self._bases = given + sources + len(pieces)
-        """Number of base addresses: arguments, then allocations, then one slab per piece."""
+        """Number of bases. A base is an argument, an allocation or the slab of a piece, numbered in this order."""
         forms = forms_of(record)
         layout = sizes.of(pieces)
         in_slab = {
@@ -91,8 +91,8 @@ class Player:
     def play(self, given: list[Any], addresses: Sequence[int], tokens: int = 0) -> list[Any]:
         """Run the steps on these arguments and return the function's results. Raises torch.OutOfMemoryError.
 
-        given: the arguments; donated ones are dropped from the list. addresses: theirs, 0 for None. tokens: rows of
-        arguments in `Record.moving`.
+        given: the arguments. The list is changed, so that donated arguments can be freed.
+        addresses: addresses of the arguments, 0 for None. tokens: rows of the arguments in `Record.moving`.
         """
         empty, device, more = _empty, self._device, self._bases - len(given)
         given += [*[None] * more, tokens]
@@ -116,14 +116,14 @@ class Player:
 
 
 def _result(x: View | int | None, record: Record, forms: dict[int, Any]) -> tuple[int | None, View | None]:
-    """(base, view) of a result. View None: the allocation itself."""
+    """(base, view) of a result. View None: the result is the whole base. Base None: the result is None."""
     if x is None or isinstance(x, int):
         return x, None
     return x.source, None if forms.get(x.source - record.given) == x[2:] and x.offset == 0 else x
 
 
 def _seen(x: Tensor, view: View | None, start: int = 0) -> Tensor:
-    """The view, in x's memory from byte `start` on. For autograd it is no view of x."""
+    """Tensor of a view in x's memory, which begins at byte `start`. Autograd does not treat it as a view of x."""
     if view is None:
         return x
     at = start + view.offset
@@ -135,7 +135,7 @@ def _seen(x: Tensor, view: View | None, start: int = 0) -> Tensor:
 
 
 class _Called:
-    """Steps that run one by one. in_slab: (base of the slab, offset) of each source that lies in a slab."""
+    """Steps that run one by one. in_slab: source -> (base of its slab, offset), for sources in a slab."""
 
     def __init__(self, steps: Sequence[Step], record: Record, in_slab: dict[int, tuple[int, int]]) -> None:
         self.fixed, self.moving, self.in_slab = record.fixed, record.moving, in_slab
@@ -173,13 +173,13 @@ class _Called:
                 return lambda held, _: target(held).copy_(start(held))
 
     def _getter(self, x: Any) -> Callable[[list[Any]], Any]:
-        """A function that returns the argument x of a replay: views become tensors, numbers stay."""
+        """Function from the tensors of a replay, by base, to the argument x: views become tensors, numbers stay."""
         if isinstance(x, View):
             if x.source < 0:
                 stays = self.fixed[-x.source - 1]
                 return lambda held: stays
             place, start = self.in_slab.get(x.source, (x.source, 0))
-            if place in self.moving:  # the launch uses only its address
+            if place in self.moving:  # the launch uses only the tensor's address
                 first = x.offset // x.dtype.itemsize
                 return lambda held: held[place].view(-1).view(x.dtype)[first:]
             return lambda held: _seen(held[place], x, start)
@@ -195,7 +195,7 @@ class _Called:
 
 
 def for_triton(x: Any) -> Any:
-    """A kernel's argument as Triton takes it: as bytes if Triton lacks the dtype."""
+    """Convert a kernel's argument to one that Triton accepts. Tensors of dtypes unknown to Triton become uint8."""
     if type(x) is Length:
         return int(x)
     if isinstance(x, Tensor):
@@ -204,7 +204,7 @@ def for_triton(x: Any) -> Any:
 
 
 class _Graph:
-    """Steps in a CUDA graph, built at its first launch. places: indices of the steps. in_slab: as in `_Called`."""
+    """Steps as a CUDA graph, built at the first launch. places: indices of the steps. in_slab: as in `_Called`."""
 
     def __init__(
         self, steps: Sequence[Step], places: Sequence[int], record: Record, in_slab: dict[int, tuple[int, int]]
@@ -214,18 +214,18 @@ class _Graph:
         self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()
         weakref.finalize(self, _destroy, self._graph, self._exec)
         self._words: list[tuple[Any, int, int, int]] = []
-        """Moving addresses: (words of a node, index of the word, base, byte offset)."""
+        """Addresses to write before a launch: (parameter words of a node, index of the word, base, byte offset)."""
         self._lengths: list[tuple[Any, int, Length]] = []
-        """Moving lengths: (words of a node, index of the word, the length)."""
+        """Lengths to write before a launch: (parameter words of a node, index of the word, the length)."""
         self._maps: list[tuple[ctypes.c_void_p, int, int]] = []
-        """Tensor maps over moving memory: (address of the map, base, byte offset)."""
+        """Tensor maps to update before a launch: (address of the map, base, byte offset)."""
         self._updates: list[Callable[[], int]] = []
         self._alive: list[Any] = []
-        """Parameters of the nodes that are updated, to which the updates hold pointers."""
+        """Node parameters, kept alive because `_updates` holds pointers to them."""
         self._start = patient_driver().cuGraphLaunch
 
     def run(self, held: list[Any], bases: list[int]) -> None:
-        with self._lock:  # threads share the graph's parameters until a launch reads them
+        with self._lock:  # because threads share the parameters, from writing them until the launch has read them
             if not self._exec:
                 with relaxed():
                     self._build(bases)
@@ -276,7 +276,7 @@ class _Graph:
         return len(self._words) + len(self._lengths) + len(self._maps)
 
     def _params(self, what: Any, bases: list[int], context: ctypes.c_void_p) -> tuple[Any, ...]:
-        """(kind of node, its parameters, objects that must outlive them)."""
+        """Returns the kind of node, a tuple of its parameters, then objects that must be kept alive for them."""
         if isinstance(what, Launch) and 0 not in what.grid:
             return self._of_kernel(what, bases)
         if isinstance(what, Fill) and (nbytes := nbytes_of(what.to)):
@@ -325,7 +325,7 @@ class _Graph:
         return "Kernel", (ctypes.byref(params),), params, words, pointers
 
     def _where(self, view: View, bases: list[int]) -> tuple[int, int | None, int]:
-        """(address, base or None for fixed memory, byte offset from the base)."""
+        """Returns the address of a view, its base (None for fixed memory), and its byte offset from the base."""
         if view.source < 0:
             return self.fixed[-view.source - 1].data_ptr(), None, 0
         base, start = self.in_slab.get(view.source, (view.source, 0))
@@ -339,7 +339,7 @@ class _Graph:
 
 @functools.cache
 def _places(sizes: tuple[int, ...]) -> tuple[list[int], int]:
-    """Index of the first 8-byte word of each parameter, and number of words. sizes: bytes of parameters."""
+    """Index of the first 8-byte word of each parameter, and the number of words. sizes: bytes of each parameter."""
     places, end = list[int](), 0
     for size in sizes:
         places.append(-(-end // 8) * 8 if size == TENSOR_MAP else end)
@@ -348,11 +348,11 @@ def _places(sizes: tuple[int, ...]) -> tuple[list[int], int]:
 
 
 def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
-    """(bytes, code of `struct`, value) of each parameter of a kernel. Views, and descriptors with their metadata, have
-    the code "".
+    """Yield (bytes, code in Python's `struct`, value) for each parameter of a compiled kernel.
 
-    The parameters are those of Triton's launcher: no constexprs, a descriptor as tensor map, shape and strides, and at
-    the end two pointers to scratch memory, null for our kernels.
+    The code is "" for a view, and for a tensor map. The value of a tensor map is (descriptor, metadata). Parameters are
+    those that Triton's launcher passes, without constexprs. A descriptor gives a tensor map, its sizes and its strides.
+    The last two parameters are pointers to scratch memory, null for our kernels.
     """
     metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     for kind, x in zip(compiled.src.signature.values(), args):
@@ -372,7 +372,7 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
 
 @functools.cache
 def unlike_a_node(compiled: Any, num_args: int) -> str:
-    """Reason why a compiled kernel with num_args arguments cannot be a graph node; "" if it can."""
+    """Reason why a compiled kernel with num_args arguments cannot be a node of our graphs, or "" if it can."""
     metadata = compiled.metadata
     for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
         if getattr(metadata, name, 0):
@@ -389,10 +389,10 @@ def unlike_a_node(compiled: Any, num_args: int) -> str:
 
 
 def _tensor_map(descriptor: Any, meta: Any, address: int) -> bytes:
-    """The bytes of a tensor map, encoded by Triton."""
+    """Bytes of the tensor map of a descriptor at `address`, encoded by Triton."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    only_address = SimpleNamespace(data_ptr=lambda: address)  # all that Triton reads of a tensor
+    only_address = SimpleNamespace(data_ptr=lambda: address)  # Triton reads nothing else of the tensor
     made = make_tensordesc_arg(descriptor._replace(base=only_address), meta)[0]
     return ctypes.string_at(id(made) + type(made).__basicsize__ - TENSOR_MAP, TENSOR_MAP)
 
@@ -439,7 +439,7 @@ class MemsetParams(ctypes.Structure):
 
 
 class CopyParams(ctypes.Structure):
-    """CUDA_MEMCPY3D. A flat copy sets few of its fields."""
+    """CUDA_MEMCPY3D. A flat copy needs only a few of these fields."""
 
     _fields_ = [
         (f"{side}{name}", kind)
@@ -454,14 +454,14 @@ class CopyParams(ctypes.Structure):
 
 
 def call(name: str, *args: Any) -> None:
-    """Call the driver. Raises RuntimeError if it does not return success."""
+    """Call the driver's function `name`. Raises RuntimeError if it does not return success."""
     if failed := getattr(driver(), name)(*args):
         raise RuntimeError(f"{name}: got error {failed} of CUDA's driver")
 
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Inside, this thread may build and destroy graphs without ending another thread's capture."""
+    """Context in which this thread may build and destroy graphs without ending another thread's capture."""
     mode = keep_captures()
     try:
         yield
@@ -470,7 +470,7 @@ def relaxed() -> Iterator[None]:
 
 
 def keep_captures() -> ctypes.c_int:
-    """From now on, keep this thread's calls from ending another thread's capture. Returns its previous mode."""
+    """Set this thread's capture mode so that its calls do not end another thread's capture. Returns the old mode."""
     mode = ctypes.c_int(RELAXED)
     driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     return mode
@@ -478,11 +478,11 @@ def keep_captures() -> ctypes.c_int:
 
 @functools.cache
 def driver() -> Any:
-    """The driver. Calls keep the GIL, because releasing it takes longer."""
+    """CUDA's driver library. Calls keep the GIL, because releasing it would take longer than these calls."""
     return ctypes.PyDLL("libcuda.so.1")
 
 
 @functools.cache
 def patient_driver() -> Any:
-    """The driver, for calls that may block. They release the GIL."""
+    """CUDA's driver library, for calls that may block. They release the GIL."""
     return ctypes.CDLL("libcuda.so.1")

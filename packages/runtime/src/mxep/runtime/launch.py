@@ -1,7 +1,8 @@
 """Launch Triton kernels with less host time than `kernel[grid](...)`.
 
-At every call Triton derives the facts that a kernel is specialized for, and looks up the compiled kernel by them. Here
-these facts form a short key, and a dict holds every kernel after its first launch.
+Triton specializes a kernel for facts about its arguments, such as dtypes and alignment. At every call it derives these
+facts and looks up the compiled kernel by them. Here the facts form a short key, and a dict holds every compiled kernel
+after its first launch.
 """
 
 import functools
@@ -24,33 +25,33 @@ from .record import Rehearsal, here
 
 _IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
-"""By key: (compiled kernel, its constexprs in order, the kernel). The key contains the kernel's id."""
+"""Key -> (compiled kernel, its constexprs in order, the kernel). The key contains the kernel's id."""
 _ahead: dict[tuple[Any, ...], Future[Any]] = {}
-"""By key: compilations that began before the first launch."""
+"""Key -> compilation that `rehearsal` started, until the kernel's first launch."""
 MOST_THREADS = 16
 """Maximum threads that compile at once."""
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. (Triton's function takes ten times as long.)"""
+    """a / b, rounded up. Triton's cdiv takes ten times as long on the host."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least n."""
+    """Smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """`kernel[grid](*args, **constants)` on the current device and stream.
 
-    args: all parameters before the constexprs, in order: tensors, ints, floats, None, and tensor descriptors. These
-        are named tuples with the fields that Triton's launcher reads and a method `for_triton`, which makes Triton's
-        descriptor. Kernels get tensors of e8m0 and E2M1 as uint8.
-    constants: constexprs, and options such as num_warps.
+    args: all kernel parameters before the constexprs, in order. Each is a tensor, int, float, None or tensor
+        descriptor. A tensor descriptor is a named tuple with the fields that Triton's launcher reads, and with a method
+        `for_triton` that returns Triton's own descriptor. Kernels get tensors of e8m0 and E2M1 as uint8.
+    constants: constexprs by name, and launch options such as num_warps.
     """
     recorder = here.recorder
-    # Triton launches under the interpreter or a profiler, and on AMD GPUs, where it specializes for more facts.
+    # Triton itself launches under the interpreter, under a profiler, and on AMD GPUs, where it specializes for more.
     if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
         if recorder is None or not recorder.rehearses:
             kernel[grid](*map(for_triton, args), **constants)
@@ -71,7 +72,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             if lengths:
                 name = lengths[0].name
                 raise TypeError(f"{kernel.__name__}: got a Length as {name}, want {name} in its do_not_specialize")
-        # If a compilation failed, it fails again below.
+        # If a compilation started by a rehearsal failed, it fails again below and raises there.
         wait([_ahead.pop(key)] if key in _ahead else [each for other, each in _ahead.items() if other[0] == id(kernel)])
         compiled = kernel[grid](*map(for_triton, args), **constants)
         if isinstance(compiled, CompiledKernel):
@@ -90,10 +91,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """Run the code inside on meta tensors, without launches. Then threads compile the kernels that it would launch.
+    """Context: code inside runs on meta tensors and launches nothing. At the end, threads start to compile its kernels.
 
-    The first launch of each kernel waits for its compilation. Without a rehearsal Triton compiles kernels one by one,
-    each at its first launch.
+    The first real launch of a kernel waits for its compilation. Without a rehearsal, Triton compiles kernels one after
+    another, each at its first launch.
     """
     before, here.recorder = here.recorder, (mine := Rehearsal())
     try:
@@ -106,7 +107,7 @@ def rehearsal() -> Iterator[None]:
 
 def _compile(wanted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]]) -> None:
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    driver.active.get_current_device()  # makes the driver, which threads share
+    driver.active.get_current_device()  # creates the driver object here, because threads share it
     device = torch.cuda.current_device()
     pool = ThreadPoolExecutor(max(1, min(MOST_THREADS, cores)), "mxep-compile", _begin_thread, (device,))
     gemms = {key for key, job in wanted.items() if any(hasattr(x, "block_shape") for x in job[2])}
@@ -116,26 +117,29 @@ def _compile(wanted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], list[Any]
 
 
 def _compiled_kernel(kernel: Any, grid: tuple[int, ...], args: list[Any], constants: dict[str, Any]) -> object:
-    return kernel.warmup(*args, grid=grid, **constants).run  # its launcher, which is compiled, too
+    return kernel.warmup(*args, grid=grid, **constants).run  # `run` compiles the kernel's launcher as well
 
 
 def _begin_thread(device: int) -> None:
     torch.cuda.set_device(device)
-    keep_captures()  # loading kernels must not end other threads' captures
+    keep_captures()  # because loading a kernel could otherwise end the capture of another thread
 
 
 def is_profiled() -> bool:
-    """True if anything hooks Triton's launches, such as a profiler."""
+    """True if a hook for Triton's launches is set, for example by a profiler."""
     hooks = knobs.runtime.launch_enter_hook
     return bool(getattr(hooks, "calls", hooks))
 
 
 @functools.cache
 def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Make a function from arguments of these types to (facts that Triton specializes kernels for, values).
+    """Generate the code of a function that reads the arguments of a launch. kinds: types of the arguments.
 
-    Facts of a tensor: dtype, and whether its address is a multiple of 16. Facts of an int: the type that holds it, and
-    whether it is 1 or a multiple of 16. A `Length` has none. A loop over the arguments would take three times as long.
+    The generated function takes the arguments and returns two tuples:
+        facts: what Triton specializes kernels for. For a tensor: its dtype, and whether its address is a multiple of
+            16. For an int: the type that can hold it, and whether it is 1 or a multiple of 16. For a `Length`: nothing.
+        values: the arguments, with tensors replaced by their addresses.
+    Generated code, because a loop over the arguments would take three times as long.
     """
     facts, values, lines = [repr(tuple(kind.__name__ for kind in kinds))], [], []
     for i, kind in enumerate(kinds):
@@ -146,7 +150,7 @@ def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...
         elif issubclass(kind, Tensor):
             lines.append(f"p{i} = {x}.data_ptr()")
             facts.append(f"{x}.dtype, not p{i} & 15")
-            values[-1] = f"p{i}"  # an address costs the launch less than a tensor
+            values[-1] = f"p{i}"  # Triton's launcher handles an address faster than a tensor
         elif hasattr(kind, "for_triton"):
             facts.append(f"{x}.base.dtype, {x}.block_shape")
     arguments = ", ".join(f"x{i}" for i in range(len(kinds)))

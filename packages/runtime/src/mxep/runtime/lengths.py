@@ -1,11 +1,13 @@
 """Batches of similar length share a record: memory is sized for a few more tokens, and each replay sets the length.
 
-    tokens                          room       extra rows or share, at most
-    1 .. 511                        steps of   16
-    512 .. 1023                     steps of   64
-    2^n .. 2^(n+1) - 1, from 1024   steps of   2^n / 16        6.25 %
+The number of tokens is rounded up to "room", the number of rows that are allocated:
 
-Tensors that a call allocates for its tokens have the room's size. Rows past the tokens are unspecified and not read.
+    tokens                          room is a multiple of
+    1 .. 511                        16
+    512 .. 1023                     64
+    2^n .. 2^(n+1) - 1, from 1024   2^n / 16, so at most 6.25 % more rows
+
+Rows past the number of tokens are unspecified and not read.
 """
 
 from collections.abc import Callable
@@ -14,10 +16,10 @@ from torch import Tensor
 
 
 class Length(int):
-    """A kernel argument that each replay sets: the call's number of tokens, or a number that `rule` computes from it.
+    """An int that each replay computes anew: the call's number of tokens, or `rule` of that number.
 
-    No kernel may be specialized for a Length. Only kernel arguments and `record.fill` may depend on one, no shape and
-    no grid.
+    Only arguments of kernels and `record.fill` may be a Length. No shape and no grid may depend on one. Kernels must
+    not be specialized for it (`do_not_specialize`).
     """
 
     rule: Callable[[int], int] | None
@@ -33,13 +35,13 @@ class Length(int):
 
 
 def room_for(tokens: int) -> int:
-    """Rows that memory is sized for in a call with this number of tokens."""
+    """Number of rows to allocate in a call with this number of tokens."""
     step = 16 if tokens < 512 else 64 if tokens < 1024 else 1 << (tokens.bit_length() - 5)
     return -(-tokens // step) * step
 
 
 def first_rows(x: Tensor, rows: int) -> Tensor:
-    """The first rows of x, in its memory. For autograd they are no view of x."""
+    """The first `rows` rows of x, sharing its memory. Autograd does not treat the result as a view of x."""
     if len(x) == rows:
         return x
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), (rows, *x.shape[1:]), x.stride())

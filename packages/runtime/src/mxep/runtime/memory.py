@@ -1,9 +1,12 @@
 """Plan the memory of a record: one slab per graph for temporaries, and cuts that keep the peak low.
 
-Two temporaries share bytes of a slab only if every user of one precedes every user of the other by edges of the graph.
-Results, and memory that several graphs use, are allocated before the first graph that uses them. So one graph would
-hold temporaries and gradients at once, but the function frees temporaries before it allocates a gradient. At such
-points the record is cut into more graphs until its peak is close to the function's.
+A piece is a run of steps that become one CUDA graph, or a single torch op. A slab is one allocation that holds all
+temporaries of a piece. Two temporaries share bytes of it only if every step that uses one precedes every step that uses
+the other, by edges of the graph.
+
+Results, and memory that several pieces use, are allocated before the first piece that uses them. So with a single graph
+the temporaries and all gradients would be in memory at the same time, while the function frees temporaries before it
+allocates a gradient. At such points the record is cut into more graphs, until its peak is close to the function's.
 """
 
 import bisect
@@ -23,7 +26,7 @@ ALIGNMENT = 512
 
 
 def pieces_of(steps: Sequence[Step]) -> list[list[int]]:
-    """Indices of the steps of each piece: one torch op, or a run of other steps."""
+    """Split steps into pieces: each torch op alone, and runs of other steps. Returns the step indices of each piece."""
     pieces: list[list[int]] = []
     for i, step in enumerate(steps):
         is_call = isinstance(step.what, Call)
@@ -34,8 +37,13 @@ def pieces_of(steps: Sequence[Step]) -> list[list[int]]:
 
 
 class Layout(NamedTuple):
-    """Memory of each piece. slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources
-    allocated before the piece. drops, donated: sources and arguments freed after it. peak: maximum bytes alive at once.
+    """Memory plan; lists have one entry per piece. Sources here are indices of `Record.made`.
+
+    slabs: (offset of each source in the piece's slab, bytes of the slab).
+    makes: sources that are allocated by themselves before the piece.
+    drops: sources that are freed after the piece.
+    donated: arguments that are freed after the piece.
+    peak: maximum bytes in memory at the same time.
     """
 
     slabs: list[tuple[dict[int, int], int]]
@@ -46,7 +54,7 @@ class Layout(NamedTuple):
 
 
 class Sizes:
-    """Computes the memory that a record needs, given its pieces."""
+    """Computes the memory that a record needs for given pieces."""
 
     def __init__(self, record: Record, donated: Collection[int]) -> None:
         self.record = record
@@ -55,10 +63,10 @@ class Sizes:
         self._last: dict[int, int] = {}
         self._made = {k: -(-made.nbytes // ALIGNMENT) * ALIGNMENT for k, made in enumerate(record.made)}
         self._bytes = {record.given + k: nbytes for k, nbytes in self._made.items()}
-        """Bytes of each source. An argument counts the bytes that the steps use."""
+        """Bytes of each source. For an argument, the bytes up to the last one that the steps use."""
         users: dict[int, list[int]] = {}
         self._packed: dict[tuple[int, ...], tuple[dict[int, int], int]] = {}
-        """Cached results of `packed`, by sources, because most pieces are the same in the next cut that is tried."""
+        """Cache of `packed`: sources -> result. When `cut` tries another cut, most pieces stay the same."""
         for i, step in enumerate(record.steps):
             for view in _views(step):
                 users.setdefault(view.source, []).append(i)
@@ -75,7 +83,7 @@ class Sizes:
         self._donated = [i for i in given if i not in self._kept and i not in record.written]
         large = {source for source, nbytes in self._bytes.items() if nbytes >= SMALL and source in self._last}
         self.changes = {self._first[source] for source in large & self._kept}
-        """Candidate cuts: before these steps a large result is allocated or large memory is freed."""
+        """Steps before which a cut may help, because a large result is allocated or large memory is freed there."""
         self.changes |= {self._last[x] + 1 for x in large if x >= record.given or x in self._donated}
 
     def of(self, pieces: Sequence[list[int]]) -> Layout:
@@ -109,26 +117,27 @@ class Sizes:
         return Layout(slabs, makes, ends, donated, peak)
 
     def called(self) -> int:
-        """Peak of the function itself, which frees memory as it goes."""
+        """Peak bytes of the function itself, which frees memory after each step."""
         return self.of([[i] for i in range(len(self.record.steps))]).peak
 
 
 MOST_CUTS = 4
-"""Maximum cuts of a record. Each costs one more graph launch."""
+"""Maximum cuts of a record. Each cut costs one more graph launch."""
 CLOSE = 1.02
-"""A peak within this factor of the function's needs no cut."""
+"""A record is not cut if its peak is at most the function's peak times this."""
 SMALL = 8 << 20
-"""Bytes. A peak this far above the function's needs no cut, and smaller allocations are no candidates for one."""
+"""Bytes. A record is not cut if its peak exceeds the function's peak by at most this. No cut is tried at the allocation
+of less memory than this."""
 
 
 _cuts: dict[Hashable, tuple[list[list[int]], float]] = {}
-"""By the record's kernels: the last cut, and the ratio of its peak to the wanted one. Records of other sizes try this
-cut first, because a search takes as long as recording."""
+"""Kernels of a record -> (pieces of the last cut, ratio of its peak to the wanted peak). Records with the same kernels
+but other sizes try this cut first, because a search takes as long as recording."""
 MOST_CUTS_KEPT = 1024
 
 
 def cut(sizes: Sizes, pieces: list[list[int]]) -> list[list[int]]:
-    """Cut greedily until the peak is close to the function's, or no cut lowers it."""
+    """Cut pieces one by one, the best cut first, until the peak is close to the function's or no cut lowers it."""
     wanted = sizes.called()
     wanted = max(int(CLOSE * wanted), wanted + SMALL)
     steps = sizes.record.steps
@@ -163,15 +172,18 @@ def _cut(sizes: Sizes, pieces: list[list[int]], wanted: int) -> list[list[int]]:
 
 
 class Order(NamedTuple):
-    """Two sets of steps, as bit masks: users of a source, and steps that precede all its users."""
+    """Order of a source among the steps. Both fields are bit masks of steps.
+
+    users: steps that use the source. earlier: steps that precede all its users.
+    """
 
     users: int
     earlier: int
 
 
 def order_of(record: Record, users_of: dict[int, list[int]]) -> dict[int, Order]:
-    """The order of each source that the record makes. users_of: steps that use a source."""
-    before: list[int] = []  # for each step, the steps before it
+    """Index in `Record.made` -> Order. users_of: source -> indices of the steps that use it."""
+    before: list[int] = []  # for each step, a bit mask of the steps that precede it
     for step in record.steps:
         before.append(reduce(or_, [before[j] | 1 << j for j in step.after], 0))
     return {
@@ -182,12 +194,15 @@ def order_of(record: Record, users_of: dict[int, list[int]]) -> dict[int, Order]
 
 
 def packed(sources: Sequence[int], nbytes: dict[int, int], orders: dict[int, Order]) -> tuple[dict[int, int], int]:
-    """Offset of each source in the slab of a piece, and the slab's bytes. nbytes: aligned bytes of each source."""
+    """Place the sources of a piece in its slab. nbytes: bytes of each source, a multiple of ALIGNMENT.
+
+    Returns a dict with the offset of each source, and the bytes of the slab.
+    """
     placed: list[tuple[int, int, Order]] = []
     starts: dict[int, int] = {}
     for k in sorted(sources, key=lambda k: -nbytes[k]):
         (users, earlier), start, size = orders[k], 0, nbytes[k]
-        for begin, end, other in placed:  # in the order of their begins
+        for begin, end, other in placed:  # sorted by begin
             if users & ~other.earlier and other.users & ~earlier:
                 if start + size <= begin:
                     break
@@ -198,7 +213,7 @@ def packed(sources: Sequence[int], nbytes: dict[int, int], orders: dict[int, Ord
 
 
 def forms_of(record: Record) -> dict[int, tuple[Any, ...]]:
-    """(dtype, shape, strides) to allocate for each source that holds a result."""
+    """Index in `Record.made` -> (dtype, shape, strides) to allocate, for each source that holds a result."""
     forms: dict[int, tuple[Any, ...]] = {}
     for step in record.steps:
         if isinstance(step.what, Call):

@@ -1,11 +1,13 @@
-"""`@op`: a plain-torch reference, its fake and its Triton launcher as one custom op, which plain eager calls bypass.
+"""`@op`: make one op of a plain-torch reference, a fake and a Triton launcher.
 
-    plain tensors, no gradient      the launcher on CUDA, the reference on the CPU, called directly
-    torch.compile, fake tensors,    `torch.ops.mxep.<name>`, which calls the same two, or the fake
-    subclasses, modes, gradients
+A call of an Op takes one of two ways:
 
-A call of a custom op takes about 40 us of the host's time, longer than most of these kernels run. Torch's FLOP counter
-needs a formula per op (`count_flops`).
+    plain tensors, no gradient      call the launcher (CUDA) or the reference (CPU) directly
+    torch.compile, fake tensors,    call the custom op `torch.ops.mxep.<name>`, which calls the launcher, the reference
+    subclasses, modes, gradients    or the fake
+
+The first way exists because a call of a custom op takes about 40 us of host time, longer than most of our kernels run.
+Torch's FLOP counter needs a formula for each op (`count_flops`).
 """
 
 import functools
@@ -24,16 +26,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from .record import here
 
 E4M3_CAPABILITY, ANY_GPU = (8, 9), (0, 0)
-"""Values for `capability`. Triton's conversions to E4M3 need capability 8.9 (A100 has 8.0)."""
+"""Values for `capability`. Triton's conversions to E4M3 need compute capability 8.9. An A100 has 8.0."""
 _INDEX_DTYPES = (torch.int32,)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Op:
-    """The result of `@op`, called with the op's arguments by position.
+    """The result of `@op`. Call it with the op's arguments by position.
 
     Attributes:
-        reference: the plain-torch function that defines the op. opdef: the op of `torch.library`.
+        reference: the plain-torch function that defines the op.
+        opdef: the custom op of `torch.library`.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Op:
         return self._launch(*args)
 
     def _launch(self, *args: Any) -> Any:
-        """Call the launcher, with 1-D tensors (row_index, offs, bias ...) made contiguous."""
+        """Make 1-D tensors (row_index, offs, bias, ...) contiguous and call the launcher."""
         index = None
         for i in self._tensors:
             x = args[i]
@@ -90,7 +93,7 @@ class Op:
             place = x.get_device()
             if index is None:
                 index = place
-            elif place != index:  # kernels get only addresses and cannot check
+            elif place != index:  # kernels cannot check this, because they get only addresses
                 raise ValueError(f"{self._arguments[i].name}: got device {x.device}, want one for all tensors")
             if x.ndim == 1 and i not in self._written:
                 if x.dtype in _INTEGERS and x.dtype not in self._index_dtypes:
@@ -99,7 +102,7 @@ class Op:
                 if not x.is_contiguous():
                     args = (*args[:i], x.contiguous(), *args[i + 1 :])
         assert index is not None
-        if _is_rehearsed():  # with meta tensors
+        if _is_rehearsed():  # the tensors are on the meta device
             index = torch.cuda.current_device()
         if not runs_on(index, self._capability):
             _log_that_it_is_slow(index)
@@ -123,20 +126,21 @@ def op(
     index_dtypes: tuple[torch.dtype, ...] = _INDEX_DTYPES,
     capability: tuple[int, int] = E4M3_CAPABILITY,
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Make an :class:`Op` of the decorated function, its reference.
+    """Decorate a plain-torch function, which becomes the reference of an :class:`Op`.
 
     name: ``"mxep::..."``.
-    fake: makes empty results.
-    launcher: ``"module:function"``, imported (with Triton) at the first call on CUDA. None: the reference runs on CUDA.
+    fake: function of the op's arguments that returns uninitialized results.
+    launcher: ``"module:function"``, imported (with Triton) at the first call on CUDA. None: the reference runs on CUDA,
+        too.
     mutates_args: names of the arguments that the op writes.
-    index_dtypes: dtypes of integer vectors. Others raise ValueError on CUDA.
-    capability: lowest compute capability that can run the launcher. The reference runs on older GPUs.
+    index_dtypes: dtypes allowed for 1-D integer tensors. On CUDA others raise ValueError.
+    capability: lowest compute capability on which the launcher runs. On older GPUs the reference runs instead.
     """
     return lambda reference: Op(name, reference, fake, launcher, mutates_args, index_dtypes, capability)
 
 
 def _is_rehearsed() -> bool:
-    """True within a `rehearsal`, where launchers get meta tensors."""
+    """True inside `launch.rehearsal`, where launchers get meta tensors."""
     return here.recorder is not None and here.recorder.rehearses
 
 
@@ -155,8 +159,10 @@ def _log_that_it_is_slow(index: int) -> None:
 
 
 def check_no_tangent(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for a dual tensor of `torch.autograd.forward_ad`: kernel launches would lose the
-    tangent."""
+    """Raise NotImplementedError if a tensor is a dual tensor of `torch.autograd.forward_ad`.
+
+    Kernel launches would silently lose its tangent.
+    """
     if forward_ad._current_level < 0:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -166,7 +172,7 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
 
 
 def check_no_transform() -> None:
-    """Raise NotImplementedError within torch.func's transforms, which do not see kernel launches."""
+    """Raise NotImplementedError inside a transform of torch.func, because transforms cannot see kernel launches."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "got a call within torch.func (vmap, grad, jvp, ...), want one outside: mxep differentiates backward: "
@@ -175,16 +181,17 @@ def check_no_transform() -> None:
 
 
 FLOPS: Final[dict[Any, Callable[..., int]]] = {}
-"""Formulas of `count_flops`, by op of torch.ops."""
+"""Formulas registered by `count_flops`: op of torch.ops -> formula."""
 
 
 def mode_listens() -> bool:
-    """True if ops must go through torch's dispatcher because a dispatch mode wants to see them."""
+    """True if ops must go through torch's dispatcher, because an active dispatch mode must see them."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     modes = _get_current_dispatch_mode_stack()
     for mode in modes:
-        # Each FlopCounterMode has its own copy of torch's formulas. No isinstance: importing it would import Triton.
+        # Each FlopCounterMode has its own copy of torch's formulas. Found by attribute, because importing the class
+        # for an isinstance would import Triton.
         formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(formulas, dict):
             _add_formulas(formulas)
@@ -193,7 +200,7 @@ def mode_listens() -> bool:
 
 
 def offer_flops() -> None:
-    """Add our formulas to torch's for modes made from now on, if torch's counter is imported."""
+    """Add our formulas to torch's registry, if torch's FLOP counter is imported. Later modes copy the registry."""
     counter: Any = sys.modules.get("torch.utils.flop_counter")
     if counter is not None:
         _add_formulas(counter.flop_registry)
@@ -205,8 +212,10 @@ def _add_formulas(registry: dict[Any, Any]) -> None:
 
 
 def count_flops(*ops: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorate a formula that torch.utils.flop_counter shall use for these ops, unless torch has its own. It gets the
-    op's arguments, and the op's result as `out_val`."""
+    """Decorate a FLOP formula for these ops, for torch.utils.flop_counter. Torch's own formulas take precedence.
+
+    The formula gets the op's arguments, and the op's result as `out_val`. It returns the number of FLOPs.
+    """
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         formula._get_raw = True  # type: ignore[attr-defined]

@@ -1,14 +1,14 @@
-"""A record lists the steps of one call of a function, so that they can be repeated over other memory.
+"""A record lists the steps of one call of a function, so that they can be repeated with other memory.
 
-    launch   start a kernel: its grid and arguments     fill   fill a tensor with one number
-    copy     copy one tensor to another                 call   call any other torch op again
+    Launch   start a kernel with this grid and arguments     Fill   fill a tensor with one number
+    Copy     copy one tensor to another                      Call   call any other torch op
 
 Each tensor of a step is a `View`: a *source*, a byte offset into it, dtype, shape and strides. A source is an argument
-of the function, memory that the function allocated, or memory registered by `fixed`, which never moves. If a tensor
-lies in other memory, or an op cannot be repeated, no record is made. The call returns its results in any case.
+of the function, memory that the function allocated, or memory registered by `fixed`, which never moves. If a step uses
+other memory, or an op cannot be repeated, the record is refused. The call itself is not affected.
 
-While a `Recorder` is open, `launch` notes our kernels, and a dispatch mode notes torch's ops. Code that starts a kernel
-in another way must call :func:`refuse`.
+While a `Recorder` is open, `launch` adds our kernels to it, and a dispatch mode adds torch's ops. Code that starts a
+kernel in another way must call :func:`refuse`.
 """
 
 import threading
@@ -29,7 +29,7 @@ Flat = Sequence[Tensor | None]
 
 
 class View(NamedTuple):
-    """A tensor that begins `offset` bytes into a source. Fixed tensors are sources -1, -2, ..."""
+    """A tensor that begins `offset` bytes into a source. Sources are numbered as in `Record`, fixed ones -1, -2, ..."""
 
     source: int
     offset: int
@@ -39,7 +39,7 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel launch. args: views, tensor descriptors with a view as `base`, numbers. compiled: Triton's binary."""
+    """A kernel launch. args: views, numbers, tensor descriptors with a view as `base`. compiled: Triton's binary."""
 
     kernel: Any
     compiled: Any
@@ -49,7 +49,7 @@ class Launch(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Fill a dense tensor with `value`, which may be a `Length`. A memset does it with `pattern`, of `size` bytes."""
+    """Fill a dense tensor with `value`, which may be a `Length`. pattern: the memset word of `size` bytes for it."""
 
     to: View
     value: float
@@ -58,14 +58,14 @@ class Fill(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy a dense tensor to another of the same layout."""
+    """Copy a dense tensor, `start`, to another of the same layout, `to`."""
 
     to: View
     start: View
 
 
 class Call(NamedTuple):
-    """A torch op. made: for each source that it allocates, (index of the result that holds it, that result's view)."""
+    """A torch op. made: for each source that the op allocates, (index of the result in it, view of that result)."""
 
     op: Any
     args: Any
@@ -81,7 +81,7 @@ class Step(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Memory that the function allocated. by: index of the torch op that allocates it, or -1 if the player does."""
+    """Memory that the function allocated. by: index of the step whose torch op allocates it, -1 if the player does."""
 
     nbytes: int
     by: int
@@ -92,12 +92,12 @@ class Record(NamedTuple):
 
     Attributes:
         steps: in order.
-        given: number of arguments, the first sources.
-        made: the sources after them.
-        results: views. An int is the index of an argument that was returned itself.
+        given: number of arguments. They are sources 0 to given - 1.
+        made: allocations. They are sources given, given + 1, ...
+        results: views of the results. An int is the index of an argument that was returned itself.
         written: indices of arguments that the steps modify.
-        fixed: registered tensors in use, which the record keeps alive.
-        moving: indices of arguments whose number of rows may change at each replay.
+        fixed: registered tensors that the steps use. The record keeps them alive.
+        moving: indices of arguments whose number of rows may differ in each replay.
     """
 
     steps: list[Step]
@@ -110,7 +110,7 @@ class Record(NamedTuple):
 
 
 class Rehearsal:
-    """Takes a recorder's place in a `rehearsal`. wanted: (kernel, grid, arguments, constexprs) of launches, by key."""
+    """Stands in for a Recorder inside `launch.rehearsal`. wanted: key -> (kernel, grid, arguments, constexprs)."""
 
     rehearses = True
 
@@ -135,18 +135,18 @@ class _Here(threading.local):
 
 
 here = _Here()
-"""State of this thread. recorder: the open one. calls: True within the first call of a signature (`replay.py`)."""
+"""State of this thread. recorder: the open recorder. calls: True inside the first call of a signature (`replay.py`)."""
 
 
 def refuse(why: str) -> None:
-    """Refuse the record that this thread is making, if any: the call's signature is not replayed."""
+    """Refuse the record that this thread is recording, if any. Then the call's signature is not replayed."""
     if here.recorder is not None:
         here.recorder.refuse(why)
 
 
 @contextmanager
 def set_up() -> Iterator[None]:
-    """Keep the code inside, such as making a workspace, out of records: no replay repeats it."""
+    """Context: code inside, such as creating a workspace, is not recorded, so no replay repeats it."""
     recorder, here.recorder = here.recorder, None
     try:
         yield
@@ -158,8 +158,8 @@ _fixed: dict[int, StorageWeakRef] = {}
 
 
 def fixed(*tensors: Tensor) -> None:
-    """Let recorded functions use these tensors without getting them as arguments. Their memory must not move. Records
-    keep them alive."""
+    """Let recorded functions use these tensors although they are no arguments. Their memory must not move. Records keep
+    them alive."""
     for x in tensors:
         ref = StorageWeakRef(x.untyped_storage())
         if ref.cdata not in _fixed or _fixed[ref.cdata].expired():
@@ -178,14 +178,14 @@ def fill(x: Tensor, length: Length) -> None:
 
 
 def record_event(event: Any, stream: Any) -> None:
-    """`event.record(stream)`, noted by an open record."""
+    """`event.record(stream)`, which an open recorder takes into account."""
     event.record(stream)
     if here.recorder is not None:
         here.recorder.events[event] = here.recorder.tails.get(stream.cuda_stream, frozenset())
 
 
 def wait_event(stream: Any, event: Any) -> None:
-    """`stream.wait_event(event)`, noted by an open record unless the event is older."""
+    """`stream.wait_event(event)`. An open recorder takes it into account if it saw the event's `record_event`."""
     stream.wait_event(event)
     if (recorder := here.recorder) is not None:
         tails = recorder.tails.get(stream.cuda_stream, frozenset())
@@ -206,11 +206,11 @@ _FILL_VALUES: dict[Any, Callable[..., Any]] = {
     **{op: lambda *args: args[1] for op in (_aten.full.default, _aten.full_like.default, _aten.fill_.Scalar)},
     _aten.new_full.default: lambda *args: args[2],
 }
-"""By op: a function from its arguments to the number that it fills its result with."""
+"""Op -> function of the op's arguments that returns the number with which the op fills its result."""
 
 
 _kinds: dict[int, tuple[str, Any]] = {}
-"""By id of a torch op: its kind, and the op. (Hashing the op takes longer.)"""
+"""id of a torch op -> (its kind, the op). By id, because hashing the op takes longer."""
 
 
 def _kind_of(op: Any) -> str:
@@ -243,13 +243,14 @@ def _tensors_in(args: Any) -> Iterator[Tensor]:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the steps of a call while it is open.
+    """Records the steps of a call while it is open (`with recorder:`).
 
     given: the function's arguments, all on one device. moving: as in `Record`.
 
     Attributes:
-        why: the reason why there will be no record, or "".
-        tails: by stream, the steps that the next step there must follow. events: the same by recorded event.
+        why: reason why the record is refused, or "".
+        tails: stream -> steps that the next step on this stream must follow.
+        events: recorded event -> steps that work waiting for the event must follow.
     """
 
     rehearses = False
@@ -268,9 +269,9 @@ class Recorder(TorchDispatchMode):
         self._steps: list[Step] = []
         self._made: list[Made] = []
         self._sources: dict[int, list[tuple[int, int, int]]] = {}
-        """By storage: (source, first address, end address) of each argument or allocation in it."""
+        """Storage -> (source, first address, end address) of each argument or allocation in it."""
         self._storages: list[StorageWeakRef] = []
-        """Weak references to the storages of `_made`. They keep torch from reusing the keys of `_sources`."""
+        """Weak references to the storages of `_made`, so that torch does not reuse the keys of `_sources`."""
         self._fixed: list[Tensor] = []
         self._places_of_fixed: dict[Any, int] = {}
         self._views: dict[View, View] = {}
@@ -313,7 +314,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if kind is not Tensor and kind is not Parameter:
-                return NotImplemented  # the subclass's own dispatch comes here again with plain tensors
+                return NotImplemented  # then the subclass's own dispatch calls ops on plain tensors, which come here
         kind, open_ = _kind_of(op), here.recorder
         if kind == "view" or open_ is not self or self.why:
             return op(*args, **(kwargs or {}))
@@ -322,7 +323,7 @@ class Recorder(TorchDispatchMode):
             if self._is_here(out):
                 self._make(out, -1)
             return out
-        here.recorder = None  # kernels that the op launches belong to the op
+        here.recorder = None  # kernels that the op launches are not steps of their own
         try:
             out = op(*args, **(kwargs or {}))
         finally:
@@ -357,7 +358,7 @@ class Recorder(TorchDispatchMode):
                 self._make(outs[0], -1)
             self._add(Copy(self._view(outs[0]), self._view(start)))
         elif outs and not made and kind == "pure":
-            return None  # a view after all
+            return None  # the op returned a view, although its schema does not say so
         else:
             seen = tree_map(lambda x: self._view(x) if isinstance(x, Tensor) else x, (args, kwargs))
             for i in made.values():
@@ -393,11 +394,11 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, x: Tensor, *, of_launch: bool = False) -> View:
         """The view of a tensor. Refuses the record if the tensor lies in no known source, or if a torch op uses an
-        argument in `moving`: its size would be fixed for all replays."""
+        argument in `moving`, because the op would use this call's number of rows in all replays."""
         storage, form = _storage_of(x), (x.dtype, tuple(x.shape), x.stride())
         places = self._sources.get(storage)
         if places is not None and places[0][0] >= len(self._given) and (at := x.data_ptr() - places[0][1]) >= 0:
-            view = View(places[0][0], at, *form)  # an allocation of the function, the only source in its storage
+            view = View(places[0][0], at, *form)  # in an allocation of the function, which fills its whole storage
             return self._views.setdefault(view, view)
         start, end = _extent(x)
         if places is not None:
@@ -421,7 +422,7 @@ class Recorder(TorchDispatchMode):
         return View(0, 0, *form)
 
     def finish(self, results: Flat) -> Record | None:
-        """The record; None if it is refused. results: the function's, plain tensors and None."""
+        """Returns the record, or None if it is refused. results: the function's results, plain tensors and None."""
         found: list[View | int | None] = []
         kept = set()
         for x in results:
@@ -447,7 +448,7 @@ def _version(x: Tensor | None) -> int | None:
 
 
 def _storage_of(x: Tensor) -> int:
-    """`x.untyped_storage()._cdata`, without making an object."""
+    """`x.untyped_storage()._cdata`, without creating a storage object."""
     return torch._C._storage_address(x)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -476,7 +477,7 @@ def _are_alike(to: Tensor, start: Tensor) -> bool:
 
 
 def _pattern(x: Tensor, value: Any) -> tuple[int, int] | None:
-    """(pattern, bytes of the pattern) for a memset that fills x; None if no memset can."""
+    """(word, bytes of the word) of a memset that fills x with `value`, or None if no memset can."""
     if not isinstance(value, int | float | bool) or not _is_dense(x) or x.dtype.is_complex:
         return None
     if value == 0 and str(value)[0] != "-":

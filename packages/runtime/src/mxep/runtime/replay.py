@@ -1,10 +1,12 @@
-"""`@replayed`: a function of tensors that is recorded at the second call with a signature, then replayed.
+"""`@replayed`: record a function's second call with the same signature, and replay the record in later calls.
 
-Most of the host's time goes into the Python between launches, and launching one CUDA graph is faster than launching its
-kernels. Calls with the same signature (shapes, strides, dtypes, ...) launch the same steps. So the second such call is
-recorded as it runs (`record.py`), and later calls replay the record (`graph.py`). The first call is not recorded,
-because its shapes may never come again. Unlike a captured CUDA graph, a record does not fix the memory of arguments and
-results: weights may move, calls may overlap, and FSDP2, checkpoints and pipelines work.
+The signature of a call is the shapes, strides, dtypes, ... of its arguments. Calls with the same signature launch the
+same steps. Most host time goes into the Python code between launches, and launching one CUDA graph is faster than
+launching its kernels. So the second call of a signature is recorded while it runs (`record.py`), and later calls replay
+the record (`graph.py`). The first call is not recorded, because its shapes may never occur again.
+
+A captured CUDA graph fixes the addresses of arguments and results. A record does not. So weights may move, calls may
+overlap, and FSDP2, activation checkpointing and pipeline parallelism work.
 """
 
 import functools
@@ -24,16 +26,19 @@ from .graph import Player
 from .record import Record, Recorder, here
 
 MOST_RECORDS = 256
-"""Maximum call signatures kept per function."""
+"""Maximum call signatures that are kept per function."""
 LEAST_DEVICE = 0
-"""Index of the first device that replays; -1 is the CPU."""
+"""Calls on devices with a smaller index are not replayed. The CPU has index -1."""
 
 
 _clock = itertools.count()
 
 
 class _Kind:
-    """A call signature seen once. used: time of the last call, as a count of calls."""
+    """State of a call signature that was seen once, and base class of other states.
+
+    used: time of the last call, counted in calls.
+    """
 
     __slots__ = ("used",)
 
@@ -42,8 +47,10 @@ class _Kind:
 
 
 class _Refused(_Kind):
-    """A signature that could not be recorded, and why. The cause may be temporary, so calls try again, ever more
-    rarely: after 1, 2, 4, ... calls."""
+    """State of a signature that could not be recorded. why: the reason.
+
+    The reason may be temporary, so later calls try again, less and less often: after 1, 2, 4, ... calls.
+    """
 
     __slots__ = ("calls", "tries", "why")
 
@@ -54,17 +61,19 @@ class _Refused(_Kind):
         self.calls = 1 << self.tries
 
     def is_due(self) -> bool:
-        """Count a call. Returns True if this call tries again."""
+        """Count a call. Returns True if this call should try to record again."""
         self.calls -= 1
-        return self.calls <= 0  # threads that count at once may go below 0
+        return self.calls <= 0  # may be negative, if several threads count at the same time
 
 
 class _Recorded(_Kind):
-    """A call signature that is replayed.
+    """State of a signature that is replayed.
 
     Attributes:
-        form: form of the results. donated: indices of tensors that the function released. record: None once the first
-            replay has made the player.
+        form: form of the results (`bundle.py`).
+        donated: indices of argument tensors that the function released, so that a replay may free them early.
+        player: plays the record. None before the first replay.
+        record: None after the first replay, when the player has what it needs.
     """
 
     __slots__ = ("donated", "form", "player", "record")
@@ -80,7 +89,8 @@ class Replayed:
     """The result of :func:`replayed`.
 
     Attributes:
-        function: the function itself. replays: number of calls that were replayed.
+        function: the decorated function.
+        replays: number of calls that were replayed.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -93,23 +103,28 @@ class Replayed:
 
     @property
     def refused(self) -> list[str]:
-        """Why call signatures cannot be replayed."""
+        """Reasons why call signatures could not be recorded, one per refused signature."""
         return [kind.why for kind in self._kinds.values() if isinstance(kind, _Refused)]
 
     def state(self) -> Hashable | None:
-        """Further part of the signature; None: do not replay this call. For subclasses."""
+        """An additional part of the signature, for subclasses to override. None: do not replay this call."""
         return ()
 
     def launched(self) -> None:
-        """Called after each replay. For subclasses."""
+        """Hook for subclasses, called after each replay."""
 
     def moving(self, **static: Any) -> tuple[int, ...]:
-        """Indices of tensors that may vary in length within a signature (`lengths.py`). In one call they are equally
-        long. For subclasses."""
+        """Indices of argument tensors whose number of rows is not part of the signature (`lengths.py`).
+
+        In one call all of them have the same number of rows. For subclasses to override.
+        """
         return ()
 
     def __call__(self, *args: Any, **static: Any) -> Any:
-        """Record this call, replay it or call the function, and return its results. A replay empties `Operands`."""
+        """Call the function, record this call, or replay it. Returns the function's results.
+
+        A replay sets all fields of `Operands` arguments to None.
+        """
         if torch.compiler.is_compiling() or here.calls:
             return self.direct(*args, **static)
         moving = self.moving(**static)
@@ -136,7 +151,7 @@ class Replayed:
                 x.release(*x.__dict__)  # so that its memory can be freed during the replay
         try:
             if found.player is None:
-                with self._lock:  # another thread may be here
+                with self._lock:  # another thread may be creating the player
                     if found.record is not None:
                         found.player, found.record = Player(found.record, tensors[0].device, found.donated), None
             assert found.player is not None
@@ -144,17 +159,17 @@ class Replayed:
         except RuntimeError as error:
             if found.player is not None and found.player.has_begun:
                 raise
-            if not isinstance(error, torch.OutOfMemoryError):  # the function itself may need less memory
+            if not isinstance(error, torch.OutOfMemoryError):  # after it, later calls still replay
                 self._keep(key, _Refused(self._log(f"{type(error).__name__}: {error}")))
             args = build(given.form, iter(given.tensors))
             del given, tensors
-            return self.direct(*args, **static)  # raises the error again if it persists
+            return self.direct(*args, **static)  # may need less memory; raises again if the error persists
         self.replays += 1
         self.launched()
         return build(found.form, iter(results))
 
     def _call(self, key: Hashable, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """Make the first call of a signature. Calls of replayed functions within it are not counted."""
+        """Make the first call of a signature. Replayed functions called inside it are neither recorded nor counted."""
         self._keep(key, _Kind())
         here.calls = True
         try:
@@ -165,7 +180,7 @@ class Replayed:
     def _record(
         self, key: Hashable, given: "_Given", args: Any, static: Any, moving: tuple[int, ...], last: Any
     ) -> Any:
-        """Record a call. Returns its results even if the record is refused."""
+        """Call the function and record it. Returns the function's results, even if the record is refused."""
         recorder = Recorder(given.tensors, moving)
         given.tensors.clear()
         with recorder:
@@ -187,36 +202,38 @@ class Replayed:
     def _keep(self, key: Hashable, kind: _Kind) -> None:
         with self._lock:
             if key not in self._kinds and len(self._kinds) >= MOST_RECORDS:
-                # Kinds without a record go first, then the least recently used.
+                # Remove a signature without a record if there is one. Among several, remove the least recently used.
                 of = self._kinds
                 del of[min(of, key=lambda each: (type(of[each]) is _Recorded, of[each].used))]
             self._kinds[key] = kind
 
     def direct(self, *args: Any, **static: Any) -> Any:
-        """Call the function itself. Arguments and results are parts, as in a replay."""
+        """Call the function itself. Arguments and results are parts (`bundle.register_parts`), as in a replay."""
         return as_parts(self.function(*as_whole(args), **static))
 
 
 def replayed(function: Callable[..., Any]) -> Replayed:
-    """Record and replay a function (*args, **static) -> results on CUDA. On other devices it is just called.
+    """Record and replay a function (*args, **static) -> results on CUDA. On other devices it is only called.
 
-    args, results: objects of tensors (`bundle.py`), on one device. Results are new tensors, views of them, or
-    arguments. Objects of classes in `register_parts` are passed and returned as parts, and whole within the function.
-    static: hashable. A class with an attribute `recordable` must set it to True. static, and the shapes, strides and
-    dtypes of args, decide all that the function does.
+    args, results: objects of tensors (`bundle.py`), on one device. Results are new tensors, views of new tensors, or
+        arguments. For classes given to `register_parts`, callers pass and receive the parts, while the function gets
+        and returns whole objects.
+    static: hashable values. A class with an attribute `recordable` must set it to True. Everything that the function
+        does must follow from static and from the shapes, strides and dtypes of args.
 
-    The function owns its `Operands` and may `release` their fields, to reuse their memory. It must not read from the
-    device. Other tensors that it uses must be `fixed`. It must call `refuse` if it starts kernels without `launch`.
+    The function must not read from the device. It may use tensors that are not arguments only if they are registered by
+    `record.fixed`. If it starts kernels without `launch`, it must call `record.refuse`. It owns its arguments of class
+    `Operands`, and may `release` their fields to reuse the memory.
 
-    Not replayed: CPU tensors and tensor subclasses; calls with gradients enabled, under torch.compile or a dispatch
-    mode, during a capture, or while a profiler hooks Triton's launches.
+    Calls are not replayed if a tensor is on the CPU or of a subclass, if gradients are enabled, under torch.compile or
+    a dispatch mode, during a capture, and while a profiler hooks Triton's launches.
     """
     return Replayed(function)
 
 
 @contextmanager
 def no_replays() -> Iterator[None]:
-    """Inside, all threads call functions instead of replaying them, for example to debug."""
+    """Context in which no thread replays: all call the functions themselves. For debugging, for example."""
     global _paused
     with _pausing:
         _paused += 1
@@ -232,7 +249,10 @@ _pausing = threading.Lock()
 
 
 class _Given(NamedTuple):
-    """The arguments of a call. key: their signature."""
+    """Arguments of a call, taken apart.
+
+    key: signature of the call. form, tensors: as from `bundle.take_apart`. addresses: addresses of the tensors.
+    """
 
     key: Hashable
     form: Form
@@ -241,7 +261,7 @@ class _Given(NamedTuple):
 
 
 def _taken_apart(args: tuple[Any, ...], static: dict[str, Any], moving: tuple[int, ...]) -> _Given | None:
-    """The arguments, taken apart; None if this call is not to be replayed."""
+    """Take the arguments apart. Returns None if this call must not be replayed."""
     if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return None
     tensors: list[Tensor] = []
@@ -261,7 +281,7 @@ def _taken_apart(args: tuple[Any, ...], static: dict[str, Any], moving: tuple[in
 
 
 def _released(args: tuple[Any, ...], form: Form) -> list[int]:
-    """Indices of tensors in fields of `Operands` that the function has released."""
+    """Indices of the tensors that the function released. form: form of args before the call."""
     found: list[int] = []
     at = 0
     for x, part in zip(args, form[1:]):
@@ -276,13 +296,16 @@ def _released(args: tuple[Any, ...], form: Form) -> list[int]:
 
 @functools.cache
 def is_recordable(kind: type) -> bool:
-    """True if calls with static objects of this class may be recorded: it has no attribute `recordable`, or has set it
-    to True itself. An inherited True does not count."""
+    """True if calls with static values of this class may be recorded.
+
+    That is the case if the class has no attribute `recordable`, or sets it to True itself. An inherited True does not
+    count.
+    """
     return not hasattr(kind, "recordable") or bool(kind.__dict__.get("recordable", False))
 
 
 def _settings() -> tuple[object, ...]:
-    """Settings that affect which kernels torch chooses, or whether it fills new memory."""
+    """Current values of torch's settings that affect its choice of kernels, or whether it fills new memory."""
     c = torch._C
     return (
         c._get_deterministic_algorithms(),
@@ -298,8 +321,13 @@ def _settings() -> tuple[object, ...]:
 
 @functools.cache
 def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None]:
-    """Make a function from num_tensors tensors to (facts, addresses). facts: device, and the tensors' part of the
-    signature. None if tensors are not on one GPU, or if moving ones are not contiguous or differ in length."""
+    """Generate the code of a function that reads a signature's facts from num_tensors tensors.
+
+    The generated function takes the tensors as separate arguments. It returns:
+        facts: tuple with the device index, and with the tensors' part of the signature.
+        addresses: tuple of the tensors' addresses.
+    It returns None if the tensors are not on one GPU, or if tensors in `moving` are not contiguous or differ in rows.
+    """
     names = [f"x{i}" for i in range(num_tensors)]
     lines = [f"here = {names[0]}.get_device()"]
     others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])
@@ -309,13 +337,13 @@ def _reader(moving: tuple[int, ...], num_tensors: int) -> Callable[..., tuple[tu
         unlike = [f"{name}.shape[0] != {of[0]}.shape[0]" for name in of[1:]]
         lines += [f"if {' or '.join([*unlike, *(f'not {name}.is_contiguous()' for name in of)])}:", "    return None"]
     lines += [f"p_{name} = {name}.data_ptr()" for name in names]
-    # A record notes a shared address as one source, so the signature tells which tensors share one.
+    # In a record, tensors with the same address are one source. So the signature contains which tensors share one.
     places = ", ".join(f"p_{name}" for name in names)
     lines += [f"apart = len({{{places}}}) == {len(names)} or tuple(map(({places},).index, ({places},)))"]
-    # Alignment to 32 bytes, because torch's elementwise kernels load 32 bytes at once where they can.
+    # Addresses modulo 32, because torch's elementwise kernels load 32 bytes at once if the alignment allows it.
     lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 31"]
     lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 31' for name in names)},)"]
-    # A replay bumps the version of tensors that the graph writes, and inference tensors have none.
+    # A replay increments the version of tensors that it writes, but inference tensors have no version.
     lines += [f"inference = {' or '.join(f'{name}.is_inference()' for name in names)}"]
     lines += [f"inference = inference and ({', '.join(f'{name}.is_inference()' for name in names)},)"]
     facts = (

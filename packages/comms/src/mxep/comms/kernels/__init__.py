@@ -1,12 +1,12 @@
-"""Triton kernels of mxep.comms, one subject per file.
+"""Triton kernels of mxep.comms.
 
-`f` is the launcher of op `mxep::f`. It has the op's signature and takes CUDA tensors (CPU tensors under Triton's
-interpreter). Its result equals the op's plain-torch reference bit for bit.
+Function `f` of a module here is the launcher of op `mxep::f`. It has the op's signature and takes CUDA tensors, or CPU
+tensors under Triton's interpreter. Its result equals that of the op's plain-torch reference bit for bit.
 
-    exchange      all launches of a workspace; dispatch of tokens and of tables
-    combine       sums of rows, stored to the tokens' ranks and summed there over ranks
-    signals       device functions: signals between the programs of all ranks; the barrier
-    plan          slots to expert-major rows
-    rows          rows by an index, sums of rows
-    all_to_all    (token, expert) pairs by destination rank, slots of nodes
+    exchange      the launches of a workspace; the kernels of dispatch
+    combine       the kernel of combine
+    signals       device functions for signals between the programs of all ranks; the barrier
+    plan          make_plan: received tokens to rows in expert order
+    rows          gather rows by an index, sum the rows of each slot
+    all_to_all    order (token, expert) pairs by destination rank; slots of nodes
 """

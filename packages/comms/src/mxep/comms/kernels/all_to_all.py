@@ -1,12 +1,14 @@
-"""Orders (token, expert) pairs by destination rank in two launches, without a sort; writes and compares headers.
+"""Kernels of the ops in `comms/all_to_all.py`, which has the legend of letters.
+
+plan_all_to_all orders (token, expert) pairs by destination rank in two launches, without a sort:
 
     count   one program per chunk of tokens    ids -> counts (chunks, W), invalid ids (chunks,)
-    place   the same programs                  counts -> first row to each rank of this chunk's pairs
+    place   one program per chunk of tokens    counts -> first row of this chunk's pairs in the block of each rank
                                                ids, tile by tile -> position, rows, sums, token, tables
 
-Each `place` program sums the counts of earlier chunks itself, and orders the pairs of a tile by counting in bytes, as
-in `plan.py`. A tile holds whole tokens, with K padded to a power of two. Unsent pairs fill the last rows, in order.
-Rows are int32: W + T K and T P K stay below 2^31.
+Each `place` program sums the counts of earlier chunks itself. It orders the pairs of a tile by counting in bytes, as
+explained in `plan.py`. A tile holds whole tokens, with K padded to a power of two. Unsent pairs get the last rows, in
+their order. Rows are int32, so W + T * K and T * P * K must stay below 2^31.
 """
 
 import torch
@@ -30,7 +32,7 @@ FLAT_TILE = 1024
 
 @triton.jit
 def _owner(ids, experts_per_rank, num_ranks):
-    """Rank of each id, -1 for -1 and invalid ids; mask of invalid ids."""
+    """Returns the rank that owns each expert id (-1 for ids that are -1 or invalid), and a mask of invalid ids."""
     valid = (ids >= 0) & (ids < experts_per_rank * num_ranks)
     rank = tl.where(valid, tl.maximum(ids, 0) // experts_per_rank, -1)
     return rank, (ids != -1) & (valid == 0)
@@ -40,7 +42,7 @@ def _owner(ids, experts_per_rank, num_ranks):
 def pair_count_kernel(
     ids_ptr, counts_ptr, wrong_ptr, pairs, chunk, experts_per_rank, num_ranks, RANKS: tl.constexpr, TILE: tl.constexpr
 ):
-    """pairs: T K. chunk: pairs per program."""
+    """pairs: T * K. chunk: pairs per program."""
     program = tl.program_id(0)
     end = tl.minimum((program + 1) * chunk, pairs)
     counts, wrong = tl.zeros((RANKS,), tl.int32), tl.zeros((TILE,), tl.int32)
@@ -63,7 +65,7 @@ def pair_place_kernel(
     TOP_K: tl.constexpr, KP: tl.constexpr, RANKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """chunk: tokens per program. most: P, the maximum ranks per token. weights, tables: int32 words."""
+    """chunk: tokens per program. most: P, the maximum ranks per token. Weights and tables are read as int32 words."""
     TILE: tl.constexpr = SEGMENTS * SEGMENT
     program, chunks, ranks = tl.program_id(0), tl.num_programs(0), tl.arange(0, RANKS)
     sizes, earlier = _sizes(counts_ptr, num_ranks, num_ranks, chunks, program, RANKS, CHUNKS)
@@ -111,7 +113,7 @@ def pair_place_kernel(
         position = tl.where(is_sent, row, -1)
         tl.store(position_ptr + pair, position, mask=mask)
 
-        # For each pair, count the token's ranks below its rank. A rank counts once, at its first pair.
+        # For each pair, count the ranks of its token that are below its own. The token's first pair on a rank counts.
         rank, position = tl.reshape(rank, (TILE // KP, KP)), tl.reshape(position, (TILE // KP, KP))
         place_of_rank, num = tl.zeros((TILE // KP, KP), tl.int32), tl.zeros((TILE // KP,), tl.int32)
         for j in range(TOP_K):
@@ -162,7 +164,7 @@ def plan_all_to_all(
 
 @triton.jit
 def _header_bytes(rows_ptr, sizes_ptr, row_stride, size_stride, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
-    """(BLOCKS, 4) pointers to the first bytes of each block's first row, and a mask of those that exist."""
+    """Returns (BLOCKS, 4) pointers to the first 4 bytes of each block's first row, and a mask of bytes that exist."""
     block, byte = tl.arange(0, BLOCKS), tl.arange(0, 4)[None, :]
     sizes = tl.load(sizes_ptr + block * size_stride, mask=block < blocks, other=0)
     head = tl.cumsum(sizes, 0) - sizes
@@ -218,7 +220,7 @@ def _pairs_of_nodes(
     ids_ptr, token, mask, experts_per_node, num_experts,
     TOP_K: tl.constexpr, NODES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_T, NODES) pairs of each token on each node, (BLOCK_T,) invalid ids of each token."""
+    """Returns the number of pairs of each token on each node, (BLOCK_T, NODES), and its invalid ids, (BLOCK_T,)."""
     pairs, wrong = tl.zeros((BLOCK_T, NODES), tl.int32), tl.zeros((BLOCK_T,), tl.int32)
     for k in range(TOP_K):
         ids = tl.load(ids_ptr + token * TOP_K + k, mask=mask, other=-1)
@@ -259,7 +261,7 @@ def node_place_kernel(
     tokens, chunk, num_nodes, num_slots, experts_per_node, num_experts,
     TOP_K: tl.constexpr, NODES: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """totals: (3,) int64, the op's counts, updated. weights, tables: int32 words."""
+    """totals_ptr: (3,) int64, the argument `counts` of the op, updated. Weights and tables are read as int32 words."""
     program, chunks, node = tl.program_id(0), tl.num_programs(0), tl.arange(0, NODES)[None, :]
     needed, before = _sizes(counts_ptr, num_nodes, num_nodes, chunks, program, NODES, CHUNKS)
     if program == 0:

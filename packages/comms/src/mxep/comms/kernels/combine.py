@@ -1,16 +1,24 @@
-"""Combine in one kernel: it stores sums to peers and adds up sums that have arrived.
+"""Combine in one kernel: it stores sums to peers, and adds up sums that have arrived from peers.
 
-    tiles of tokens, in chunks; programs draw tickets for them
-        chunk c             for each rank r: sum the rows of slot (r, t), store the sum into slot (this rank, t) of r
-        and chunk c - lag   sum slots (r, t) over ranks r
-    leaving a chunk         add the program's tiles to the chunk's counter; the last one signals the chunk to all ranks
-    entering chunk c        wait for all ranks' signals of chunk c - lag
+Slot (r, t) belongs to token t of rank r. Tokens are cut into chunks, and chunks into tiles. Programs draw tickets for
+tiles. For a tile, a program does this:
 
-So reads, links and writes are busy at once, and only `lag` chunks are left to sum after the last store. Full links
-serve some programs more slowly: with fixed shares of the tiles, all programs would wait for the slowest.
-Only running programs draw tiles, so no wait depends on a program that has not started, and one running program per rank
-is enough to finish. Two such kernels at once could deadlock across ranks, so a transport runs them one by one.
-Sums are in fp32: over the token's list in its order, then over ranks in rank order. Each sum is rounded once.
+    in chunk c              for each rank r: sum the rows of slot (r, t), store the sum into slot (this rank, t) of r
+    in chunk c - lag        sum slots (r, t) of this rank's buffer over all ranks r
+    on leaving a chunk      add the tiles that it stored to the chunk's counter; the last program signals the chunk to
+                            all ranks
+    on entering chunk c     wait for the signals of all ranks for chunk c - lag
+
+So memory and links are busy at the same time, and after the last store only `lag` chunks are left to sum. Programs draw
+tickets, because full links serve some programs more slowly. If each program had a fixed share of the tiles, all would
+wait for the slowest one.
+
+Only running programs draw tiles. So no wait depends on a program that has not started, and one running program per rank
+is enough to finish. Two of these kernels at the same time could deadlock across ranks, so a transport runs them one
+after another.
+
+Sums are in fp32: first over a token's rows on one rank, in the order of its expert list, then over ranks in rank order.
+Each sum is rounded once.
 """
 
 import triton
@@ -30,7 +38,7 @@ from mxep.comms.kernels.signals import (
 from mxep.comms.layout import CHANNELS
 
 AT_ONCE = tl.constexpr(4)
-"""Rows of a slot that are loaded together."""
+"""Rows of a slot that are loaded before the first one is added."""
 ARRIVED_AT_END = tl.constexpr(2 + CHANNELS)
 TILE_COUNTER = tl.constexpr(3 + CHANNELS)
 
@@ -45,7 +53,7 @@ def owner_of(expert, experts_per_rank, W: tl.constexpr):
 
 @triton.jit
 def load_slot_rows(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K: tl.constexpr, KP: tl.constexpr):
-    """(BLOCK_T, KP) rows of slots (peer, token), -1 where there is none."""
+    """Load the row indices of slots (peer, token): (BLOCK_T, KP) int32, -1 for entries without a row."""
     mask = token < tl.load(num_tokens_ptr + peer)
     k = tl.arange(0, KP)[None, :]
     pair = (peer * max_tokens + token)[:, None] * K + k
@@ -54,8 +62,10 @@ def load_slot_rows(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K: tl
 
 @triton.jit
 def is_sent(row):
-    """True for slots that send a sum, given their rows `row` (BLOCK_T, KP). A slot with only dropped rows (-2) sends
-    zeros, because the token's rank does not know of the drop and reads the slot."""
+    """True for slots that send a sum. row: (BLOCK_T, KP), their row indices.
+
+    If all rows of a slot were dropped (-2), it sends zeros: the token's rank does not know of it and reads the slot.
+    """
     return (tl.min(row, 1) < -1) | (tl.max(row, 1) >= 0)
 
 
@@ -65,7 +75,10 @@ def store_sum(
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROW_ELEMENTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows `row` of slots (peer, token); store into slots (rank, token) of the peer at address `base`."""
+    """Sum the rows of slots (peer, token). Store the sums into slots (rank, token) of the peer's buffer.
+
+    row: (BLOCK_T, KP), row indices of the slots. base: address of the peer's buffer.
+    """
     sent = is_sent(row)
     if tl.max(sent.to(tl.int32), 0) > 0:
         dtype: tl.constexpr = rows_ptr.dtype.element_ty
@@ -93,7 +106,10 @@ def sum_arrived(
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Sum slots (peer, token) of this rank's buffer over peers. Gather the values of the tokens' pairs."""
+    """Sum slots (peer, token) of this rank's buffer over all peers that own an expert of the token.
+
+    If values_ptr is given, also copy the row value of each (token, expert) pair from its owner's entry.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)[None, :]
     k = tl.arange(0, KP)[None, :]
@@ -119,7 +135,7 @@ def leave_chunk(
     pointers_ptr, counters_ptr, counters_start, chunk, stored, chunk_tiles, signal, dispatch, rank,
     W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles that this program stored to the chunk's counter. The last program signals the chunk."""
+    """Add the tiles that this program stored (`stored`) to the chunk's counter. The last program signals the chunk."""
     if stored > 0:
         if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):
             if chunk == 0:
@@ -135,8 +151,10 @@ def combine_kernel(
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr, TICKET_TILES: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """num_tokens_ptr (W,): tokens of each rank. num_tokens: tokens of this rank. row_values, values, dispatch may be
-    None."""
+    """num_tokens_ptr: (W,), tokens of each rank. num_tokens: tokens of this rank.
+
+    row_values_ptr, values_ptr and dispatch_ptr may be None.
+    """
     local_base = tl.load(pointers_ptr + rank)
     counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 1, op_id)
@@ -163,7 +181,7 @@ def combine_kernel(
         if chunk < chunks:
             for turn in range(W):
                 peer = (rank + tile + turn) % W
-                # Load the next rows' indices while these rows are summed.
+                # Load the row indices of the next slots while the rows of these slots are summed.
                 if turn < W - 1:
                     next_token = token
                     next_peer = (peer + 1) % W

@@ -1,8 +1,9 @@
-"""KernelExchange: exchanges by kernels that store to the peers' addresses and end with a barrier.
+"""KernelExchange: exchanges by kernels that store to the addresses of peers and end with a barrier.
 
-The dispatch kernels are here, the combine kernel is in `combine.py`. A program loads the parts of BLOCK_T tokens once,
-then stores to each rank the rows that it needs. Programs start with different ranks, so that all links are busy. Each
-part moves in the widest words that divide its width and its offset within the row.
+The kernels of dispatch are in this file, the kernel of combine is in `combine.py`. In a dispatch, a program loads the
+rows of BLOCK_T tokens once, then stores them to each rank that needs them. Programs start with different ranks, so that
+all links are busy. A row consists of parts, one per payload tensor. Each part is copied in the widest words that divide
+its width and its offset within the row.
 """
 
 import math
@@ -36,20 +37,20 @@ if TYPE_CHECKING:
     from mxep.comms.symmetric_memory import CudaTransport
 
 DISPATCH_TILE, COMBINE_TILE = 16384, 16384
-"""Bytes per tile."""
+"""Bytes per tile of tokens."""
 FEW_PROGRAMS = 64
-"""With at most this many programs, tiles of a dispatch are four times as large."""
+"""If a dispatch has at most this many programs, its tiles are four times as large."""
 MOST_PARTS = 2
-"""Parts of a payload that the kernel takes. If there are more, they are concatenated first."""
+"""Maximum payload tensors of the dispatch kernel. If there are more, they are concatenated first."""
 TABLE_PAIRS = 1024
 DISPATCH_WARPS, COMBINE_WARPS = 16, 8
 CHUNK_BYTES = 12 << 20
-"""Minimum bytes per chunk of a combine: finishing a chunk costs a trip over the link."""
+"""Minimum bytes per chunk of a combine. Chunks are not smaller, because each one costs a signal over the link."""
 TICKET_BYTES = 64 << 10
-"""Maximum bytes of tiles per ticket. A ticket has at least one tile."""
+"""Maximum bytes of the tiles that a program draws with one ticket. A ticket has at least one tile."""
 LAG = 3
 PER_SM = 2
-"""Programs of a combine per multiprocessor: one waits for its rows while the other sends."""
+"""Programs of a combine per multiprocessor. While one waits for rows that it loads, the other stores."""
 MAX_REGISTERS = 128
 SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "op_id", "counters_start", "rows_start",
            "ids_start", "values_start", "num_tokens_start")  # fmt: skip
@@ -68,7 +69,10 @@ def load_tokens(
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WIDTH0: tl.constexpr, BLOCK0: tl.constexpr,
     WIDTH1: tl.constexpr, BLOCK1: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of a tile, owners of their experts, parts. Tokens past the last one have no owner."""
+    """Load a tile.
+
+    Returns its token indices, the owners of their experts (-1 for tokens past num_tokens), and its two parts.
+    """
     k = tl.arange(0, KP)[None, :]
     token = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = token < num_tokens
@@ -85,9 +89,9 @@ def store_part(
     base, part_ptr, x, row, mask, OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store x into rows `row` of a peer, OFFSET bytes after each row's start. base: address of the first row."""
+    """Store x into rows `row` of a peer, from byte OFFSET of each row on. base: address of the peer's first row."""
     WORD: tl.constexpr = part_ptr.dtype.element_ty.primitive_bitwidth // 8
-    # An address loaded from a table has no known alignment.
+    # Triton does not know the alignment of an address that was loaded from memory.
     start = tl.multiple_of(base.to(tl.pointer_type(part_ptr.dtype.element_ty)), 16)
     column = tl.arange(0, BLOCK)[None, :]
     offs = row.to(tl.int64)[:, None] * (ROW_BYTES // WORD) + (OFFSET // WORD + column)
@@ -102,8 +106,11 @@ def dispatch_kernel(
     WIDTH0: tl.constexpr, BLOCK0: tl.constexpr, OFFSET1: tl.constexpr, WIDTH1: tl.constexpr, BLOCK1: tl.constexpr,
     BLOCK_T: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store token t into slot (rank, t) of each rank that needs it. part1_ptr: None if a row has one part.
-    dispatch_ptr (1,): dispatch number to send, or None."""
+    """Store token t into slot (rank, t) of each rank that needs it.
+
+    part0_ptr, part1_ptr: parts of the rows; part1_ptr is None if there is only one.
+    dispatch_ptr: (1,), dispatch number to send, or None.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     local_base = tl.load(pointers_ptr + rank)
@@ -143,7 +150,10 @@ def dispatch_tables_kernel(
     ids_start, values_start, num_tokens_start, counters_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store ids (T, K), weights (T, K) and T in entry `rank` of all tables. dispatch_ptr (1,): receives the number."""
+    """Store ids (T, K), weights (T, K) and T into entry `rank` of every rank's tables.
+
+    dispatch_ptr: (1,), receives the dispatch number.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     local_base = tl.load(pointers_ptr + rank)
@@ -151,7 +161,7 @@ def dispatch_tables_kernel(
         pair = first + tl.arange(0, BLOCK)
         mask = pair < num_tokens * K
         ids = tl.load(ids_ptr + pair, mask=mask, other=-1)
-        # Clamp, so that no invalid int64 wraps around into a valid int32.
+        # Clamp, so that no invalid int64 id wraps around into a valid int32 id.
         ids = tl.minimum(tl.maximum(ids, -2), W * experts_per_rank).to(tl.int32)
         weights = tl.load(weights_ptr + pair, mask=mask, other=0)
         for i in range(W):
@@ -175,7 +185,7 @@ def dispatch_tables_kernel(
 
 
 class KernelExchange:
-    """Exchanges of one workspace. `PlainExchange` specifies the methods. num_sms: as in `Workspace`."""
+    """Exchanges of one workspace. `shared_memory.PlainExchange` explains the methods. num_sms: as in `Workspace`."""
 
     def __init__(self, transport: "CudaTransport", layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:
         self.rank, self.state, self.arena = transport.rank, transport.state, transport.arena
@@ -186,7 +196,7 @@ class KernelExchange:
         self._sizes = {**self._ranks, "K": top_k, "KP": next_power_of_2(top_k)}
         self._clock = {"CLOCK": transport.clock}
         self._known: dict[Any, tuple[int, Any, dict[str, Any]]] = {}
-        """Cached launch arguments, by the values that decide them."""
+        """Cache of launch arguments. The keys are the dtypes and widths that decide them."""
 
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
         scalars = self.rank, self.layout.op_id("refused", tokens), self.layout.counters_start
@@ -229,7 +239,7 @@ class KernelExchange:
         self.arena.exchanges += 1
 
     def _dispatch_args(self, sms: int, part0: Tensor, part1: Tensor | None) -> tuple[int, int, dict[str, Any]]:
-        """(op id, tokens of the largest tile, constexprs)."""
+        """Returns the op id, the maximum tokens per tile, and the constexprs of the kernel."""
         last = part0 if part1 is None else part1
         block0, bytes0 = next_power_of_2(part0.shape[1]), part0.shape[1] * part0.itemsize
         row_bytes = bytes0 + (0 if part1 is None else part1.shape[1] * part1.itemsize)
@@ -256,7 +266,7 @@ class KernelExchange:
         self.arena.exchanges += 1
 
     def _combine_args(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-        """(programs, scalars, constexprs)."""
+        """Returns the number of programs, scalar arguments of the kernel, and its constexprs."""
         layout, block, row_bytes = self.layout, next_power_of_2(dim), dim * dtype.itemsize
         programs = PER_SM * self.max_sms
         block_t = tokens_per_tile(COMBINE_TILE // (block * dtype.itemsize), layout.max_tokens, programs)
@@ -274,8 +284,8 @@ class KernelExchange:
 
 
 def as_words(part: Tensor, offset: int) -> Tensor:
-    """View a part (T, n) uint8 as the widest ints that fit its bytes. offset: its first byte within a row."""
+    """View a part (T, n) uint8 as the widest integers that divide n and offset. offset: its first byte within a row."""
     width = part.shape[1]
-    if part.stride() != (width, 1):  # torch calls a single row contiguous whatever its stride
+    if part.stride() != (width, 1):  # is_contiguous() would be True for a single row with any stride
         part = part.contiguous().view(-1).view(part.shape)
     return part.view(WORDS[math.gcd(8, offset, width, part.storage_offset())])

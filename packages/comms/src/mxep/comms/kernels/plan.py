@@ -1,23 +1,27 @@
-"""Makes the plan on the device in two launches.
+"""make_plan on the device, in two launches.
 
-    count   one program per chunk of a source's pairs    ids -> counts (chunks, E); rows filled with -1 and 0
-    place   the same programs                            counts -> first row of each expert in this chunk
-                                                         ids, tile by tile -> rows -> row_slot, slot_rows, ...
+A source is a block of a routing table. A pair is one (token, expert) choice, and a chunk is a run of pairs of one
+source.
 
-Each `place` program sums all counts of earlier chunks itself, which saves a scan launch. There are at most 256 chunks
-(128 with many experts) unless there are more sources. `count` fills all rows, so `place` writes only valid ones.
-Program o also counts the rows that rank o needs and those that do not fit there.
+    count   one program per chunk          ids -> counts (chunks, E); also fills all rows with -1 and 0
+    place   one program per chunk          counts -> first row of each expert in this chunk
+                                           ids, tile by tile -> row of each pair -> row_slot, slot_rows, ...
 
-If the groups do not fit, all programs search the levels (`comms/plan.py`) bit by bit. A source is a block of a table.
+Each `place` program sums the counts of all earlier chunks itself, which saves a launch for a scan. There are at most
+256 chunks (128 with many experts), or one per source if there are more sources. `count` fills all rows, so `place`
+writes only valid rows. Program o of `place` also counts the rows that rank o needs, and those that do not fit there.
 
-The order of a pair among its expert's pairs in a tile, for segments of 32 pairs and four experts per word:
+If the groups do not fit, every program searches the caps of `comms/plan.py` (there L, here "level") bit by bit.
 
-    ids            1    0    1    1    a segment of 4
-    1 << 8 * id  0100 0001 0100 0100   (bytes, hexadecimal)
-    cumsum       0100 0101 0201 0301   byte `id`: the 1st, 1st, 2nd, 3rd pair of its expert in this segment
+The position of a pair among the pairs of its expert in a tile is found by counting in bytes. A tile is cut into
+segments of 32 pairs, and one word has the counts of four experts. Example with a segment of 4 pairs:
 
-The last cumsum holds a segment's counts, which are then summed over the tile's segments. Rows are int32: W * T_max * K
-pairs and the padding of all groups stay below 2^31.
+    ids            1    0    1    1
+    1 << 8 * id  0100 0001 0100 0100   hexadecimal, two of the four bytes shown
+    cumsum       0100 0101 0201 0301   byte `id` says: the 1st, 1st, 2nd, 3rd pair of its expert in this segment
+
+The last element of the cumsum is the counts of the segment. They are then summed over the segments of the tile. Rows
+are int32: W * T_max * K pairs and the padding of all groups must stay below 2^31.
 """
 
 import functools
@@ -31,24 +35,24 @@ from mxep.comms.layout import num_owners
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 SEGMENT = 32
-"""Pairs per segment, at most 255 because bytes count them."""
+"""Pairs per segment. At most 255, because they are counted in bytes."""
 LEAST_EXPERTS = 32
-"""Experts are padded to at least this many: a warp's histogram has one bin per lane."""
+"""The number of experts is padded to at least this, because a warp's histogram has one bin per lane."""
 TILE_COUNTS = 1024
-"""Segments x experts of a tile: 32 words per thread of 8 warps."""
+"""Segments x experts of a tile. This is 32 words per thread of 8 warps."""
 COUNTS_AT_ONCE = 8192
 SHARES_AT_ONCE = 2048
-"""Counts read at once if groups do not fit. For 16 ranks they take 124 registers. 8192 would take 176, so that an SM
-would hold only one program."""
+"""Counts that are loaded together if groups do not fit. With 16 ranks they take 124 registers per thread. 8192 counts
+would take 176, and an SM would hold only one program."""
 COUNT_TILE = 1024
 MOST_BINS = 512
-"""Maximum experts that one pass over the ids counts."""
+"""Maximum experts that are counted in one pass over the ids."""
 NUM_WARPS = 8
 
 
 @triton.jit
 def _live_pairs(num_tokens_ptr, source, blocks, max_tokens, TOP_K: tl.constexpr):
-    """Valid pairs of a source, clamped to its block whatever num_tokens holds."""
+    """Number of valid pairs of a source, clamped to the size of its block if num_tokens is wrong."""
     tokens = tl.load(num_tokens_ptr + source // blocks)
     return tl.minimum(tl.maximum(tokens, 0) - source % blocks * max_tokens, max_tokens) * TOP_K
 
@@ -59,7 +63,7 @@ def count_kernel(
     max_tokens, blocks, chunk, first_counted, counted, num_experts, max_rows,
     TOP_K: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Count experts first_counted .. first_counted + counted - 1, BINS at a time."""
+    """Count the pairs of experts first_counted to first_counted + counted - 1, BINS experts per pass over the ids."""
     source = tl.program_id(1)
     program = source * tl.num_programs(0) + tl.program_id(0)
     lane = tl.arange(0, TILE)
@@ -86,8 +90,12 @@ def count_kernel(
 
 @triton.jit
 def _order(local, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, EXPERTS: tl.constexpr):
-    """local: (SEGMENTS * SEGMENT,) expert of each pair, or -1. Returns each pair's place, from 1, among the pairs of
-    its segment and expert, and the (SEGMENTS, EXPERTS) pairs of each expert in each segment."""
+    """Count pairs per segment and expert. local: (SEGMENTS * SEGMENT,) expert of each pair, or -1.
+
+    Returns:
+        (SEGMENTS * SEGMENT,) position of each pair among the pairs of its expert in its segment, from 1.
+        (SEGMENTS, EXPERTS) number of pairs of each expert in each segment.
+    """
     local = tl.trans(tl.reshape(local, (SEGMENTS, SEGMENT)))
     shift = (local & 3) * 8
     mask = (local >> 2)[:, :, None] == tl.arange(0, EXPERTS // 4)[None, None, :]
@@ -99,7 +107,12 @@ def _order(local, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, EXPERTS: tl.con
 
 @triton.jit
 def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr):
-    """(EXPERTS,) pairs of each expert in all chunks, and in earlier chunks. counted: counts per chunk."""
+    """Sum the counts of all chunks. counted: counts per chunk in memory.
+
+    Returns:
+        (EXPERTS,) number of pairs of each expert in all chunks.
+        (EXPERTS,) number of pairs of each expert in chunks before this_chunk.
+    """
     expert = tl.arange(0, EXPERTS)[None, :]
     sizes = tl.zeros((EXPERTS,), tl.int32)
     earlier = tl.zeros((EXPERTS,), tl.int32)
@@ -114,7 +127,10 @@ def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constex
 
 @triton.jit
 def _level(sizes, room, bits):
-    """sizes (N,), room () or (N, M), (M,) -> the largest level below 2^bits with sum(min(sizes, level), 0) <= room."""
+    """Largest level below 2**bits with sum(min(sizes, level), 0) <= room. Shape of room.
+
+    sizes: (N,) with room (), or (N, M) with room (M,).
+    """
     level = room * 0
     for bit in range(bits):
         higher = level + (1 << (bits - 1 - bit))
@@ -124,7 +140,10 @@ def _level(sizes, room, bits):
 
 @triton.jit
 def _capped(sizes, alignment, max_rows, bits):
-    """Cap group sizes at one level, so that their padded sum fits. bits: bit length of R_max in tiles."""
+    """Cap all group sizes at one level, so that the padded groups fit in max_rows.
+
+    bits: bit length of R_max // alignment.
+    """
     tiles = (sizes + alignment - 1) // alignment
     kept = sizes
     if tl.sum(tiles, 0) * alignment > max_rows:
@@ -137,7 +156,7 @@ def _sizes_of_sources(
     counts_ptr, counted, experts, sources, blocks, chunks_of_source,
     SOURCES: tl.constexpr, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """(SOURCES,) source indices in rank order, (SOURCES, EXPERTS) their pairs of each expert."""
+    """Returns (SOURCES,) source indices in rank order, and (SOURCES, EXPERTS) number of their pairs of each expert."""
     rank = tl.arange(0, SOURCES)
     tables = sources // blocks
     source = rank % tables * blocks + rank // tables
@@ -165,11 +184,11 @@ def place_kernel(
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
     SOURCES: tl.constexpr, CHUNKS_OF_SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """pairs: pairs per source. max_rows: rows that may be used. tile_bits: bit length of R_max in tiles. pair_bits: bit
-    length of `pairs`.
-
-    totals (2 owners + 1,): rows that each owner needs, rows that do not fit there, invalid ids. running: totals over
-    all plans. own_tokens: a copy of num_tokens.
+    """pairs: pairs per source. max_rows: rows that may be used.
+    tile_bits: bit length of R_max // alignment. pair_bits: bit length of `pairs`.
+    totals_ptr: (2 * owners + 1,), receives the rows that each owner needs, the rows that do not fit on each owner, and
+        the number of invalid ids.
+    running_ptr: totals over all plans, updated, or None. own_tokens_ptr: receives a copy of num_tokens.
     """
     source = tl.program_id(1)
     this_chunk = source * chunks_of_source + tl.program_id(0)
@@ -184,7 +203,7 @@ def place_kernel(
     if tl.sum(sizes - kept, 0) == 0:
         next_row += earlier
     else:
-        # This source's share of each expert, and the shares before it.
+        # shares: rows of each expert that each source keeps. before: True for sources before this one.
         sources = tl.num_programs(1)
         each, of_sources = _sizes_of_sources(
             here_ptr, counted, experts, sources, blocks, chunks_of_source, SOURCES, EXPERTS, CHUNKS_OF_SOURCE
@@ -284,9 +303,10 @@ def make_plan(
 
 @functools.lru_cache(256)
 def _shape(num_experts: int, sources: int, pairs: int) -> tuple[int, int, int, int]:
-    """(padded experts, segments per tile, pairs per chunk, chunks per source). pairs: per source.
+    """Returns padded experts, segments per tile, pairs per chunk, chunks per source. pairs: pairs per source.
 
-    32 experts, 4 sources of 65536 pairs: (32, 32, 1024, 64), 256 programs on the 132 SMs of an H200.
+    Example: 32 experts and 4 sources of 65536 pairs give (32, 32, 1024, 64). These are 256 programs, on the 132 SMs of
+    an H200.
     """
     experts = max(LEAST_EXPERTS, next_power_of_2(num_experts))
     segments = max(1, TILE_COUNTS // experts)

@@ -1,6 +1,7 @@
-"""Rows by index: gather them, join their parts, sum the rows of each slot.
+"""Gather rows by an index, join parts of rows, and sum the rows of each slot.
 
-Bytes move in the widest words that rows allow. Programs past the last valid row exit at once.
+Bytes are copied in the widest words that divide widths, strides and offsets. Programs past the last valid row exit at
+once.
 """
 
 import math
@@ -16,12 +17,12 @@ from mxep.runtime.launch import cdiv, launch, next_power_of_2
 TILE_BYTES = 16384
 NUM_WARPS = 8
 SPREAD = 256
-"""Minimum number of programs of a sum of slots, if there are enough slots."""
+"""Minimum programs of `sum_slots`, if there are so many slots."""
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def tokens_per_tile(most: int, tokens: int, programs: int) -> int:
-    """Largest power of two up to `most` that leaves each program a full tile; at least 1."""
+    """Tokens per tile: the largest power of two up to `most` with which each program gets a full tile. At least 1."""
     count = 1
     while 2 * count <= most and tokens >= 2 * count * programs:
         count *= 2
@@ -74,9 +75,10 @@ def _join_part(
     part_ptr, out_ptr, source, index, row, rows, part_stride, out_stride, number_ptr, step,
     START: tl.constexpr, WORD: tl.constexpr, WIDTH: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows `source` of a part, WIDTH words of WORD bytes, to the joined rows, then zeros up to word END.
+    """Copy rows `source` of a part into rows `row` of the result, then write zeros up to word END.
 
-    START: byte of a joined row at which the part begins. index: of the joined rows. If negative, rows get the header.
+    START: byte within a row of the result at which the part begins. WIDTH: words of the part, WORD bytes each.
+    index: row index of each row of the result. If it is negative and number_ptr is given, the row gets the header word.
     """
     column = tl.arange(0, BLOCK)[None, :]
     offs = tl.maximum(source, 0).to(tl.int64)[:, None] * part_stride + column
@@ -148,7 +150,7 @@ def join_rows(
 
 @triton.jit
 def add_rows(acc, rows_ptr, row, D: tl.constexpr, BLOCK: tl.constexpr):
-    """acc (BLOCK_T, BLOCK) plus rows `row` (BLOCK_T,); negative ones add nothing."""
+    """Returns acc (BLOCK_T, BLOCK) plus the rows `row` (BLOCK_T,) of the matrix. A negative index adds nothing."""
     column = tl.arange(0, BLOCK)[None, :]
     offs = tl.maximum(row, 0).to(tl.int64)[:, None] * D + column
     return acc + tl.load(rows_ptr + offs, mask=(row >= 0)[:, None] & (column < D), other=0.0).to(tl.float32)

@@ -1,27 +1,31 @@
-"""Device functions for signals between programs of all ranks. A wait for a signal makes all stores before it visible.
+"""Device functions for signals between the programs of all ranks.
 
-    signal          epoch << 32 | op id    epoch: number of exchanges of tables, or of rows, in this buffer
-                                           op id: `Layout.op_id`. Both must be equal on all ranks
-    next_ticket     draws a program's next tiles from the tile counter
-    arrive          adds a program's finished work, after its stores; true for the last program
-    signal_peers    stores the signal into (channel, this rank) of every rank's signal pad
-    wait_for_peers  waits until each (channel, peer) of this rank's signal pad holds the epoch
+Stores of a rank before a signal are visible to a rank that has waited for the signal. A signal is an int64,
+epoch << 32 | op id. The epoch is the number of exchanges of tables, or of rows, made in this buffer. The op id is
+`Layout.op_id`. Both must be equal on all ranks. W is the number of ranks.
 
-Memory order. A program's threads store, then meet at a CTA barrier. One of them adds to the counter, acquire-release at
-system scope. So all programs' stores happen before the program that finds the counter full. It signals with a release
-at system scope. The waiting rank reads the signal with an acquire at system scope, and its other threads follow over a
-CTA barrier. Later kernels of its stream see all of these stores. A signal has one writer and grows by 2^32 per exchange
-until it wraps around, so waits look at the sign of a difference.
+    next_ticket     draws the next tiles of a program from the tile counter
+    arrive          adds a program's finished work to a counter, after the program's stores; True for the last program
+    signal_peers    stores the signal into entry (channel, this rank) of every rank's signal pad
+    wait_for_peers  waits until every entry (channel, peer) of this rank's signal pad holds the epoch
 
-Time limit. A wait reads the GPU's clock, in ns (the interpreter counts polls). If time is up or a peer's op id differs,
-the first program to notice writes a fault record, which the host reads without a sync (`FaultRecord` of
-`symmetric_memory.py`). The program goes on and later waits end at once, so no stream hangs, and the host raises.
-State: (4,) int64 on the device: failed flag, limit in ns, address of the fault record, number of dispatches. The device
-counts dispatches, because a captured dispatch may be replayed.
+Memory order. The threads of a program store, then meet at a CTA barrier. Then one thread adds to the counter, with
+acquire-release at system scope. One program finds the counter full, and the stores of all programs happen before its
+next steps. It signals with a release at system scope. A waiting rank reads the signal with an acquire at
+system scope, and a CTA barrier orders its other threads after that. Later kernels of its stream see all of these
+stores, too. Each entry of a signal pad has one writer. It grows by 2^32 per exchange until it wraps around, so waits
+compare by the sign of the difference.
 
-Dispatches. Op ids tell a combine from a dispatch, but not one dispatch from another. So a rank stores the number of its
-plan's dispatch into every rank's `dispatches` before its first signal of rows. The program that has waited for all
-signals compares the numbers. A new dispatch gets its number only with its tables, so it sends `layout.new_dispatch`.
+Time limit. A wait measures time by the GPU's clock, in ns; under Triton's interpreter it counts polls. If time is up,
+or the op id of a peer differs, the first program that notices writes a fault record, which the host reads without a
+sync (`symmetric_memory.FaultRecord`). The program then goes on, and all later waits end at once. So no stream hangs,
+and the host raises. The state of waits is (4,) int64 on the device: failed flag, limit in ns, address of the fault
+record, number of dispatches. The device counts dispatches, because a captured dispatch may be replayed.
+
+Dispatches. An op id distinguishes a combine from a dispatch, but not two dispatches. So a rank stores the dispatch
+number of its plan into `dispatches` of every rank's buffer, before its first signal of rows. The program that has
+waited for all signals compares the numbers. A new dispatch gets its number only with its tables. Its rows carry the
+number of `layout.new_dispatch` instead.
 """
 
 import triton
@@ -33,21 +37,21 @@ from mxep.comms.layout import NEW, NUM_COUNTERS
 from mxep.runtime.launch import launch, next_power_of_2
 
 DISPATCHES = tl.constexpr(NUM_COUNTERS)
-"""Index of the first dispatch number, counted from the first counter."""
+"""Offset of the first dispatch number from the first counter, in int64 elements."""
 ANY_NEW = tl.constexpr(NEW)
 POLL_NS = tl.constexpr(20_000)
-"""Time limit that one poll uses up under the interpreter, in ns."""
+"""Nanoseconds that a poll counts for under Triton's interpreter, which has no clock."""
 
 
 @triton.jit
 def next_signal(counters_ptr, counter: tl.constexpr, op_id):
-    """Signal of the exchange that begins: its epoch is counter + 1."""
+    """Signal of the exchange that begins. counter: index of the counter of past exchanges; the epoch is one more."""
     return ((tl.load(counters_ptr + counter) + 1) << 32) | op_id
 
 
 @triton.jit
 def arrive(counter_ptr, share, count):
-    """Add `share` to the counter, after all threads' stores. If it reaches `count`, reset it to 0 and return True."""
+    """Add `share` to the counter, after the stores of all threads. If it reaches `count`, reset it and return True."""
     tl.debug_barrier()
     full = tl.atomic_add(counter_ptr, tl.zeros((), tl.int64) + share, sem="acq_rel", scope="sys") + share == count
     if full:
@@ -57,7 +61,7 @@ def arrive(counter_ptr, share, count):
 
 @triton.jit
 def next_ticket(counters_ptr, counter: tl.constexpr):
-    """Draw the number of the next tiles to work on. Programs with slow links draw fewer."""
+    """Draw the number of the next tiles to work on. So programs that stores to a slow link delay take fewer tiles."""
     return tl.atomic_add(counters_ptr + counter, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
 
 
@@ -71,14 +75,14 @@ def signal_peers(pointers_ptr, channel, signal, rank, W: tl.constexpr, WP: tl.co
 
 @triton.jit
 def record_fault(state_ptr, channel, signal, seen, peer, mask):
-    """Write the fault record, unless there is one."""
+    """Write the fault record, unless one has been written already."""
     if tl.atomic_cas(state_ptr, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
         fault_ptr = tl.load(state_ptr + 2).to(tl.pointer_type(tl.int64))
         tl.store(fault_ptr + 1, tl.zeros((), tl.int64) + channel)
         tl.store(fault_ptr + 2, signal)
         tl.store(fault_ptr + 3 + peer, seen, mask=mask)
         tl.debug_barrier()
-        # Fence between the record and its written flag.
+        # This acquire-release is a fence between the record's stores and its written flag.
         tl.atomic_add(state_ptr, tl.zeros((), tl.int64), sem="acq_rel", scope="sys")
         tl.store(fault_ptr, tl.full((), 1, tl.int64))
 
@@ -93,17 +97,17 @@ def load_dispatch(dispatch_ptr):
 
 @triton.jit
 def send_dispatch(pointers_ptr, counters_start, dispatch, rank, W: tl.constexpr, WP: tl.constexpr):
-    """Store the dispatch number on every rank, before the first signal of rows."""
+    """Store the dispatch number on every rank. Call it before the first signal of rows."""
     peer = tl.arange(0, WP)
     base = tl.load(pointers_ptr + peer, mask=peer < W, other=0)
     ptrs = (base + counters_start).to(tl.pointer_type(tl.int64)) + (DISPATCHES + rank)
     tl.store(ptrs, tl.zeros((WP,), tl.int64) + dispatch, mask=peer < W)
-    tl.debug_barrier()  # all threads store before one signals
+    tl.debug_barrier()  # no thread signals before all threads have stored
 
 
 @triton.jit
 def compare_dispatches(counters_ptr, dispatch, signal, state_ptr, W: tl.constexpr, WP: tl.constexpr):
-    """Compare the dispatch number with the peers', after all their signals have arrived."""
+    """Compare the dispatch number with those of the peers. Call it after all their signals have arrived."""
     peer = tl.arange(0, WP)
     seen = tl.load(counters_ptr + DISPATCHES + peer, mask=peer < W, other=0)
     wrong = (seen != dispatch) & (tl.maximum(seen, dispatch) != ANY_NEW) & (peer < W)
@@ -157,7 +161,7 @@ def signal_and_wait(
 
 @triton.jit(do_not_specialize=["rank"])
 def barrier_kernel(pointers_ptr, state_ptr, rank, W: tl.constexpr, WP: tl.constexpr, CLOCK: tl.constexpr):
-    """Barrier over signal pads of W signals, each followed by the local counter."""
+    """Barrier over signal pads. A signal pad here is W signals, followed by one counter of this rank."""
     local_base = tl.load(pointers_ptr + rank)
     counters_ptr = (local_base + W * 8).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 0, 0)
@@ -167,7 +171,7 @@ def barrier_kernel(pointers_ptr, state_ptr, rank, W: tl.constexpr, WP: tl.conste
 
 @triton.jit(do_not_specialize=["rank", "op_id"])
 def refuse_kernel(pointers_ptr, rank, op_id, counters_start, W: tl.constexpr, WP: tl.constexpr):
-    """Signal peers that wait for tables (channel 0) and for the first rows (channel 1)."""
+    """Signal the op id "refused" to peers, on the channels of tables (0) and of the first chunk of rows (1)."""
     counters_ptr = (tl.load(pointers_ptr + rank) + counters_start).to(tl.pointer_type(tl.int64))
     for channel in tl.static_range(2):
         signal_peers(pointers_ptr, channel, next_signal(counters_ptr, channel, op_id), rank, W, WP)
@@ -183,7 +187,7 @@ def compare_kernel(buffer_ptr, dispatch_ptr, state_ptr, counters_start, op_id, W
 def compare(
     buffer: Tensor, number: Tensor | None, state: Tensor, counters_start: int, op_id: int, world_size: int
 ) -> None:
-    """Compare the dispatch numbers that peers put into ``buffer`` with this rank's. Call it after `meet`."""
+    """Compare the dispatch numbers that peers put into ``buffer`` with this rank's `number`. Call it after `meet`."""
     ranks = {"W": world_size, "WP": next_power_of_2(world_size)}
     launch(compare_kernel, (1,), buffer, number, state, counters_start, op_id, **ranks, num_warps=1)
 

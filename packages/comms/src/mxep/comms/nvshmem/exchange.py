@@ -1,27 +1,33 @@
-"""PutExchange: exchanges by puts to PEs instead of stores to addresses.
+"""PutExchange: exchanges by NVSHMEM puts to PEs (NVSHMEM's process ranks) instead of stores to addresses.
 
-    stage     write outgoing rows into the buffer's staging area
-    put       send bytes [0, n) of each staged row to each of its destinations
-    meet      wait until this rank's puts have landed; signal; wait for all signals (`kernels/signals.py`)
+An exchange has these steps:
+
+    stage     write outgoing rows into the staging area of the buffer
+    put       send the first n bytes of each staged row to each of its destinations
+    meet      wait until this rank's puts have landed, signal all ranks, wait for their signals (`kernels/signals.py`)
     compare   compare the dispatch numbers that came with the rows
 
-    step               staged                                       destinations of a row
-    dispatch_tables    this rank's entry of its own tables          (W,)  the same entry on every other rank
-    dispatch           token t                                      (W,)  slot (this rank, t) of ranks that need it
-    combine            sum of slot (r, t); values of rank r         (1,)  slot and entry (this rank, t) of rank r
+What the exchanges stage and where they put it, for W ranks:
 
-An exchange stages rows only after `meet` of the previous exchange on that buffer, when the old puts have landed.
+    exchange           staged                                       destinations of a row
+    dispatch_tables    this rank's entry of its own tables          W: the same entry on every other rank
+    dispatch           token t                                      W: slot (this rank, t) of ranks that need it
+    combine            sum of slot (r, t); values of rank r         1: slot and entry (this rank, t) of rank r
 
-put_kernel and meet_kernel call NVSHMEM. Each links NVSHMEM's device library, which takes some 10 s, and NVSHMEM
-initialises each loaded module. So there are only these two, with run-time sizes and unspecialized arguments. They are
-compiled when a transport opens. An exchange compiles nothing, so it may be captured at once.
+An exchange stages rows only after `meet` of the previous exchange on that buffer, so after the old puts have landed.
 
-NVSHMEM's functions take int64 addresses, sizes and signals, int32 PEs and operations. All threads of a block make a
-block put together. Each thread calls the other functions by itself, so `meet_kernel` is one warp and only sets signals.
+put_kernel and meet_kernel call NVSHMEM. A kernel that calls NVSHMEM must be linked with its device library, which takes
+some 10 s, and NVSHMEM must initialise each loaded module. So there are only two such kernels, whose sizes are run-time
+arguments without specialization. They are compiled when a transport is created. An exchange compiles nothing, so even
+the first one may be captured.
+
+NVSHMEM's functions take addresses, sizes and signals as int64, PEs and operations as int32. All threads of a block call
+a block put together. Other functions are called by each thread separately. So `meet_kernel` has only one warp, and uses
+signal operations that may be repeated (set).
 
 Memory order. `quiet` completes the puts of earlier kernels of the stream and orders them before the signals. Between
-GPUs of one host it is a fence at system scope, over a network it waits for the network. `uint64_test` is NVSHMEM's
-acquire of data that a signal announced over a network.
+GPUs of one host it is a fence at system scope. Over a network it waits for the network. `uint64_test` is NVSHMEM's
+acquire for data that a signal announced over a network.
 """
 
 import contextlib
@@ -50,16 +56,16 @@ SIGNAL_SET = tl.constexpr(9)
 CMP_GE = tl.constexpr(5)
 PE_BITS = tl.constexpr(PE_SHIFT)
 PIECE = tl.constexpr(16384)
-"""Maximum bytes of one put. Programs share longer rows."""
+"""Maximum bytes of one put. Longer rows are put in pieces, which different programs may take."""
 PUT_WARPS = 16
 TILE_ELEMENTS = 8192
 PROGRAMS = 264
-"""Tiles of sums take more than one row if at least this many programs remain."""
+"""Tiles of sums have more than one row only if at least this many programs have a full tile then."""
 NUM_WARPS = 8
 
 
 def _declare(symbol: str, *types: str) -> Any:
-    """Declare a device function of NVSHMEM's library, ignoring its result."""
+    """Declare a function of NVSHMEM's device library. types: its argument types. Its result is ignored."""
     op_id = {tuple(core.dtype(name) for name in types): (symbol, core.dtype("int32"))}
 
     @core.extern
@@ -80,7 +86,10 @@ MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "op_id", "channel", "ran
 
 @triton.jit(do_not_specialize=PUT_ARGUMENTS)
 def put_kernel(source_ptr, buffer_ptr, destinations_ptr, stride, rows, nbytes, per_row, groups):
-    """Put row i of source (nbytes) to all destinations (i, j), encoded as in `PE_SHIFT`."""
+    """Put the first nbytes of row i of source to all destinations (i, j), which are encoded as `PE_SHIFT` explains.
+
+    stride: bytes per row of source. per_row: destinations per row. groups: as in `NvshmemTransport.put`.
+    """
     pieces = tl.cdiv(nbytes, PIECE)
     for job in range(tl.program_id(0), rows * per_row * pieces, tl.num_programs(0)):
         pair = job // pieces
@@ -125,7 +134,7 @@ def compile_meet(library: str, world_size: int) -> Any:
 
 
 _RAW, _INTS, _LONGS = (torch.empty(16, dtype=of, device="cpu") for of in (torch.uint8, torch.int32, torch.int64))
-"""Arguments that tell dtypes to the compiler."""
+"""Stand-ins for arguments, which give the compiler their dtypes."""
 
 
 def _compile(kernel: Any, library: str, num_warps: int, *args: Any) -> Any:
@@ -134,7 +143,7 @@ def _compile(kernel: Any, library: str, num_warps: int, *args: Any) -> Any:
 
 
 def put(kernel: Any, programs: int, source: Tensor, buffer: Tensor, destinations: Tensor, groups: int) -> None:
-    """Put rows (N, n) uint8 to destinations (N, J) int64 with at most this many programs."""
+    """Launch put_kernel for source (N, n) uint8 and destinations (N, J) int64, with at most `programs` programs."""
     rows, nbytes = source.shape
     per_row = destinations.shape[1]
     jobs = rows * per_row * cdiv(nbytes, PIECE.value)
@@ -163,7 +172,10 @@ def stage_sums_kernel(
     ROW_BYTES: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum and row values of slot (r, t) to slot (r, t) of the staging, its destination to `destinations`."""
+    """Write the sum and the row values of slot (r, t) to slot (r, t) of the staging area.
+
+    destinations_ptr: receives the destination of each slot's sum, -1 if the slot sends none.
+    """
     peer = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row = load_slot_rows(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K, KP)
@@ -181,7 +193,7 @@ def sum_arrived_kernel(
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Sum slots (r, t) of the buffer over the ranks r that own an expert of t. Gather the values of t's pairs."""
+    """Sum slots (r, t) of the buffer over the ranks r that own an expert of token t. Also copy its row values."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sum_arrived(
         out_ptr, values_ptr, ids_ptr, token, token < num_tokens, buffer_ptr.to(tl.int64), max_tokens,
@@ -192,10 +204,10 @@ def sum_arrived_kernel(
 def stage_sums(
     rows: Tensor, row_values: Tensor | None, plan: RoutingPlan, layout: Layout, homes: Tensor, staging: Tensor
 ) -> Tensor:
-    """Write all slots' sums and row values to their slots in ``staging``, uint8, laid out as a buffer.
+    """Write the sums and row values of all slots to ``staging``, a uint8 tensor with the layout of a buffer.
 
-    homes: (W,) int64, destination of slot (this rank, 0) on each rank. Result: (S,) int64 destination of each slot.
-    Slots without rows here have -1 and are not written.
+    homes: (W,) int64, destination of slot (this rank, 0) on each rank.
+    Returns (S,) int64, the destination of each slot's sum. A slot without rows on this rank has -1 and is not written.
     """
     dim = rows.shape[1]
     row_values = None if row_values is None else row_values.contiguous()
@@ -214,7 +226,7 @@ def stage_sums(
 def sum_arrived_slots(
     layout: Layout, buffer: Tensor, expert_ids: Tensor, experts_per_rank: int, out: Tensor, values: Tensor | None
 ) -> None:
-    """Sum the slots that arrived in ``buffer`` (uint8) into ``out`` (T, D), and copy their values to ``values``."""
+    """Sum the slots that arrived in ``buffer`` (uint8) into ``out`` (T, D). Copy their row values to ``values``."""
     tokens, dim = out.shape
     block = next_power_of_2(dim)
     block_t = tokens_per_tile(TILE_ELEMENTS // block, tokens, PROGRAMS)
@@ -226,7 +238,7 @@ def sum_arrived_slots(
 
 
 class PutExchange:
-    """Exchanges of one workspace. `PlainExchange` specifies each method. num_sms: as in `KernelExchange`."""
+    """Exchanges of one workspace. `shared_memory.PlainExchange` explains the methods. num_sms: as in `Workspace`."""
 
     def __init__(
         self, transport: "NvshmemTransport", layout: Layout, experts_per_rank: int, num_sms: int | None
@@ -235,7 +247,7 @@ class PutExchange:
         self.rank, self.num_sms = transport.rank, num_sms
 
     def refuse(self, buffer: "StagedBuffer", tokens: int) -> None:
-        with contextlib.suppress(RuntimeError):  # this rank already knows of its error
+        with contextlib.suppress(RuntimeError):  # this rank raises the reason of its refusal instead
             for channel in (ROWS, TABLES):
                 self._meet(buffer, channel, "refused", tokens)
         self.transport.arena.exchanges += 1
@@ -251,7 +263,7 @@ class PutExchange:
         count.fill_(tokens)
         for table in (ids, values, count):
             others = self.transport.bases + (table.data_ptr() - local.data_ptr())
-            others[self.rank].fill_(-1)  # not "= -1", which copies from the host
+            others[self.rank].fill_(-1)  # because "= -1" would copy from the host
             self.transport.put(buffer, table.view(torch.uint8).view(1, -1), others[None], self.num_sms)
         self._meet(buffer, TABLES, "dispatch_tables", layout.top_k)
         dispatches = self.transport.state[3:]
@@ -281,10 +293,10 @@ class PutExchange:
         first_slot = bases + layout.rows_start + self.rank * layout.max_tokens * layout.row_bytes
         destinations = stage_sums(rows, row_values, plan, layout, first_slot, staging)
         sums = layout.rows(staging)[: layout.num_slots, : round_up(width, ALIGNMENT)]
-        # In groups: otherwise all ranks would begin with the slots of the first rank.
+        # One group per destination rank, because otherwise all ranks would begin with puts to the first rank.
         self.transport.put(buffer, sums, destinations[:, None], self.num_sms, groups=layout.world_size)
         if row_values is not None:
-            # All values of a rank: receivers read only those of slots that were sent.
+            # The values of all slots are sent, but receivers read only those of slots that were sent.
             source = layout.values(staging).view(layout.world_size, -1).view(torch.uint8)
             entry = layout.values_start + self.rank * source.shape[1]
             self.transport.put(buffer, source, (bases + entry)[:, None], self.num_sms)
@@ -292,7 +304,7 @@ class PutExchange:
         sum_arrived_slots(layout, buffer.local, expert_ids, self.experts_per_rank, out, values)
 
     def _meet_with_rows(self, buffer: "StagedBuffer", step: str, width: int, number: Tensor | None) -> None:
-        """Send the dispatch number of the rows, meet and compare."""
+        """Put the dispatch number on all ranks, meet, and compare the numbers of all ranks."""
         layout, word = self.layout, self.layout.dispatches(buffer.staging)[:1]
         if number is None:
             word.zero_()
@@ -309,12 +321,12 @@ class PutExchange:
         self.transport.meet(buffer, channel, self.layout.op_id(step, number), self.layout.counters_start)
 
     def _stage(self, buffer: "StagedBuffer", payload: Sequence[Tensor]) -> Tensor:
-        """Concatenate parts (T, n_i) in the staging -> (T, n), n rounded up to 16 bytes."""
+        """Concatenate the parts (T, n_i) in the staging area. Returns (T, n) uint8, n rounded up to 16."""
         staged = self.layout.rows(buffer.staging)[: len(payload[0]), : round_up(width_of(payload), ALIGNMENT)]
         offset = 0
         for part in payload:
             width = part.shape[1]
-            flat = part.contiguous().view(-1)  # flat, because one row is contiguous whatever its stride
+            flat = part.contiguous().view(-1)  # flat, because a single row counts as contiguous with any stride
             word = torch.int64 if math.gcd(8, offset, width, flat.storage_offset()) == 8 else torch.uint8
             target = staged[:, offset : offset + width].view(word)
             target.copy_(flat.view(word).view(target.shape))

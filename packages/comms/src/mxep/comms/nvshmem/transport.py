@@ -1,12 +1,13 @@
-"""NvshmemTransport: connects CUDA devices over torch's NVSHMEM backend, by puts to PEs.
+"""NvshmemTransport: connects CUDA devices over torch's NVSHMEM backend, by puts to PEs (NVSHMEM's process ranks).
 
-Meant for ranks on several hosts. It has run between the GPUs of one host; between hosts it never ran: unproven.
+It is meant for ranks on several hosts. It has run between the GPUs of one host. Between hosts it never ran.
 
-torch starts NVSHMEM with the first allocation. NVSHMEM's processes (PEs) are the ranks of the default group, and all of
-them must take part. There is no rendezvous, because no rank needs another's address. Multicast stays off. Memory is
-kept until the process ends: freeing it is collective and would wait for lost peers.
+Torch starts NVSHMEM with the first allocation. The PEs are the ranks of the default group, and all of them must take
+part in an allocation. There is no rendezvous, because no rank needs the address of another. Multicast stays off. Memory
+is kept until the process ends, because freeing it is collective and would wait forever for lost peers.
 
-A process has one backend of symmetric memory for life, so NvshmemTransport excludes SymmetricMemoryTransport.
+A process has one backend of symmetric memory for its whole life. So a process with an NvshmemTransport cannot have a
+SymmetricMemoryTransport.
 """
 
 import contextlib
@@ -32,14 +33,16 @@ from mxep.comms.layout import ALIGNMENT, PE_SHIFT, Layout, round_up
 from mxep.comms.symmetric_memory import CudaTransport
 from mxep.comms.transport import SymmetricBuffer, check_agreement, gather_objects, signal_pad_bytes
 
-# Ids that keep torch from freeing the allocations. A global, because they must be unique in the process.
+# Ids of allocations. Torch does not free an allocation with an id. Global, because ids must be unique in the process.
 _ALLOCATION = itertools.count(0x6D78_6570)
 
 
 @dataclass(frozen=True, eq=False)
 class StagedBuffer(SymmetricBuffer):
-    """A buffer that peers put into; ``peers`` of other ranks are empty. staging: source of this rank's puts, laid out
-    alike."""
+    """A buffer that peers put into. ``peers`` has empty tensors for the other ranks.
+
+    staging: source of this rank's puts, of the same size and layout.
+    """
 
     staging: Tensor = field(kw_only=True)
 
@@ -47,20 +50,21 @@ class StagedBuffer(SymmetricBuffer):
 class NvshmemTransport(CudaTransport):
     """A :class:`Transport` for CUDA tensors, one rank per GPU.
 
-    Every buffer has a staging area of the same size: twice the memory of SymmetricMemoryTransport. The first transport
-    in a process compiles two kernels, some 10 s each if Triton's cache does not have them.
+    Every buffer has a staging area of the same size, so it needs twice the memory of SymmetricMemoryTransport. The
+    first transport of a process compiles two kernels. Each takes some 10 s if it is not in Triton's cache.
 
     Args:
-        group: all ranks of the default group; None is the default group.
-        device: this rank's device; None is the current one.
+        group: a process group with all ranks of the default group. None: the default group.
+        device: this rank's device. None: the current device.
         timeout: seconds that a barrier waits for a peer, as in SymmetricMemoryTransport. The constructor and `allocate`
-            wait for all ranks up to the process group's timeout.
+            wait for other ranks up to the timeout of the process group instead.
 
     Attributes:
         bases: (W,) int64 on the device, each rank's PE << PE_SHIFT.
 
-    Collective. Raises RuntimeError on every rank if one has no CUDA, no process group, no NVSHMEM, no device library of
-    its version, or another backend of symmetric memory in use. Raises ValueError if the group lacks ranks.
+    Collective. Raises RuntimeError without CUDA and without a process group. Raises RuntimeError on every rank if any
+    rank has no NVSHMEM, no device library of the same version, or another backend of symmetric memory in use. Raises
+    ValueError if the group lacks ranks of the default group.
     """
 
     access = "puts"
@@ -83,7 +87,7 @@ class NvshmemTransport(CudaTransport):
             self._prepare()
         except Exception as error:
             failure = error
-        # Before the first allocation, which would wait forever for a rank that raised.
+        # Ranks compare failures here, because the first allocation would wait forever for a rank that raised.
         for rank, message in enumerate(gather_objects(None if failure is None else str(failure), group)):
             if message is not None:
                 raise RuntimeError(f"NvshmemTransport: rank {rank}: {message}") from failure
@@ -102,7 +106,7 @@ class NvshmemTransport(CudaTransport):
         local, staging = block[:nbytes], block[padded:][:nbytes]
         self._agree()
         peers = [local if rank == self.rank else local.new_empty(0) for rank in range(self.world_size)]
-        # NVSHMEM takes local addresses for all PEs.
+        # For every PE, NVSHMEM takes the address of this rank's own buffer.
         pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
         return StagedBuffer(self.rank, peers, pointers, staging=staging)
 
@@ -120,10 +124,13 @@ class NvshmemTransport(CudaTransport):
     def put(
         self, buffer: StagedBuffer, source: Tensor, destinations: Tensor, num_sms: int | None, groups: int = 1
     ) -> None:
-        """Put row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64. groups: number of equal runs of
-        rows, from which puts take one row each in turn."""
+        """Put row i of ``source`` to each of ``destinations[i]``.
+
+        source: (N, n) uint8. destinations: (N, J) int64, encoded as `PE_SHIFT` explains.
+        groups: the rows are divided into this many equal runs, and consecutive puts take rows of different runs.
+        """
         programs = min(num_sms or self.max_sms, self.max_sms)
-        # Program i makes puts i, i + programs, ...: without a common divisor they go to all ranks in turn.
+        # Program i makes puts i, i + programs, ... If the numbers have no common divisor, these go to different ranks.
         while math.gcd(programs, max(destinations.shape[1], groups)) > 1:
             programs -= 1
         self._kernels.put(self._put_kernel, programs, source, buffer.local, destinations, groups)
@@ -137,7 +144,7 @@ class NvshmemTransport(CudaTransport):
         self._kernels.meet(self._meet_kernel, buffer, self.pes, self.state, *numbers)
 
     def _prepare(self) -> None:
-        """Do the set-up that may fail on one rank alone."""
+        """Do the part of the set-up that may fail on a single rank."""
         from . import exchange
 
         self._kernels, library = exchange, device_library()
@@ -145,7 +152,7 @@ class NvshmemTransport(CudaTransport):
             self._put_kernel = exchange.compile_put(library)
             self._meet_kernel = exchange.compile_meet(library, self.world_size)
         check_versions(device_version(self._meet_kernel.asm["ptx"]), host_version(), library)
-        # Two programs a multiprocessor.
+        # Two programs per multiprocessor.
         self.max_sms = 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
         choose_backend(self.device)
 
@@ -159,7 +166,7 @@ class NvshmemTransport(CudaTransport):
         return block
 
     def _agree(self) -> None:
-        """Wait until all ranks have zeroed the last block. Check that it has the same offset in the heap on each."""
+        """Wait until all ranks have zeroed the last block. Raises if its offset in the heap differs between ranks."""
         check_agreement("allocate", {"offset in the heap": self._last - self._signal_pad.data_ptr()}, self.group)
 
 
@@ -172,7 +179,7 @@ def check_group(ranks: int, world_size: int) -> None:
 
 
 def choose_backend(device: torch.device) -> None:
-    """Make NVSHMEM torch's backend of symmetric memory. Raises RuntimeError if another is in use."""
+    """Choose NVSHMEM as torch's backend of symmetric memory. Raises RuntimeError if another backend is in use."""
     os.environ["NVSHMEM_DISABLE_NVLS"] = "1"  # read when NVSHMEM starts; multicast is never used
     used = symm_mem.get_backend(device)
     if used == "NVSHMEM":
@@ -187,7 +194,7 @@ def choose_backend(device: torch.device) -> None:
 
 
 def device_library() -> str:
-    """Path of NVSHMEM's device library. Raises RuntimeError with the install command."""
+    """Path of NVSHMEM's device library. If it is not found, raises RuntimeError with the command that installs it."""
     if not symm_mem.is_nvshmem_available():
         raise RuntimeError(
             f"got torch {torch.__version__} without NVSHMEM, wanted a build with it; use SymmetricMemoryTransport"
@@ -203,8 +210,10 @@ def device_library() -> str:
 
 
 def _library_of_architecture() -> str | None:
-    """Path of the newest device library that this device can run; without a device, Hopper's. torch 2.15 does not find
-    those of NVSHMEM 3.7, one per architecture."""
+    """Path of the device library for the newest architecture that this device can run; Hopper's without a device.
+
+    NVSHMEM 3.7 has one device library per architecture, and torch 2.15 does not find them. None if there is none.
+    """
     folder = Path(sysconfig.get_path("purelib"), "nvidia", "nvshmem", "lib")
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     found = {int(path.stem.rpartition("_")[2]): str(path) for path in folder.glob("libnvshmem_device_sm_*.bc")}
@@ -212,7 +221,7 @@ def _library_of_architecture() -> str | None:
 
 
 def device_version(ptx: str) -> str | None:
-    """Version of the device library that was linked into a kernel; None if unknown."""
+    """Version of the device library that was linked into a kernel, read from its PTX. None if it is not found."""
     found = re.search(r"nvshmemi_device_lib_version_d\[12\] = \{([\d, ]+)\}", ptx)
     if found is None:
         return None
@@ -221,7 +230,7 @@ def device_version(ptx: str) -> str | None:
 
 
 def host_version() -> str | None:
-    """Version of the host library that torch has loaded; None if unknown."""
+    """Version of the host library that torch has loaded. None if it cannot be asked."""
     numbers = [ctypes.c_int() for _ in range(3)]
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libnvshmem_host.so.3").nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
@@ -230,7 +239,7 @@ def host_version() -> str | None:
 
 
 def check_versions(device: str | None, host: str | None, library: str) -> None:
-    """Raise RuntimeError if the libraries' versions differ: NVSHMEM would refuse them."""
+    """Raise RuntimeError if the versions of device and host library differ, because NVSHMEM would refuse them."""
     if device is not None and host is not None and device != host:
         raise RuntimeError(
             f"got NVSHMEM's device library {device} ({library}), wanted {host} as the host library that torch loaded; "
@@ -240,7 +249,7 @@ def check_versions(device: str | None, host: str | None, library: str) -> None:
 
 @functools.cache
 def init_nvshmem_state(kernel: object) -> None:
-    """Let NVSHMEM initialise its state in the kernel's module. Without it the kernel reads garbage."""
+    """Let NVSHMEM initialise its state in the module of a compiled kernel, which would read garbage otherwise."""
     from torch._C._distributed_c10d import _nvshmemx_cumodule_init
 
     kernel._init_handles()  # type: ignore[attr-defined]

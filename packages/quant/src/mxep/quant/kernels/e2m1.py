@@ -1,32 +1,34 @@
-"""MXFP4: values to E2M1, and E2M1 folded to E4M3 with one scale per row.
+"""MXFP4: quantize values to E2M1, and fold E2M1 to E4M3 with one scale per row.
 
     quantize_e2m1  a block of values -> two codes per byte, one scale. x is a list of blocks, as in `quantize`
-    fold_e2m1      row i: D/2 bytes, D/32 scales -> D bytes of E4M3, one scale max(S - 6, 0) with S the largest scale of
-                   a block that is not all zero. A block is multiplied by 2^(scale - row scale), at most 2^6
+    fold_e2m1      row i: D/2 bytes, D/32 scales -> D bytes of E4M3, one scale max(S - 6, 0), with S the largest scale
+                   of a block that is not all zero. A block is multiplied by 2^(scale - row scale), at most 2^6
 
-quantize_e2m1: the code of a magnitude v is the minimum of four numbers, each rounded to nearest even:
+**quantize_e2m1**: the code of a magnitude v is the minimum of four numbers, each rounded to nearest even:
 
-    2 v        codes 0 to 4, which are 0.5 apart     v + 2^22 has steps of 0.5: its bits count them
-    v + 2      codes 4 to 6, 1 apart                 v + 2^23 has steps of 1
-    v / 2 + 4  codes 6 and 7, 2 apart                v + 2^24 has steps of 2
-    7          the largest
+    2 * v      exact for codes 0 to 4 (steps of 0.5)   computed by v + 2^22, whose last bit is 0.5
+    v + 2      exact for codes 4 to 6 (steps of 1)     computed by v + 2^23, whose last bit is 1
+    v / 2 + 4  exact for codes 6 and 7 (a step of 2)   computed by v + 2^24, whose last bit is 2
+    7          the largest code
 
-It froze weights on an H100, but was never timed there, nor compared with its reference.
+On an H100 this kernel has quantized weights for frozen experts. It was never timed there, and never compared with its
+reference.
 
-fold_e2m1: `_codes` computes four codes at a time, as bytes of a 32-bit word: with 1.5 bytes of traffic per element an
-H200 has time for about ten instructions per element. With e = 6 + (scale - row scale), 12 for the largest block, an
-E2M1 code c without its sign becomes
+**fold_e2m1**: `_codes` computes four elements at a time, as the bytes of a 32-bit word, because a fold moves only
+1.5 bytes per element. In that time an H200 can issue about ten instructions per element. Let e = 6 + (scale - row
+scale), which is 12 for the block with the largest scale. An E2M1 code c without its sign becomes this E4M3 byte:
 
-    c >= 2 (1 .. 6)   E4M3 byte 4 c + 8 e        2^(c >> 1) with one mantissa bit moves up in the exponent by e
-    c == 1 (0.5)      8 e                        a subnormal of E2M1 but a normal number of E4M3
+    c >= 2 (1 .. 6)   4 * c + 8 * e        c has one mantissa bit and its exponent above; the exponent grows by e
+    c == 1 (0.5)      8 * e                0.5 is a subnormal of E2M1 but a normal number of E4M3
     c == 0            0
 
-This holds from e = 1 on (a block 2^11 below the largest). Smaller blocks need `_small_codes`, which shifts multiples of
-2^-9 right and rounds to nearest even. Rows with such blocks are read again in a loop, because in one pass the
-temporaries of `_small_codes` would raise the registers of all rows from 64 to 140. Programs stride over tiles of ROWS
-whole rows, held in registers. A thread takes pairs of words, 16 elements: it loads 8 bytes and stores 16.
+This is correct for e >= 1, that is for scales down to 2^11 below the row's largest. Blocks with smaller scales need
+`_small_codes`, which shifts multiples of 2^-9 right and rounds to nearest even. Rows with such blocks are read a second
+time, in a loop. In one pass, the temporaries of `_small_codes` would raise the registers for all rows from 64 to 140.
 
-On an H100 it runs at 0.87 to 0.92 of the speed of a copy that moves as many bytes (integration/benchmarks/frozen.py).
+Programs stride over tiles of ROWS whole rows, held in registers. A thread takes pairs of 32-bit words, 16 elements. It
+loads 8 bytes and stores 16. On an H100 the kernel runs at 0.87 to 0.92 of the speed of a copy that moves as many bytes
+(integration/benchmarks/frozen.py).
 """
 
 import torch
@@ -57,7 +59,7 @@ def _nearest_codes(x):
 
 @triton.jit
 def _packed(x, scale):
-    """x (blocks, elements) fp32, divided by scale (blocks,) and packed as E2M1: bytes (blocks, elements / 2)."""
+    """Quantize x (blocks, elements) fp32 by scale (blocks,). Returns bytes of E2M1, (blocks, elements / 2) uint8."""
     codes = tl.where((scale == NAN_SCALE)[:, None], 7, _nearest_codes(x * reciprocal(scale)[:, None]))
     even, odd = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
     return (even | (odd << 4)).to(tl.uint8)
@@ -105,19 +107,19 @@ def quantize_e2m1(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor
 
 
 TILE_PAIRS = 128
-"""Pairs of words (16 elements) per tile, which is several short rows or one long row."""
+"""Pairs of words (16 elements each) per tile. A tile is several short rows, or one row of any length."""
 WARP_PAIRS = 256
-"""Pairs of words of a tile per warp."""
+"""Pairs of words per warp, for choosing the number of warps of a tile."""
 CHUNK = 32
-"""Pairs per warp and step of `_expand_small`."""
+"""Pairs of words per warp that `_expand_small` handles in one step."""
 PROGRAMS_PER_SM = 256
 ALIGNMENT = 16
-"""Alignment of qdata's rows, in bytes."""
+"""Alignment in bytes that the kernel needs for the rows of qdata. Other qdata are copied first."""
 
 
 @triton.jit
 def _four_nibbles(words):
-    """Spread the low 16 bits of each word over four bytes, four bits each."""
+    """Put each four of the low 16 bits of a word into a byte of their own; the high four bits of a byte are 0."""
     words = words & 0xFFFF
     words = (words | (words << 8)) & 0x00FF00FF
     return (words | (words << 4)) & 0x0F0F0F0F
@@ -125,7 +127,7 @@ def _four_nibbles(words):
 
 @triton.jit
 def _codes(magnitude, e):
-    """E4M3 bytes of four E2M1 magnitudes (bytes 0 to 7) times 2**(e - 6), e from 1 to 12."""
+    """E2M1 magnitude * 2**(e - 6) as an E4M3 byte, for the four bytes of each word. Bytes are 0 to 7, e is 1 to 12."""
     sum7 = magnitude + 0x07070707
     nonzero = sum7 & 0x08080808
     one = (sum7 ^ (magnitude + 0x06060606)) & 0x08080808
@@ -134,7 +136,7 @@ def _codes(magnitude, e):
 
 @triton.jit
 def _small_codes(magnitude, e):
-    """`_codes` for e from -7 to 0. The results are multiples of 2**-9, E4M3's smallest number."""
+    """`_codes` for e from -7 to 0. Results are multiples of 2**-9, E4M3's smallest number, rounded to nearest even."""
     at_5 = ((magnitude + 0x03030303) >> 3) & 0x01010101
     at_6 = ((magnitude + 0x02020202) >> 3) & 0x01010101
     at_7 = ((magnitude + 0x01010101) >> 3) & 0x01010101
@@ -143,14 +145,16 @@ def _small_codes(magnitude, e):
     half = (1 << (shift - 1)) - 1
     odd = (multiples >> shift) & 0x01010101
     rounded = ((multiples + half * 0x01010101 + odd) >> shift) & ((0xFF >> shift) * 0x01010101)
-    above_16 = (rounded >> 4) & (rounded >> 3) & 0x01010101  # 24, which only 6 * 2**-7 reaches, is byte 20
+    above_16 = (rounded >> 4) & (rounded >> 3) & 0x01010101  # 24 * 2**-9 = 6 * 2**-7 is byte 20; others are their byte
     return tl.where(e == 0, magnitude << 2, rounded - 4 * above_16)
 
 
 @triton.jit
 def _expand(words, e, is_nan, SMALL: tl.constexpr):
-    """Words (rows, pairs, 2) of E2M1 -> words (rows, pairs, 4) of E4M3. e: (rows, pairs), 1 to 12, or -7 to 12 if
-    SMALL. is_nan: (rows,)."""
+    """Words (rows, pairs, 2) of E2M1 -> words (rows, pairs, 4) of E4M3.
+
+    e: (rows, pairs), 1 to 12, or -7 to 12 if SMALL. is_nan: (rows,), True for rows that become NaN.
+    """
     low, high = _four_nibbles(words), _four_nibbles((words >> 16) & 0xFFFF)
     nibbles = tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1], 4))
     magnitude = nibbles & 0x07070707
@@ -164,13 +168,16 @@ def _expand(words, e, is_nan, SMALL: tl.constexpr):
 
 @triton.jit
 def _shift(scale, row_scale):
-    """e of `_codes`, -7 for blocks that become zero. Blocks of zeros may have any scale."""
+    """e of `_codes`. Clamped to -7, which makes all elements zero, and to 12, which only blocks of zeros can exceed."""
     return tl.minimum(tl.maximum(scale - row_scale[:, None] + 6, -7), 12)
 
 
 @triton.jit
 def _expand_small(words_row, scale_row, folded_row, row_scale, row_mask, PAIRS: tl.constexpr, CHUNK: tl.constexpr):
-    """Rows with small blocks, a few pairs at a time to save registers. *_row: pointers to rows."""
+    """Fold rows that have blocks with e < 1, CHUNK pairs at a time to save registers.
+
+    words_row, scale_row, folded_row: pointers to the first element of each row.
+    """
     for first in range(0, PAIRS, CHUNK):
         pair = first + tl.arange(0, CHUNK)[None, :]
         mask = row_mask[:, None] & (pair < PAIRS)
@@ -186,8 +193,11 @@ def fold_e2m1_kernel(
     words_ptr, scale_ptr, folded_ptr, folded_scale_ptr, stride, scale_stride, rows,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """words: qdata as int32, 4 * `stride` per row, so that Triton sees 16-byte rows. Two words (a pair) are half a
-    block. folded: int32, four codes each. CHUNK: pairs per step of `_expand_small`."""
+    """words_ptr: qdata as int32, eight codes per word. A pair is two words, half a block.
+    stride: words per row, divided by 4, so that Triton knows that rows are 16-byte aligned.
+    folded_ptr: E4M3 as int32, four elements per word.
+    PAIRS: pairs per row. CHUNK: pairs per step of `_expand_small`.
+    """
     pair = tl.arange(0, triton.next_power_of_2(PAIRS))[None, :]
     word = tl.max_contiguous(pair[:, :, None] * 2 + tl.arange(0, 2), (1, 1, 2))
     element = pair[:, :, None] * 4 + tl.arange(0, 4)

@@ -1,42 +1,49 @@
-"""Folds: along rows (`fold`), along a frozen weight's columns (`fold_columns`), and along tokens (`fold_for_wgrad`).
+"""Folding kernels: along rows (`fold`), along a frozen weight's columns (`fold_columns`), and along tokens
+(`fold_for_wgrad`). `mxep.quant.fold` explains what they compute.
 
-**fold** picks rows and shifts their block scales into their qdata, in one read and one write.
+**fold** picks rows by the row index and shifts their block scales into their qdata, in one read and one write.
 
-    slot row_index[i] (or i)   D qdata, D / block_size scales, wherever the slot's row lies
+    stored row row_index[i] (or i)   D qdata, D / block_size scales
       | max_scale = the largest scale of a block that is not all zero, shift = max_scale - scale, qdata * 2^-shift
       v
-    row i                      D qdata, one scale
+    row i                            D qdata, one scale
 
-A row is BLOCKS blocks of SUB elements; PER_SCALE blocks have one scale. SUB is the largest power of two up to 32 that
-divides the elements per scale. Programs stride over tiles of ROWS whole rows, held in registers: 7168 qdata are 14
-loads of 16 bytes by each thread of one warp, which finds the largest scale without a barrier. Lengths are constexprs,
-so padding a row to a power of two costs nothing if the row fills whole registers. On an H200: 0.93 of copy speed at
-7168, 5120 and 4096 columns, 0.90 at 2048 (65536 rows picked from slots). Starting a program takes 0.6 ns even if it has
-nothing to do, so a large capacity does not get one program per row.
+A row is BLOCKS blocks of SUB elements, and PER_SCALE consecutive blocks share one scale. SUB is the largest power of
+two up to 32 that divides the elements per scale. Programs stride over tiles of ROWS whole rows, held in registers. A
+row of 7168 qdata takes one warp, whose threads load 14 times 16 bytes each. The warp finds the largest scale without a
+barrier. Row lengths are constexprs, so padding a row to a power of two costs nothing if the row fills whole registers.
+Starting a program takes 0.6 ns even if it has no valid rows. So the number of programs is limited, however large the
+capacity is. Speed on an H200 (65536 rows picked by an index): 0.93 of copy speed at 7168, 5120 and 4096 columns, 0.90
+at 2048.
 
-**fold_columns** shifts a weight's scales into its qdata for given column scales, transposed on the way.
+**fold_columns** replaces a weight's scales by given column scales, and transposes the weight.
 
     qdata (N, K), one scale per block of a row        a program takes a tile of BLOCK_M rows x BLOCK_N columns
       | qdata * 2^(scale - column_scale)              -> folded (K, N)
 
-Values are multiplied in fp16, two per instruction. The products are exact, or become 0 in E4M3
-(`mxep.quant.device.shifted`). E2M1 is decoded as it is read; even and odd columns are stored as two tiles. Leading axes
-are a batch. Speed on an H100, relative to a copy that moves as many bytes (integration/benchmarks/frozen.py): E4M3 0.90
-to 0.95, E2M1 0.79 to 0.83.
+Leading axes are a batch. E4M3 values are multiplied in fp16, two per instruction. Each product is exact, or so small
+that it becomes 0 in E4M3 (`mxep.quant.device.shifted`). E2M1 is decoded when it is loaded; its even and its odd columns
+are stored as separate tiles. Speed on an H100, relative to a copy of as many bytes (integration/benchmarks/frozen.py):
+0.90 to 0.95 for E4M3, 0.79 to 0.83 for E2M1.
 
-**fold_for_wgrad** finds one exponent per group, then picks, shifts and transposes each operand's rows.
+**fold_for_wgrad** finds one exponent per group, then picks, shifts and transposes the rows of x and of y. Each takes a
+kernel; x_max and y_max are the largest scales of a row of x and of y:
 
-    max_scales       scales of x and y -> a record per row and operand, with its largest scale and its source row; and
-                     per group the maximum of max_scale of x + max_scale of y + 1 over its rows, -1 if no row counts
-    split            max_scale -> base, and the groups' exponents. base is max_scale plus half of the difference between
-                     that maximum and the row's own sum
-    shift_transpose  x, then y: qdata * 2^-(base - scale), transposed
+    max_scales       scales -> one record per row of x and of y, with the row's largest scale and its source row
+                     also most[g], the maximum of x_max + y_max + 1 over the rows of group g without NaN; -1 if none
+    split            d = most[g] - 1 - x_max - y_max; in the records, x_max becomes x_base = x_max + d // 2 and y_max
+                     becomes y_base = y_max + (d - d // 2)
+                     also the exponent of each group, from most
+    shift_transpose  launched for x, then for y: qdata * 2^-(base - scale), transposed
 
-A record is an int64: 32 bits for the source row (-1: zeros), 16 for max_scale or base, 16 for the group, until `split`.
-It is stored at the row's future column. Padding columns between groups have the record -1. A program of
-shift_transpose takes a tile in packs of rows as in `quantize`. Programs go through GROUP_M row tiles column by column,
-so that those that run together read neighbouring columns, and write GROUP_M * BLOCK_M tokens of a column. On an H200
-the three launches run at 0.77 of copy speed, shift_transpose at 0.82; max_scales takes 20 us for 65536 rows.
+A record is an int64 at the column that the row will have. Its low 32 bits are the source row (-1: a row of zeros), the
+next 16 bits are the largest scale or the base. Until `split`, the high 16 bits of x's records are the group. Padding
+columns between groups have the record -1.
+
+A program of shift_transpose takes a tile in packs of rows, as in `quantize`. Programs are numbered so that consecutive
+ones take GROUP_M row tiles of the same columns, then those of the next columns. So programs that run at the same time
+read neighbouring columns, and together write GROUP_M * BLOCK_M tokens of each column. Speed on an H200: 0.77 of copy
+speed for the three launches, 0.82 for shift_transpose alone. max_scales takes 20 us for 65536 rows.
 """
 
 import math
@@ -52,16 +59,19 @@ from mxep.quant.shapes import empty_rows, num_rows, padded_rows, picked_shape
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_ELEMENTS = 2048
-"""Elements per tile, which is several short rows or one long row (padded to a power of two)."""
+"""Elements per tile, with rows padded to a power of two. A tile is several short rows, or one row of any length."""
 WARP_ELEMENTS = 8192
-"""Elements of a tile per warp (half as many of E5M2)."""
+"""Elements of a tile per warp. For E5M2 half as many, because it takes more registers."""
 PROGRAMS_PER_SM = 256
 """Maximum programs per SM. If there are more tiles, programs take several."""
 
 
 @triton.jit
 def _is_nonzero(qdata):
-    """True where a block has a nonzero element (reduces the last of three axes). qdata: fp8, or int32 words of four."""
+    """True where a block has a nonzero element. Reduces the last of three axes.
+
+    qdata: fp8, or int32 words of four fp8 elements each.
+    """
     if qdata.dtype != tl.int32:
         qdata = qdata.to(tl.uint8, bitcast=True).to(tl.int32)
     return tl.max(qdata & 0x7F7F7F7F, axis=2) > 0
@@ -89,7 +99,7 @@ def fold_kernel(
         scale = tl.load(scale_ptr + source * scale_stride + block // PER_SCALE, mask=mask, other=0).to(tl.int32)
         first = qdata_ptr + (source * stride)[:, :, None]
         qdata = tl.load(first + element, mask=mask[:, :, None], other=0.0)
-        if WORDS:  # the second load finds the line in L1, or on its way there
+        if WORDS:  # this second load of the same bytes hits L1, or waits for the first load's line
             word = block[:, :, None] * (SUB // 4) + tl.arange(0, SUB // 4)
             words = tl.load(first.to(tl.pointer_type(tl.int32)) + word, mask=mask[:, :, None], other=0)
             nonzero = _is_nonzero(words)
@@ -133,17 +143,23 @@ COLUMNS_WARPS = 4
 
 @triton.jit
 def _power(exponent, is_nan, dtype: tl.constexpr):
-    """2**exponent as `dtype`, fp16 or fp32, or NaN. fp16: exponents -24 to 15, fp32: -64 to 64."""
+    """2**exponent as `dtype`, or NaN where is_nan. exponent: -24 to 15 for fp16, -64 to 64 for fp32."""
     bits = tl.where(is_nan, 0x7FC00000, (exponent + 127) << 23)
     return bits.to(tl.float32, bitcast=True).to(dtype)
 
 
 @triton.jit
 def _scaled(values, exponent, is_nan, ROWS: tl.constexpr):
-    """values (R, B, n), fp16 or fp32, * 2**exponent (R, B), or NaN; as (R, B * n).
+    """values * 2**exponent, or NaN where is_nan.
 
-    ROWS: rows were folded before. Then exponents may exceed 15, for values below 2**-6, if a row's scale is far above
-    the column's. Exponents below -24 make any E4M3 number 0. E5M2 comes as fp32.
+    Args:
+        values: (rows, blocks, n), fp16 for E4M3 and E2M1, fp32 for E5M2. Exponents below -24 make any E4M3 number 0.
+        exponent: (rows, blocks) int32.
+        is_nan: bool, broadcasts to exponent.
+        ROWS: True if the weight was folded along rows before. If a row's scale is far above the column's, the exponent
+            can then exceed 15, the largest of fp16. Its values are below 2**-6, so the product still fits.
+    Returns:
+        (rows, blocks * n) in the dtype of values.
     """
     if values.dtype == tl.float32:
         factor = _power(tl.minimum(tl.maximum(exponent, -64), 64), is_nan, tl.float32)
@@ -162,7 +178,7 @@ def fold_columns_kernel(
     qdata_ptr, scale_ptr, column_scale_ptr, folded_ptr, N, K,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK: elements per scale along a row, 32 or K. PACKED: a byte of qdata holds two E2M1 codes."""
+    """BLOCK: elements per scale along a row, either 32 or K. PACKED: a byte of qdata holds two E2M1 codes."""
     PER_BYTE: tl.constexpr = 2 if PACKED else 1
     ROWS: tl.constexpr = BLOCK != 32
     batch, row_tile, column_tile = program_tile(tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
@@ -212,11 +228,11 @@ def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
 
 
 SCALE_ELEMENTS = 8192
-"""Maximum scales per tile of max_scales. At most WGRAD_PROGRAMS_PER_SM programs per SM stride over the tiles."""
+"""Maximum scales per tile of max_scales, which has at most WGRAD_PROGRAMS_PER_SM programs per SM."""
 WGRAD_PROGRAMS_PER_SM = 16
 SPLIT_ROWS = 512
 WGRAD_TILE = (256, 128)
-"""Rows x columns that a program transposes."""
+"""Rows and columns of the tile that a program of shift_transpose takes."""
 GROUP_M = 8
 WGRAD_WARPS = 8
 MOST_GROUPS = 1 << 15
@@ -226,7 +242,7 @@ _NAN_BASE = tl.constexpr(0x7FFF)
 
 @triton.jit
 def _max_scale(scale_ptr, index_ptr, row, mask, stride, BLOCKS: tl.constexpr):
-    """Largest scale (0 for source row -1) and source row of each row, int32."""
+    """Returns the largest scale of each row `row` (0 if its source row is -1), and the source row, both int32."""
     source = row
     if index_ptr is not None:
         source = tl.load(index_ptr + row, mask=mask, other=-1)

@@ -1,14 +1,17 @@
-"""Rows in groups: picked by an index, with scales copied or swizzled on the way, and summed.
+"""Copy rows in an index's order, swizzle their scales, and sum rows by group.
+
+Copy (pick_kernel):
 
     row index[i] of x (or row i; -1: zeros)     a program takes BLOCK_M rows x BLOCK_N columns
       | values or qdata                         -> row i of the result
-      | their scales                            -> row i of the scales, or its place in the 128 x 4 layout of
-                                                   `mxep.quant.swizzle`, where each group starts a new tile
+      | scales of the qdata                     -> row i of the scales; if swizzled, the position of row i in the
+                                                   128 x 4 layout of `mxep.quant.swizzle`
 
-If scales are swizzled, a program's rows are one tile of that layout, so it writes 512 scales in one piece. Other
-tiles are wide, so that their scales fill sectors of 32 bytes. Programs past the last group exit at once.
+In the swizzled layout each group starts a new 128 x 4 tile. A program then takes the 128 rows of one tile, so it
+writes 512 consecutive scales. Without swizzling, a program takes fewer rows but more columns, so that its scales fill
+sectors of 32 bytes. Programs past the last group exit at once.
 
-group_sums: a program takes a group and BLOCK_N columns, 32 rows at a time.
+Sum (group_sums_kernel): a program takes one group and BLOCK_N columns, 32 rows at a time.
 """
 
 import math
@@ -40,7 +43,10 @@ _INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _group_tile(tile, offs_ptr, num_groups, rows, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """(first row, rows left) of tile `tile`, (_, 0) past the last one. Every group starts a new tile."""
+    """Rows of tile number `tile`. Every group starts a new tile.
+
+    Returns the first row, and the number of rows from there to the end of the group: 0 if there is no such tile.
+    """
     if offs_ptr is None:
         return tile * BLOCK_M, rows - tile * BLOCK_M
     else:
@@ -73,7 +79,7 @@ def pick_kernel(
     scale_column_stride, rows, K, num_groups, out_scale_batch_stride,
     BLOCK_SIZE: tl.constexpr, SWIZZLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x_ptr: None if there are only scales. out_scale_ptr: None without scales."""
+    """Copy rows and their scales. x_ptr: None to copy only scales. out_scale_ptr: None if there are no scales."""
     column_tiles = tl.cdiv(K, BLOCK_N)
     tile = tl.program_id(0) // column_tiles
     column_tile = tl.program_id(0) % column_tiles
@@ -121,7 +127,7 @@ def pick_kernel(
 def pad_index_kernel(
     sizes_ptr, offs_ptr, index_ptr, capacity, rows, num_groups, alignment, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Every program sums all sizes, GROUPS at a time, and writes the rows of its tile."""
+    """Each program adds up the sizes of all groups, GROUPS at a time, and writes the index of its own TILE rows."""
     out_row0 = tl.program_id(0) * TILE
     out_row = out_row0 + tl.arange(0, TILE)
     source = tl.full((TILE,), -1, tl.int32)
@@ -146,7 +152,7 @@ def pad_index_kernel(
 
 @triton.jit(do_not_specialize=["indices", "rows"])
 def invert_kernel(index_ptr, inverse_ptr, indices, rows, TILE: tl.constexpr):
-    """inverse[index[i]] = i if index[i] is a row. No row is twice in the index."""
+    """inverse[index[i]] = i for every index[i] that is not -1. A row occurs at most once in the index."""
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.load(index_ptr + i, mask=i < indices, other=-1)
     tl.store(inverse_ptr + row, i, mask=(row >= 0) & (row < rows))
@@ -208,7 +214,10 @@ def pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tenso
 
 
 def _pick(x, scale, row_index, offs, out, out_scale, *, swizzle: bool = False) -> None:
-    """Copy rows `row_index` of x (S, K) and scale to out and out_scale, up to the end of the last group."""
+    """Copy rows `row_index` of x (S, K) to out, and those of scale to out_scale. Rows past the last group are skipped.
+
+    x and out may be None, or scale and out_scale.
+    """
     if x is not None:
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, k, batch = num_rows(x, row_index), x.shape[1], 1
@@ -239,7 +248,7 @@ BLOCK_N = 128
 
 @triton.jit
 def _halves(lanes):
-    """Sum over the first axis, halving it: tl.sum of only two numbers has a fixed order."""
+    """Sum over the first axis by halving it repeatedly. Each tl.sum adds only two numbers, so the order is fixed."""
     if lanes.shape[0] > 1:
         return _halves(tl.sum(tl.reshape(lanes, (2, lanes.shape[0] // 2, lanes.shape[1])), axis=0))
     else:
@@ -251,7 +260,7 @@ def group_sums_kernel(
     x_ptr, scale_ptr, offs_ptr, out_ptr, rows, num_groups, N, stride, scale_stride, block_size,
     LANES: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """scale_ptr may be None. UNIT divides block_size and BLOCK_N."""
+    """scale_ptr: None if x is not quantized. UNIT: columns per loaded scale; divides block_size and BLOCK_N."""
     group = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     unit = tl.program_id(1) * BLOCK_N + UNIT * tl.arange(0, BLOCK_N // UNIT)[None, :]

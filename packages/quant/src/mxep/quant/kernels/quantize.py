@@ -1,26 +1,27 @@
-"""Quantize: along rows, in square blocks, along columns (transposed on the way), and per row and per column.
+"""Quantization kernels: along rows, in square blocks, along columns (with a transpose), per row, and per column.
 
-    rows         x is a list of blocks; a program takes NUM_BLOCKS of them. Blocks are padded to a power of two. Those
-                 above LONGEST are read twice
+    rows         x is a list of blocks; a program takes NUM_BLOCKS of them, padded to a power of two elements. Blocks
+                 of more than LONGEST elements are read twice
     2-D          a program takes BLOCK_SIZE rows x BLOCK_N columns
     joined rows  one scale per row of [x | y | z], without the concatenation
     columns      x (N, K) -> qdata (K, N), scale (N/BLOCK_SIZE, K); a program takes a tile of BLOCK_M rows x BLOCK_N
-                 columns. A block longer than a tile takes two kernels: amax first, then the qdata
+                 columns. A block longer than a tile takes two kernels, one for the amax and one for the qdata
     per row      qdata (N, K), scale (N, 1), and the amax of each column by atomic max
-    per column   qdata (K, N), scale (1, K) from that amax: the second kernel of columns
+    per column   that amax -> qdata (K, N), scale (1, K), by the second kernel of columns
 
 Leading axes are a batch. A thread holds PACK = 8 consecutive rows of a tile, as a tuple of 8 tensors
-(BLOCK_M / 8, BLOCK_N). So it packs the qdata of a column into two 32-bit words in registers before the tile is
-transposed through shared memory. Single bytes would take four times the accesses and instructions.
+(BLOCK_M / 8, BLOCK_N). So it can pack 8 qdata of a column into two 32-bit words in registers, and the tile is
+transposed through shared memory word by word. Byte by byte it would take four times the accesses and instructions.
 
     tile[i][j] is row 8 * j + i         word 2 * j      q0 | q1 << 8 | q2 << 16 | q3 << 24   (q0 lies first in memory)
                                         word 2 * j + 1  q4 | q5 << 8 | q6 << 16 | q7 << 24
     stored (columns, BLOCK_M / 4) words  =  (columns, BLOCK_M) qdata
 
-If rows are no multiple of 8, the tuple has one tensor (BLOCK_M, BLOCK_N), stored byte by byte.
+If the number of rows is no multiple of 8, the tuple has one tensor (BLOCK_M, BLOCK_N), stored byte by byte.
 
-On an H200 columns run at 0.96 of copy speed (65536 x 7168). The limit is requests to L2, half of which cross the fabric
-between its two partitions. So tiles have lines of 128 bytes, and scales are stored along the tile.
+On an H200 "columns" runs at 0.96 of copy speed (65536 x 7168). Its limit is the number of requests to L2, half of which
+cross the fabric between the two L2 partitions. To need few requests, a row of a tile has at least 128 bytes, and the
+scales of a block row are neighbours in memory.
 """
 
 import functools
@@ -40,10 +41,11 @@ from mxep.runtime.lengths import Length
 
 @triton.jit
 def load_tile(ptr, row, column, stride, rows_left, columns_left, PACK: tl.constexpr):
-    """A tuple of PACK tensors (BLOCK_M / PACK, BLOCK_N): rows `row` + i of a matrix; zeros outside.
+    """Load a tile as a tuple of PACK tensors (BLOCK_M / PACK, BLOCK_N): tensor i has rows `row` + i of the matrix.
 
-    row: (BLOCK_M / PACK, 1) int32, first row of each pack; rows_left cuts no pack. column: (1, BLOCK_N) int32.
-    stride: elements per row.
+    ptr: first element of the tile. stride: elements per row of the matrix.
+    row: (BLOCK_M / PACK, 1) int32, first row of each pack of PACK rows. column: (1, BLOCK_N) int32.
+    rows_left, columns_left: elements from there on are zero. rows_left is a multiple of PACK.
     """
     mask = (row < rows_left) & (column < columns_left)
     ptr += row.to(tl.int64) * stride + column
@@ -59,9 +61,9 @@ def quantize_tile_columns(
     tile, qdata_ptr, scale_ptr, stride, scale_stride, rows_left, columns_left, MODE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize tile (tuple of (packs, BLOCK_N)) in blocks of BLOCK_SIZE rows, a divisor of rows_left.
+    """Quantize a tile from `load_tile` in blocks of BLOCK_SIZE rows, which divides rows_left.
 
-    Column c goes to qdata_ptr + c * stride, the scales of block b go to scale_ptr + b * scale_stride.
+    qdata of column c are stored at qdata_ptr + c * stride, scales of block row b at scale_ptr + b * scale_stride.
     """
     PACKS: tl.constexpr = tile[0].shape[0]
     BLOCK_N: tl.constexpr = tile[0].shape[1]
@@ -88,8 +90,8 @@ def quantize_tile_columns(
 def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
     """Cast `tile` to the dtype of out_ptr and store it transposed: column c at out_ptr + c * stride.
 
-    tile: tuple of 8 tensors (BLOCK_M / 8, BLOCK_N) or of one (BLOCK_M, BLOCK_N). stride: qdata per column. With 8
-    tensors, stride and rows_left are multiples of 8; rows_left is best a multiple of 16 that Triton can see.
+    tile: tuple of 8 tensors (BLOCK_M / 8, BLOCK_N), or of one tensor (BLOCK_M, BLOCK_N). With 8 tensors, stride and
+    rows_left must be multiples of 8. Code is best if Triton knows that rows_left is a multiple of 16.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, tile[0].shape[1])[:, None]
@@ -110,7 +112,7 @@ def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
 
 @triton.jit
 def _word(a, b, c, d, dtype: tl.constexpr):
-    """Four values as qdata in a 32-bit word. They are cast in pairs, as in hardware, which packs two for free."""
+    """Cast four values to `dtype` and pack them in a 32-bit word. The hardware's cast packs two at no cost."""
     return _half(a, b, dtype) | (_half(c, d, dtype) << 16)
 
 
@@ -122,7 +124,7 @@ def _half(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def program_tile(row_tiles, column_tiles, ROWS_FIRST: tl.constexpr):
-    """(batch, row tile, column tile) of this program. ROWS_FIRST: consecutive programs share columns."""
+    """(batch, row tile, column tile) of this program. ROWS_FIRST: True: consecutive programs take the same columns."""
     program = tl.program_id(0)
     batch = program // (row_tiles * column_tiles)
     program = program % (row_tiles * column_tiles)
@@ -134,7 +136,7 @@ def program_tile(row_tiles, column_tiles, ROWS_FIRST: tl.constexpr):
 
 TILE_ELEMENTS, LONG_ELEMENTS = 4096, 8192
 LONGEST = 16384
-"""Maximum elements of a block that a program holds in registers."""
+"""Maximum elements of a block that a program holds in registers at once."""
 BLOCK_N_2D = 256
 
 
@@ -143,7 +145,7 @@ def quantize_blocks_kernel(
     x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK elements."""
+    """Quantize NUM_BLOCKS consecutive blocks of BLOCK_SIZE elements per program, CHUNK elements of each at a time."""
     first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
     block = tl.arange(0, NUM_BLOCKS)
     mask = block < num_blocks - first
@@ -173,7 +175,7 @@ def quantize_blocks_kernel(
 def quantize_2d_kernel(
     x_ptr, qdata_ptr, scale_ptr, K, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """x (rows, K), rows a multiple of BLOCK_SIZE, leading axes flattened."""
+    """x: (rows, K) with leading axes flattened into rows, a multiple of BLOCK_SIZE."""
     row_block = tl.program_id(0).to(tl.int64)
     column0 = tl.program_id(1) * BLOCK_N
     row = tl.arange(0, BLOCK_SIZE)
@@ -198,7 +200,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
 def quantize_into_room(
     x: Tensor, room: int | None, dtype: torch.dtype, mode: str, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """room: None for results of x's shape."""
+    """Launcher of mxep::quantize_into_room; with room None, of mxep::quantize_rows."""
     qdata, scale = empty_rows(x, dtype, block_size, None if room is None else (room, x.shape[1]))
     if x.numel():
         chunk = min(next_power_of_2(block_size), LONGEST)
@@ -212,7 +214,7 @@ def quantize_into_room(
 
 
 def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_2d. Raises ValueError for a block that is no power of two up to 128."""
+    """Launcher of mxep::quantize_2d. Raises ValueError unless block_size is a power of two up to 128."""
     if block_size & (block_size - 1) or block_size > 128:
         raise ValueError(f"block_size: got {block_size} x {block_size}, want a power of two up to 128 on CUDA")
     k = x.shape[-1]
@@ -253,7 +255,7 @@ def quantize_tile_kernel(
 
 @triton.jit
 def column_amax_kernel(x_ptr, bits_ptr, length, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Amax bits (segments, K) of each column of x (segments, length, K). They must be initialized to 0."""
+    """x (segments, length, K) -> bits (segments, K): `abs_bits` of the amax of each column. bits must be 0 before."""
     segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -270,8 +272,8 @@ def quantize_long_columns_kernel(
 ):  # fmt: skip
     """x (segments, length, K), bits (segments, K) -> qdata (batch, K, N), scale (segments, K).
 
-    bits: amax bits, perhaps with the sign of a NaN or -0. all_rows: length of a column of qdata if it also holds other
-    parts, else None.
+    bits: bits of the amax. A NaN or -0 may have set the sign bit.
+    all_rows: length of a row of qdata if it also holds other parts of x, else None (it is N).
     """
     segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), True)
     batch = segment // (N // length)
@@ -313,7 +315,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 
 
 def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
-    """Write the amax bits of each column's blocks to bits (..., K), which must be 0. x: (..., N, K) contiguous."""
+    """Launch `column_amax_kernel` for x (..., N, K), contiguous, with segments of block_size rows."""
     k = x.shape[-1]
     block_m, block_n = TILE
     if bits.numel() and block_size:
@@ -322,8 +324,10 @@ def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
 
 
 def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor, mode: str, block_size: int) -> None:
-    """quantize_columns of x (..., N, K) contiguous into qdata and scale, given the amax bits (segments, K). qdata:
-    (..., K, N), perhaps columns of a wider tensor."""
+    """Launch `quantize_long_columns_kernel` for x (..., N, K), contiguous. qdata and scale are written.
+
+    qdata: (..., K, N). It may be a view of N columns of a wider tensor.
+    """
     n, k = x.shape[-2:]
     block_m, block_n = LONG_TILE
     width = qdata.stride(-2)
@@ -351,7 +355,7 @@ def _store(x, factor, qdata_ptr, K: tl.constexpr):
 def quantize_joined_rows_kernel(
     x_ptr, y_ptr, z_ptr, qdata_ptr, scale_ptr, KX: tl.constexpr, KY: tl.constexpr, KZ: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
-    """KZ: 0 if there is no z."""
+    """Quantize one row of [x | y | z] per program. KX, KY, KZ: columns of x, y and z. KZ is 0 if there is no z."""
     row = tl.program_id(0).to(tl.int64)
     x = _load(x_ptr, row, KX)
     y = _load(y_ptr, row, KY)
@@ -372,7 +376,7 @@ def quantize_joined_rows_kernel(
 def quantize_joined_rows(
     x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_joined_rows. Rows that do not fit registers are concatenated first."""
+    """Launcher of mxep::quantize_joined_rows. If a row does not fit in registers, x, y and z are concatenated first."""
     parts = [part.contiguous() for part in (x, y, z) if part is not None]
     widths = [part.shape[1] for part in parts] + [0] * (3 - len(parts))
     padded = sum(map(next_power_of_2, filter(None, widths)))
@@ -391,16 +395,18 @@ def quantize_joined_rows(
 ROWS_PER_PROGRAM = 192
 """Approximate rows per program. Fewer rows mean more atomics (one per column and program), more rows fewer programs."""
 LEAST_ROWS = 16
-"""Minimum rows per program, however short the matrices are."""
+"""Minimum rows per program, even if the GPU is then not full."""
 
 
 @triton.jit(do_not_specialize=["steps"])
 def quantize_rows_with_amax_kernel(
     x_ptr, qdata_ptr, scale_ptr, bits_ptr, N, all_rows, steps, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """x (batch, N, K) -> qdata, scale (batch, N). bits (batch, K): amax bits of columns, 0 or those of other parts.
+    """x (batch, N, K) -> qdata (batch, N, K), scale (batch, N). Also raises bits to the amax of each column.
 
-    A program takes `steps` steps of ROWS rows. all_rows: rows per matrix of a result that also holds other parts.
+    bits: (batch, K), `abs_bits` of the amax so far: 0, or the amax of parts of x handled by earlier launches.
+    steps: a program takes `steps` times ROWS rows.
+    all_rows: rows per matrix of the results if they also hold other parts of x, else None (it is N).
     """
     programs = tl.cdiv(N, ROWS * steps)
     batch = (tl.program_id(0) // programs).to(tl.int64)
@@ -438,7 +444,7 @@ def quantize_rows_with_amax_kernel(
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mxep::quantize_per_row. Rows that do not fit registers are concatenated and read once more."""
+    """Launcher of mxep::quantize_per_row. If a row does not fit in registers, parts are concatenated and read twice."""
     *rest, n, k = shape = joined_shape(-2, x, y, z)
     amax = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
     bits = amax.view(torch.int32)
@@ -462,7 +468,10 @@ def quantize_per_row(
 def _places(
     results: tuple[Tensor, ...], dim: int, *parts: Tensor | None
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Each nonempty part, contiguous, and the views of `results` that receive it. They hold all parts along `dim`."""
+    """Yield each nonempty part, made contiguous, and the views of `results` into which its results are written.
+
+    parts: tensors to be concatenated along their axis -2. results: hold all parts one after another along `dim`.
+    """
     start = 0
     for part in parts:
         if part is not None and (n := part.shape[-2]):
@@ -472,7 +481,7 @@ def _places(
 
 
 def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
-    """Number of steps of `rows` rows per program, so that `at_once` programs are busy to the end."""
+    """Steps of `rows` rows per program, so that all programs together fill whole waves of `at_once` programs."""
     waves = max(1, round(batch * n / (at_once * ROWS_PER_PROGRAM)))
     return cdiv(max(LEAST_ROWS, cdiv(n, max(1, at_once * waves // batch))), rows)
 

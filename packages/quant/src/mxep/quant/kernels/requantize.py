@@ -1,12 +1,13 @@
-"""Qdata in any blocks, row index applied, to blocks of 32 rows (requantize) or to values (dequantize), in one read.
+"""Requantize qdata to blocks of 32 rows, or dequantize them to values. Both apply a row index and read qdata once.
 
-    qdata (S, K), scales of any block, rows by an index       a program takes a tile of BLOCK_M rows x BLOCK_N columns
+    qdata (S, K), scales of blocks of any size, row index     a program takes a tile of BLOCK_M rows x BLOCK_N columns
       | fp32 in registers: qdata * 2^(scale - 127)
       |                                dequantize ->  row i of the result, bf16, fp32 or fp16
       | amax of 32 rows per column     requantize ->  qdata (K, R), scale (R/32, K), transposed as in `quantize`
 
-Leading axes are a batch. Row -1 of an index gives zeros. dequantize takes qdata of any strides, and E2M1 with two
-columns per byte. On an H200 requantize runs at 0.86 of copy speed.
+S stored rows, R rows of the result, K columns. Leading axes are a batch. Index -1 gives a row of zeros. dequantize
+takes qdata of any strides. It also takes E2M1, which has two columns per byte. On an H200 requantize runs at 0.86 of
+copy speed.
 """
 
 import math
@@ -31,8 +32,10 @@ def requantize_kernel(
     scale_batch_stride, scale_stride_row, scale_stride_column, block_rows, block_columns,
     MODE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """qdata (batch, S, K), one scale per block_rows x block_columns -> blocks of 32 rows, transposed. R is a multiple
-    of 32. UNIT divides 32 and block_columns."""
+    """qdata (batch, S, K) with one scale per block_rows x block_columns -> qdata (batch, K, R) in blocks of 32 rows.
+
+    R is a multiple of 32. UNIT divides 32 and block_columns.
+    """
     BLOCK_SIZE: tl.constexpr = 32
     PACK: tl.constexpr = 8
     batch, row_tile, column_tile = program_tile(tl.cdiv(R, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
@@ -40,7 +43,7 @@ def requantize_kernel(
     column0 = column_tile * BLOCK_N
     valid = R
     if offs_ptr is not None:
-        # Rounded down to whole blocks, so that no pack and no block is cut.
+        # Rounded down to whole blocks. Then rows_left of load_tile and quantize_tile_columns cuts no pack and no block.
         valid = valid_rows(offs_ptr, num_groups, R) // BLOCK_SIZE * BLOCK_SIZE
         if row0 >= valid:
             return
@@ -101,7 +104,10 @@ def dequantize_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """K: bytes per row. PACKED: a byte holds two columns. BLOCK_ROWS, BLOCK_COLUMNS: rows and bytes per scale."""
+    """K: bytes per row of qdata. PACKED: a byte holds two columns (E2M1).
+
+    BLOCK_ROWS: rows per scale. BLOCK_COLUMNS: bytes of qdata per scale, along a row.
+    """
     tiles = tl.cdiv(K, BLOCK_N)
     row = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -139,7 +145,7 @@ def dequantize_e2m1(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtyp
 
 
 def dequantize(qdata, scale, block_rows, block_columns, row_index, dtype, *, per_byte=1):
-    """mxep::dequantize. Its reference has the types. per_byte: columns per byte."""
+    """Launcher of mxep::dequantize. per_byte: columns per byte of qdata, 2 for E2M1."""
     rows, k = num_rows(qdata, row_index), qdata.shape[-1]
     out = torch.empty((*qdata.shape[:-2], rows, per_byte * k), dtype=dtype, device=qdata.device)
     if out.numel():

@@ -1,4 +1,4 @@
-"""SwiGLU forward and backward. Results are rounded, or quantized by blocks, by rows, or by blocks and folded.
+"""SwiGLU forward and backward. Results are rounded, quantized per block or per row, or quantized per block and folded.
 
     gate_up (R, 2F), row_weight                       read once        bytes per element of h, bf16: 4 in, 1 or 2 out
     d_h (R, F)                                        backward                                        6 in, 2 or 4 out
@@ -6,14 +6,15 @@
       v
     h (R, F) | d_gate_up (R, 2F), d_row_weight        written once; backward also writes h, if needed: 1 or 2 out
 
-The fp32 operations are those of `mxep.quant.activation`, in the same order, and a row is summed as by `tree_sum` of
-`mxep.quant.swiglu`. Programs stride over rows. A warp takes 1024 or 2048 elements of a row, so that few warps wait at a
-barrier. Chunks are unrolled, and a chunk is loaded before the previous one is computed. If a scale needs the whole row,
-results wait in registers: as fp32 for one scale per row, as qdata if they are folded. F is a constexpr, so that 768 or
-14336 elements need no padding.
+The fp32 operations are those of `mxep.quant.activation`, in the same order. A row is summed in the order of `tree_sum`
+of `mxep.quant.swiglu`. Programs stride over rows. A warp takes 1024 or 2048 elements of a row, so that few warps wait
+at a barrier. The loop over the chunks of a row is unrolled, and a chunk is loaded before the previous one is computed.
+If a result has one scale per row, its elements stay in registers until the scale is known: as fp32 if quantized per
+row, as qdata if folded. F is a constexpr, so that rows of 768 or 14336 elements need no padding.
 
-While an H200 moves these bytes at its 4.25 TB/s, an SM can issue 34 instructions per element forward, 54 backward.
-Folded kernels need 36 and 53 to 55. So the sigmoid has no division, and threads combine their sums only at a row's end.
+While an H200 moves these bytes at 4.25 TB/s, an SM can issue 34 instructions per element forward, and 54 backward. The
+kernels that fold need 36 forward, and 53 to 55 backward. To save instructions, the sigmoid has no division, and threads
+combine their sums only at the end of a row.
 """
 
 import triton
@@ -45,7 +46,7 @@ _ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.jit
 def _sigmoid_pair(x):
-    """`mxep.quant.activation.sigmoid_pair` of x clamped to +- _LIMIT, fp32."""
+    """`mxep.quant.activation.sigmoid_pair`. x: fp32, already clamped to +-_LIMIT."""
     t = x * _SCALE
     u = t + _ROUND
     f = t - (u - _ROUND)
@@ -69,7 +70,10 @@ def _clamp(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """`SwiGLU.glu`: glu, up', the sigmoid's clamped argument, both sigmoids. LIMIT None: no clamp."""
+    """`SwiGLU.glu`. LIMIT None: no clamp.
+
+    Returns glu, up', the argument x of the sigmoid clamped to +-_LIMIT, sigmoid(x) and sigmoid(-x).
+    """
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=_ALL_NAN)
         up = _clamp(up, -LIMIT, LIMIT)
@@ -107,14 +111,17 @@ def _neighbours(x):
 
 @triton.jit
 def sums_of_eight(x):
-    """The first part of `mxep.quant.swiglu.tree_sum`. x: a power of two elements, 8 or more."""
+    """The sums of 8 neighbours with which `mxep.quant.swiglu.tree_sum` begins. x: 2**n elements, 8 or more."""
     return _neighbours(_neighbours(_neighbours(x)))
 
 
 @triton.jit
 def amax(x, N: tl.constexpr):
-    """Largest magnitude of every N neighbours of x, NaN if one is NaN, in one instruction per two elements (three with
-    integers). N: a power of two, best the elements of a thread."""
+    """Largest magnitude of each N neighbours of x; NaN if one of them is NaN. Returns x.shape[0] / N elements.
+
+    N: a power of two, best the number of consecutive elements that a thread holds. On fp32 values two elements take one
+    instruction; a maximum of integer bits would take three.
+    """
     if N == 1:
         return tl.abs(x)
     else:
@@ -124,7 +131,10 @@ def amax(x, N: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """The second part of `tree_sum`. Each level is a tl.sum of two numbers, which has only one order."""
+    """Sum x by adding its second half to its first until one number is left, as `tree_sum` ends.
+
+    Each tl.sum adds only two numbers, so the order is fixed.
+    """
     if x.shape[0] <= 2:
         return tl.sum(x, axis=0)
     else:
@@ -133,7 +143,7 @@ def _halves(x):
 
 @triton.jit
 def tree_sum(chunks):
-    """`mxep.quant.swiglu.tree_sum` of a row, given its sums of eight as a tuple of chunks."""
+    """`mxep.quant.swiglu.tree_sum` of a row. chunks: a tuple with the result of `sums_of_eight` for each chunk."""
     if len(chunks) > 1:
         half: tl.constexpr = triton.next_power_of_2(len(chunks)) // 2
         sums = ()
@@ -149,7 +159,8 @@ def tree_sum(chunks):
 
 @triton.jit
 def joined(chunks):
-    """Concatenate chunks (a tuple) for a single store, padded to a power of two with arbitrary ones."""
+    """Concatenate a tuple of chunks, so that one store writes them. The tuple is padded to a power of two by repeating
+    chunks; the padding must be masked."""
     if len(chunks) > 1:
         pairs = ()
         for i in tl.static_range(0, len(chunks), 2):
@@ -162,7 +173,7 @@ def joined(chunks):
 
 @triton.jit
 def load_chunk(ptr, c: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
-    """Chunk c of a row of COUNT elements: N elements, zeros past the row's end."""
+    """Load elements c * N to c * N + N - 1 of a row of COUNT elements. Elements past the row's end are zero."""
     element = c * N + tl.arange(0, N)
     if (c + 1) * N <= COUNT:
         return tl.load(ptr + element)
@@ -182,18 +193,23 @@ def store_chunk(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
 
 
 WARP_ELEMENTS = 2048
-"""Maximum elements of a row, padded to a power of two, per warp of its program."""
+"""Maximum elements of a row per warp. Rows are padded to a power of two here."""
 THREAD_ELEMENTS = 8
-"""Elements of a chunk per thread. Doubled if such chunks divide F, halved if padding would exceed 10% of F."""
+"""Elements of a chunk per thread. It is doubled if chunks of that size divide F, and halved if padding the last chunk
+would add more than 10% to F."""
 AHEAD = 1
-"""Number of chunks that are loaded ahead of the one computed."""
+"""Number of chunks that are loaded before the current chunk is computed."""
 PROGRAMS_PER_SM = 256
 """Maximum programs per SM. If there are more rows, programs take several."""
 
 
 @triton.jit
 def _emit(values, out, c: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr):
-    """Store chunk c of a row at `out`, unless it needs the row's scale. Returns values and scales for `_finish`."""
+    """Store chunk c of a row at `out`, unless its qdata depend on a scale of the whole row.
+
+    Returns a tuple of what `_finish` must store: the values or qdata of the chunk, if they were not stored.
+    Returns a tuple of scales for `_finish`: the block scales of the chunk, if it has blocks.
+    """
     dtype: tl.constexpr = out.dtype.element_ty
     if MODE is None:
         store_chunk(out, values, c, F)
@@ -206,7 +222,7 @@ def _emit(values, out, c: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLO
             EIGHT: tl.constexpr = 8 if BLOCK > 8 else BLOCK
             bits = tl.reshape(amax(values, EIGHT).to(tl.int32, bitcast=True), (blocks.shape[0], BLOCK // EIGHT))
             scale = scale_of_amax(tl.max(bits, axis=1), MODE, dtype)
-            # Scale 255 needs no exception: `_finish` makes the whole row NaN.
+            # A scale of 255 (NaN) is not handled here, because `_finish` makes the whole row NaN.
             factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
             return ((blocks * factor[:, None]).to(dtype),), (scale,)
         else:
@@ -221,9 +237,10 @@ def _finish(
     out, scale_ptr, row, saved, scales,
     PARTS: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Store the rest of a row of PARTS * F values at `out`, given what `_emit` returned for all parts of each chunk."""
+    """Store what `_emit` did not store of a row of PARTS * F values at `out`: scales, and values that need the row's
+    scale. saved, scales: concatenated results of `_emit`, chunk by chunk, and part by part within a chunk."""
     if FOLDED:
-        # Blocks of zeros need no exception: their scale is 0.
+        # A block of zeros never has the largest scale, because `_emit` gave it scale 0.
         max_scale = scales[0]
         for k in tl.static_range(1, len(saved)):
             max_scale = tl.maximum(max_scale, scales[k])
@@ -257,14 +274,17 @@ def swiglu_kernel(
     F: tl.constexpr, CHUNK: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
     AHEAD: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Compute h if there is an h_ptr, backward if there is a d_h_ptr. weight_ptr and offs_ptr may be None.
+    """Compute h if h_ptr is given, and the gradients if d_h_ptr is given. weight_ptr and offs_ptr may be None.
 
-    gate_up_scale_ptr: one scale per row if gate_up is qdata, or None. rest_ptr: gate_up from row `first` on, or None.
-    MODE None: round to the result's dtype. Otherwise quantize with one scale per row (BLOCK 0) or per BLOCK elements, a
-    divisor of CHUNK. FOLDED: then fold to one scale per row. ALPHA .. INTERLEAVED: `mxep.quant.SwiGLU`.
+    gate_up_scale_ptr: one scale per row if gate_up is qdata, else None.
+    rest_ptr, rest_scale_ptr: the rows of gate_up from row `first` on, and their scales; None if gate_up has all rows.
+    MODE: scale mode. None: round results to their dtype instead of quantizing.
+    BLOCK: elements per scale, a divisor of CHUNK. 0: one scale per row.
+    FOLDED: fold block scales to one scale per row.
+    ALPHA, LIMIT, SHIFT, INTERLEAVED: fields of `mxep.quant.SwiGLU`.
     """
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
-    PARTS: tl.constexpr = 1 if INTERLEAVED else 2  # parts of d_gate_up
+    PARTS: tl.constexpr = 1 if INTERLEAVED else 2  # contiguous column ranges of d_gate_up that a chunk writes
     WIDTH: tl.constexpr = 2 * F // PARTS
     valid = valid_rows(offs_ptr, num_groups, rows)
     for row in range(tl.program_id(0), valid, tl.num_programs(0)):
@@ -293,7 +313,7 @@ def swiglu_kernel(
                     d_hs += (load_chunk(d_h_ptr + row64 * F, step, CHUNK, F),)
             if step >= AHEAD:
                 if FOLDED and d_h_ptr is not None and step < CHUNKS:
-                    tl.debug_barrier()  # otherwise ptxas moves this step's loads behind the previous computation
+                    tl.debug_barrier()  # without it ptxas moves this step's loads after the previous computation
                 gate, raw_up = gates[step - AHEAD].to(tl.float32), ups[step - AHEAD].to(tl.float32)
                 if gate_up_scale_ptr is not None:
                     gate, raw_up = gate * factor, raw_up * factor
@@ -326,7 +346,7 @@ def swiglu_kernel(
 
 
 def swiglu(gate_up, row_weight, offs, dtype, mode, block_size, folded, activation=None, rest=None):
-    """mxep::swiglu. Its reference has the types. `_launch` lists the blocks it takes."""
+    """Launcher of mxep::swiglu. `_launch` says which block sizes it accepts."""
     h, scale = empty_swiglu(gate_up, dtype, mode, block_size, folded, rest)
     _launch(gate_up, None, row_weight, offs, h, scale, rest, None, None, mode, block_size, folded, activation)
     return h, scale
@@ -336,9 +356,10 @@ def swiglu_backward(
     d_h, gate_up, row_weight, offs, out, mode, block_size, folded, h_dtype, activation=None, gate_up_scale=None,
     rest=None, rest_scale=None,
 ):  # fmt: skip
-    """mxep::swiglu_backward. Its reference has the types. `_launch` lists the blocks it takes.
+    """Launcher of mxep::swiglu_backward. `_launch` says which block sizes it accepts.
 
-    out may be d_h's memory if a row has one scale: that scale needs all of the row's loads before the first store.
+    If d_gate_up has one scale per row, out may share d_h's memory: computing the scale needs the whole row, so all
+    loads of a row come before its first store.
     """
     results = scale, d_row_weight, h, h_scale = empty_swiglu_backward(d_h, mode, block_size, folded, h_dtype)
     of_gate_up = gate_up, gate_up_scale, row_weight, offs, None if h_dtype is None else h, h_scale, rest, rest_scale
@@ -350,9 +371,10 @@ def _launch(
     gate_up, gate_up_scale, row_weight, offs, h, h_scale, rest, rest_scale, backward, mode, block_size, folded,
     activation,
 ) -> None:  # fmt: skip
-    """Write h and h_scale, if given, and the last three of backward = (d_h, out, scale, d_row_weight), if given.
+    """Launch the kernel. It writes h and h_scale if h is given, and out, scale and d_row_weight if backward is given.
 
-    Raises ValueError for a block that is neither the whole row nor a power of two that divides F.
+    backward: (d_h, out, scale, d_row_weight) or None.
+    Raises ValueError if block_size is neither the whole row nor a power of two that divides F.
     """
     d_h, out, scale, d_row_weight = backward or (None,) * 4
     rows, F, how = (h if d_h is None else d_h).shape[0], gate_up.shape[1] // 2, SwiGLU.unpacked(activation)
@@ -366,10 +388,10 @@ def _launch(
         return
 
     padded = max(8, next_power_of_2(F))
-    three = backward is not None and h is not None and mode is not None  # results to keep per element: more registers
+    three = backward is not None and h is not None and mode is not None  # d_gate, d_up and h take more registers
     warp_elements = WARP_ELEMENTS if padded > WARP_ELEMENTS and not three else WARP_ELEMENTS // 2
     if backward is not None and mode is not None and by_row:
-        warp_elements //= 2  # these are fp32
+        warp_elements //= 2  # results stay in registers as fp32
     num_warps = min(16 if three else 32, max(1, padded // warp_elements))
     chunk = 32 * num_warps * 2 * THREAD_ELEMENTS
     if F % chunk:
@@ -377,10 +399,10 @@ def _launch(
         if cdiv(F, chunk) * chunk > 1.1 * F:
             chunk //= 2
             if three and not by_row and num_warps > 1:
-                num_warps //= 2  # 4 elements a thread would take a quarter more instructions
+                num_warps //= 2  # with 4 elements per thread there would be a quarter more instructions
     chunk = min(chunk, padded)
     max_registers = None
-    plain = activation is None and gate_up.itemsize == 2  # others would spill
+    plain = activation is None and gate_up.itemsize == 2  # with fewer registers other kernels would spill
     if backward is not None and h is None and folded and not by_row and plain:
         max_registers = _max_registers(cdiv(F, chunk) * chunk // (32 * num_warps), num_warps)
     if mode is None:
@@ -396,7 +418,10 @@ def _launch(
 
 
 def _max_registers(elements: int, num_warps: int) -> int | None:
-    """Maximum registers per thread for that many elements of a row, on Hopper. ptxas alone would use too many."""
+    """Limit of registers per thread on Hopper, where ptxas would use too many. elements: elements of a row per thread.
+
+    None: no limit.
+    """
     if elements > 40:
         registers = 128
     elif num_warps == 1:
@@ -405,5 +430,5 @@ def _max_registers(elements: int, num_warps: int) -> int | None:
         registers = 72 if elements <= 24 else 80
     else:
         registers = 96
-    registers = min(registers, 65536 // (32 * num_warps))  # an SM's registers
+    registers = min(registers, 65536 // (32 * num_warps))  # an SM has 65536 registers
     return on_hopper(maxnreg=registers).get("maxnreg")
