@@ -421,7 +421,7 @@ def smooth(curve: Sequence[tuple[float, float]], weight: float = 0.8) -> list[tu
 
 
 def _sums(values: list[float], weight: float) -> list[tuple[float, float]]:
-    """Weighted sums of the values up to each, and of the weights."""
+    """For each value: the weighted sum of all values up to it, itself included, and the sum of their weights."""
     sums = itertools.accumulate(values, lambda total, value: weight * total + value)
     return list(zip(sums, itertools.accumulate([1.0] * len(values), lambda total, one: weight * total + one)))
 

@@ -69,9 +69,9 @@ def linear_cross_entropy(
     number of labels that are not ignored, without a device-to-host sync. rows: rows per chunk. weight_gradient: dtype
     in which chunks sum the gradient of weight, before it is cast to weight's dtype.
 
-    GEMMs are in hidden's dtype, or autocast's. Softmax and loss are in fp32. In fp16 gradients are scaled by the
-    gradient of the loss (a GradScaler's factor) before they are rounded. Raises ValueError for fp16 if
-    weight_gradient is not fp32, as sums would overflow. As with `torch.nn.functional.cross_entropy`, a label that is
+    GEMMs are in hidden's dtype, or autocast's. Softmax and loss are in fp32. If hidden is fp16, gradients are
+    multiplied by the gradient of the loss (a GradScaler's factor) before they are rounded. Raises ValueError for fp16
+    if weight_gradient is not fp32, as sums would overflow. As with `torch.nn.functional.cross_entropy`, a label that is
     neither ignore_index nor below V raises RuntimeError; on CUDA the device raises it.
     """
     kind, dtype = hidden.device.type, hidden.dtype

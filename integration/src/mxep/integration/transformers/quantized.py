@@ -299,8 +299,9 @@ def load_quantized(
 class _ExpertsWeight:
     """A weight of a module of experts, and its parts in the files.
 
-    name: of the parameter. shape: (E, N, K). parts: source pattern -> one stored weight (E, N', K), or one (N', K) for
-    each expert, in order. converter: transformers' own, which joins several parts.
+    name: of the parameter. shape: (E, N, K). parts: for each name pattern of a WeightConverter its stored weights in
+    order, a single one (E, N', K) or one (N', K) per expert. converter: the WeightConverter of transformers that joins
+    the parts; None if transformers has none for this weight.
     """
 
     name: str

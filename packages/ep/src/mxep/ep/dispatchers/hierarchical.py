@@ -380,7 +380,7 @@ def _number(routing: HierarchicalRouting) -> Tensor:
 
 
 def _parted(slots: Payload, payload: Payload) -> Payload:
-    """Split the columns of slots (S, n) as the payload's."""
+    """Split slots (S, n) along columns into parts as wide as the payload's."""
     widths = [part.shape[1] for part in payload]
     return tuple(slots[0][:, : sum(widths)].split(widths, 1))
 

@@ -204,8 +204,9 @@ def ragged(x: Tensor, width: int) -> Descriptor:
     """A descriptor of x (C, D) that loads blocks of BLOCK_K_BF16 rows x `width` columns, with zeros past a group's end.
 
     A group's end differs from load to load, but a descriptor has a fixed end. So each load passes the group's `end` as
-    a coordinate. To load x[end - n + i, j], it passes (ROWS_END, end, ROWS_END - n + i, j), with n rows in the group.
-    Row `end` has ROWS_END as its third coordinate. The descriptor ends there, so TMA gives zeros from there on.
+    a coordinate. If the group has n rows, its row i is x[end - n + i]. To load element j of it, a load passes the
+    coordinates (ROWS_END, end, ROWS_END - n + i, j). Row `end` has ROWS_END as its third coordinate. The descriptor
+    ends there, so TMA gives zeros from there on.
 
     With `row` = x.stride(0), the load's offset from x is, in elements,
     ROWS_END * (2^34 - row) + end * row + (ROWS_END - n + i) * row + j = ROWS_END * 2^34 + (end - n + i) * row + j.
