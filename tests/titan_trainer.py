@@ -1,10 +1,12 @@
-"""torchtitan 0.3's own trainer on CPU processes: its debug models with fewer layers, and tokens that need no file."""
+"""torchtitan 0.3's own trainer on CPU processes: its debug models, smaller, and tokens that need no file."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +26,11 @@ from torchtitan.trainer import Trainer
 from titan_on_cpu import reduce_over_gloo  # before torchtitan
 
 LENGTH, BATCH = 32, 2
-FLAVORS = {"qwen3": (qwen3, "debugmodel_moe"), "deepseek_v3": (deepseek_v3, "debugmodel")}
+FLAVORS = {
+    "qwen3": (qwen3, "debugmodel_moe", "_build_qwen3_moe_layers", {"n_layers": 2, "n_kv_heads": 2, "num_experts": 8}),
+    "deepseek_v3": (deepseek_v3, "debugmodel", "_build_dsv3_layers", {"n_layers": 1, "n_dense_layers": 0}),
+}
+"""The model's module, its flavor, the function there that makes the flavor's layers, and smaller arguments for it."""
 
 
 class Tokens(BaseDataLoader):  # type: ignore[misc]
@@ -68,23 +74,19 @@ def make_config(
     model: str,
     folder: str,
     *,
-    layers: int = 2,
     ep: int = 1,
     training: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """A config of its trainer, in fp32. model: of FLAVORS; options: other fields of the config."""
-    registry, flavor = FLAVORS[model]
-    spec = registry.model_registry(flavor, moe_comm_backend="standard")
-    del spec.model.layers[layers:]
+    registry, flavor, builder, smaller = FLAVORS[model]
+    build, smaller = getattr(registry, builder), {"n_heads": 2, "moe_hidden_dim": 32, **smaller}
+    with mock.patch.object(registry, builder, lambda **given: build(**given | smaller)):
+        spec = registry.model_registry(flavor, moe_comm_backend="standard")
     for layer in spec.model.layers:  # flex attention has no backward on CPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-        if layer.moe is not None:  # Qwen3's 64 experts would be most of the time
-            layer.moe.routed_experts.inner_experts.hidden_dim = 32
-    optimizer = default_adamw(lr=1e-3)
-    optimizer.implementation = "for-loop"
-    small = {"local_batch_size": BATCH, "seq_len": LENGTH, "steps": 3, "disable_cuda_graphs": True}
+    small = {"local_batch_size": BATCH, "seq_len": LENGTH, "steps": 4, "disable_cuda_graphs": True}
     return Trainer.Config(
         model_spec=spec,
         dump_folder=folder,
@@ -92,7 +94,7 @@ def make_config(
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
         tokenizer=NoTokenizer.Config(),
         dataloader=Tokens.Config(),
-        optimizer=optimizer,
+        optimizer=default_adamw(lr=3e-3),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1, total_steps=4),
         training=TrainingConfig(**{**small, "mixed_precision_param": "float32", **(training or {})}),
         # Its default, "spmd_types", needs a newer torch than 2.13.
@@ -122,6 +124,7 @@ def train(config: Any, rank: int) -> tuple[list[float], Any]:
     trainer = config.build()
     reduce_over_gloo(trainer.model_parts[0])
     logged = trainer.metrics_processor.logger = Logged()
-    with mock.patch("time.sleep"):  # 2 s at its end
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)  # it sleeps 2 s at its end
+    with mock.patch("torchtitan.trainer.time", clock):
         trainer.train()
     return [metrics["loss_metrics/global_avg_loss"] for metrics in logged.steps], trainer

@@ -4,6 +4,7 @@ import email
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import tarfile
 import tomllib
 import unittest.mock
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -83,14 +85,47 @@ def share_bytecode(folder: Path) -> None:
             shutil.copy(made, wanted)
 
 
-def run(folder: Path, program: str, *arguments: str) -> str:
-    """What a program of the environment prints, with nothing of this checkout on its path."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
-    environment.pop("PYTHONPATH", None)
-    command = [str(folder / "env/bin" / program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def environment(folder: Path) -> dict[str, str]:
+    """For programs of the environment in ``folder``: nothing of this checkout is on their path."""
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | bytecode
+
+
+FORKS = """
+import importlib, json, os, sys, traceback
+import torch  # once, for all packages
+for line in sys.stdin:
+    if os.fork() == 0:
+        importlib.invalidate_caches()
+        try:
+            exec(json.loads(line))
+        except BaseException:
+            print(json.dumps(traceback.format_exc()), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def evaluate(folder: Path) -> Iterator[Callable[[str, str], str]]:
+    """evaluate(code, expression) -> the value, a str, or a traceback: in a fork of one process of the environment."""
+    started: list[subprocess.Popen[str]] = []
+
+    def ask(code: str, expression: str) -> str:
+        if not started:
+            command = [str(folder / "env/bin/python"), "-c", FORKS]
+            how = {"cwd": folder, "env": environment(folder), "text": True}
+            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how))
+        (process,) = started
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(f"{code}\nprint(json.dumps({expression}), flush=True)") + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    yield ask
+    for process in started:
+        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +137,16 @@ def wheels(folder: Path) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PACKAGES if name != "integration"])  # which needs all: the next test
-def test_package_installs_alone_and_imports(name: str, folder: Path, wheels: dict[str, Path]) -> None:
+def test_package_installs_alone_and_imports(
+    name: str, folder: Path, wheels: dict[str, Path], evaluate: Callable[[str, str], str]
+) -> None:
     needed = {name} | siblings(name)
     install(folder, [wheels[n] for n in needed])
     code = f"import mxep.{name}, mxep; assert not hasattr(mxep, '__file__') or mxep.__file__ is None; " + "".join(
         f"import importlib.util as u; assert u.find_spec('mxep.{other}') is None, '{other} came along'; "
         for other in PACKAGES.keys() - needed
     )
-    code += f"print(mxep.{name}.__version__)"
-    assert run(folder, "python", "-c", code) == f"{project(name)['version']}\n"
+    assert evaluate(code, f"mxep.{name}.__version__") == project(name)["version"]
 
 
 @pytest.mark.slow
@@ -135,9 +171,11 @@ def test_wheels_made_of_sdists_carry_licence_and_configs_and_train(folder: Path,
     }
     install(folder, [*wheels.values(), f"{wheels['integration']}[command]"])
     small = ("model=tiny", "parallel=single", "data.max_bytes=100000", "data.batch=2", "train.valid_batches=1")
-    printed = run(folder, "mxep", *small, "train.steps=2", "train.compare=false", "hydra.run.dir=trained")
-    assert "held-out text" in printed
-    assert list((folder / "trained/mxfp8/step-000002/model").glob("*.safetensors"))
+    command = [str(folder / "env/bin/mxep"), *small, "train.steps=1", "train.compare=false", "hydra.run.dir=trained"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment(folder))
+    assert done.returncode == 0, done.stderr
+    assert "held-out text" in done.stdout
+    assert list((folder / "trained/mxfp8/step-000001/model").glob("*.safetensors"))
 
 
 def test_no_package_claims_the_namespace() -> None:

@@ -1,6 +1,7 @@
 """peers.py: processes, reference and table, on a CPU; no peer but the baseline runs there."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from mxep.integration.metrics import snr
 TINY = peer_layers.SHAPES["tiny"]
 
 
-def test_a_run_has_one_json_and_one_table_with_each_peers_figures_or_reason(tmp_path, monkeypatch):
+@pytest.fixture
+def quick_start(monkeypatch):
+    """Processes are forks of the fork server, which has imported torch, instead of interpreters that would."""
+    forks = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: forks)
+
+
+def test_a_run_has_one_json_and_one_table_with_each_peers_figures_or_reason(tmp_path, monkeypatch, quick_start):
     for name in peers.CACHES:
         monkeypatch.setenv(name, "0")  # the run sets them
     run = ["--peers", "grouped_mm bf16;mxep mxfp8, kept;Liger bf16", "--shapes", "tiny", "--tokens", "48"]
@@ -35,7 +43,7 @@ def test_a_run_has_one_json_and_one_table_with_each_peers_figures_or_reason(tmp_
     assert "grouped_mm bf16" in (tmp_path / "page.svg").read_text()
 
 
-def test_a_process_that_does_not_answer_in_time_is_ended_and_says_so(tmp_path):
+def test_a_process_that_does_not_answer_in_time_is_ended_and_says_so(tmp_path, quick_start):
     process = peers.Process("mxep bf16", "cpu", tmp_path)
     answer = process.ask(0.01, "prepare", "tiny", 48, None)
     assert answer == {"error": "prepare: no answer within 0 s"}

@@ -1,7 +1,9 @@
 """torchtitan 0.3 with mxep's override: its layers, and its own trainer on CPU processes."""
 
+import functools
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,37 +248,63 @@ def test_hugging_faces_names_and_tensors_stay(model: str, tmp_path: Path) -> Non
     assert all(torch.equal(back[name], weights[name]) for name in back)
 
 
-@pytest.mark.slow
-@distributed(2, device="cpu", timeout=280, model=["qwen3", "deepseek_v3"])
-def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
-    """Losses against its own experts, which compute in bf16 whatever the model's dtype, with EP, FSDP2 and AC."""
-    from torchtitan.distributed.activation_checkpoint import FullAC
-
+@functools.cache  # the ranks stay for the tests of this file
+def deepseek_v3(rank: int, recipe: str | None = None) -> tuple[list[float], list[str]]:
+    """Losses and names of four steps with EP, FSDP2 and AC. recipe: of mxep's experts; None: torchtitan's own."""
     from titan_trainer import make_config, train
 
-    names = []
+    how = {} if recipe is None else {"override": overridden(recipe)}
+    with tempfile.TemporaryDirectory() as folder:
+        losses, trainer = train(make_config("deepseek_v3", folder, ep=2, **how), rank)
+    trainer.close()
+    return losses, list(trainer.model_parts[0].state_dict())
 
-    def losses(**options: Any) -> list[float]:
-        found, trainer = train(make_config(model, str(tmp_path), ep=2, **options), ctx.rank)
-        names.append(list(trainer.model_parts[0].state_dict()))
-        trainer.close()
-        return found
 
-    own = losses()
+def train_v3(ctx: Context, folder: Path, steps: int, override: Any, *, batches: int = 1, **options: Any) -> list[float]:
+    """Losses of a run with these options."""
+    from titan_trainer import BATCH, make_config, train
+
+    options["training"] = {"steps": steps, "global_batch_size": batches * ctx.world_size * BATCH}
+    losses, trainer = train(make_config("deepseek_v3", str(folder), ep=2, override=override, **options), ctx.rank)
+    trainer.close()
+    return losses
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_its_trainer_trains(ctx: Context, tmp_path: Path) -> None:
+    """Losses against its own experts, which compute in bf16 whatever the model's dtype."""
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    (own, names), (in_bf16, same_names), (in_mxfp8, _) = (
+        deepseek_v3(ctx.rank, recipe) for recipe in (None, "bf16", "mxfp8")
+    )
     assert own[-1] < own[0] - 0.5
-    in_bf16 = losses(override=overridden("bf16"))
+    assert same_names == names
     torch.testing.assert_close(in_bf16, own, rtol=0, atol=1e-3)
-    in_mxfp8 = None
-    if model == "deepseek_v3":
-        assert losses(override=overridden("bf16"), activation_checkpoint=FullAC.Config()) == in_bf16
-        plain = overridden("bf16", dispatcher="all_to_all")
-        assert losses(override=plain, activation_checkpoint=None) == in_bf16
-        in_mxfp8 = losses(override=overridden("mxfp8"))
-        torch.testing.assert_close(in_mxfp8, own, rtol=0, atol=1e-2)
-    linears_too = losses(override=overridden("mxfp8", linear="mxfp8"))
+    torch.testing.assert_close(in_mxfp8, own, rtol=0, atol=1e-2)
+    plain = overridden("bf16", dispatcher="all_to_all")
+    assert train_v3(ctx, tmp_path, 3, plain, activation_checkpoint=FullAC.Config()) == in_bf16[:3]
+    linears_too = train_v3(ctx, tmp_path, 4, overridden("mxfp8", linear="mxfp8"))
     assert linears_too != in_mxfp8
     torch.testing.assert_close(linears_too, own, rtol=0, atol=2e-2)  # as much again as of experts
-    assert names == names[:1] * len(names)
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_its_trainer_trains_two_layers_of_qwen3(ctx: Context, tmp_path: Path) -> None:
+    from titan_trainer import make_config, train
+
+    found = []
+    for how in ({}, {"override": overridden("bf16")}, {"override": overridden("mxfp8", linear="mxfp8")}):
+        losses, trainer = train(make_config("qwen3", str(tmp_path), ep=2, **how), ctx.rank)
+        trainer.close()
+        found.append((losses, list(trainer.model_parts[0].state_dict())))
+    own, names = found[0]
+    assert own[-1] < own[0] - 0.5
+    for (losses, same_names), atol in zip(found[1:], (1e-3, 2e-2)):
+        torch.testing.assert_close(losses, own, rtol=0, atol=atol)
+        assert same_names == names
 
 
 @pytest.mark.slow
@@ -284,22 +312,11 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
 def test_its_trainer_compiles_blocks(ctx: Context, tmp_path: Path) -> None:
     from torchtitan.config import CompileConfig
 
-    from titan_trainer import make_config, train
-
-    found = []
-    for enable in (False, True):
-        how = {"compile": CompileConfig(enable=enable, backend="aot_eager"), "activation_checkpoint": None}
-        how["training"] = {"steps": 2}
-        losses, trainer = train(
-            make_config("deepseek_v3", str(tmp_path), ep=2, override=overridden("mxfp8"), **how), ctx.rank
-        )
-        trainer.close()
-        found.append(losses)
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
-
-    how["override"] = overridden("mxfp8", max_tokens=None)
+    how = {"compile": CompileConfig(enable=True, backend="aot_eager"), "activation_checkpoint": None}
+    losses = train_v3(ctx, tmp_path, 2, overridden("mxfp8"), **how)
+    torch.testing.assert_close(losses, deepseek_v3(ctx.rank, "mxfp8")[0][:2], rtol=0, atol=1e-4)
     with pytest.raises(Exception, match="needs mxep's max_tokens"):
-        train(make_config("deepseek_v3", str(tmp_path), ep=2, **how), ctx.rank)
+        train_v3(ctx, tmp_path, 2, overridden("mxfp8", max_tokens=None), **how)
 
 
 @pytest.mark.slow
@@ -321,15 +338,8 @@ def test_tensor_parallelism_that_cuts_experts_too_small_is_refused_before_a_step
 @distributed(2, device="cpu", timeout=280)
 def test_micro_batches_share_quantized_weights(ctx: Context, tmp_path: Path) -> None:
     from mxep.gemm import quantize_weights_once_a_step
-    from titan_trainer import BATCH, make_config, train
 
-    batches = {"training": {"global_batch_size": 3 * ctx.world_size * BATCH, "steps": 2}}
-    found = []
-    for once in (False, True):
-        override = overridden("mxfp8", quantize_once=once)
-        losses, trainer = train(make_config("deepseek_v3", str(tmp_path), ep=2, override=override, **batches), ctx.rank)
-        trainer.close()
-        found.append(losses)
+    found = [train_v3(ctx, tmp_path, 2, overridden("mxfp8", quantize_once=once), batches=2) for once in (False, True)]
     assert found[0] == found[1]
     # One MoE layer of two weights, two ways, two steps.
     assert quantize_weights_once_a_step().quantizations == 2 * 2 * 2
@@ -340,7 +350,7 @@ def test_micro_batches_share_quantized_weights(ctx: Context, tmp_path: Path) -> 
 def test_rows_over_capacity_stop_the_step(ctx: Context, tmp_path: Path) -> None:
     from mxep.comms import CapacityExceeded
     from titan_on_cpu import reduce_over_gloo
-    from titan_trainer import make_config, train
+    from titan_trainer import make_config
 
     config = make_config("deepseek_v3", str(tmp_path), ep=2, override=overridden("bf16", capacity=0.1))
     os.environ["LOCAL_RANK"] = str(ctx.rank)
@@ -351,12 +361,12 @@ def test_rows_over_capacity_stop_the_step(ctx: Context, tmp_path: Path) -> None:
         trainer.train()
     assert all(map(torch.equal, before, trainer.model_parts[0].parameters()))
     trainer.close()
-    losses = {}
-    for overflow, capacity in (("drop", 0.1), ("recompute", 0.1), ("raise", None)):
-        how = {"override": overridden("bf16", capacity=capacity, overflow=overflow), "training": {"steps": 2}}
-        losses[overflow], trainer = train(make_config("deepseek_v3", str(tmp_path), ep=2, **how), ctx.rank)
-        trainer.close()
-    assert losses["recompute"] == losses["raise"] != losses["drop"], "the worst case's, which has room for all"
+    drop, recompute = (
+        train_v3(ctx, tmp_path, 2, overridden("bf16", capacity=0.1, overflow=overflow))
+        for overflow in ("drop", "recompute")
+    )
+    with_room_for_all, _ = deepseek_v3(ctx.rank, "bf16")
+    assert recompute == with_room_for_all[:2] != drop
 
 
 @pytest.mark.slow
@@ -365,9 +375,9 @@ def test_checkpoints_and_loads_are_torchtitans(ctx: Context, tmp_path: Path) -> 
     """From its checkpoint mxep's experts go on as its own would have, and from mxep's its own do."""
     from titan_trainer import make_config, train
 
-    def run(folder: str, override: Any, load_step: int = -1) -> tuple[list[float], Any]:
+    def run(folder: str, override: Any, steps: int, load_step: int = -1) -> tuple[list[float], Any]:
         kept = {"enable": True, "interval": 2, "last_save_model_only": False, "load_step": load_step}
-        given: dict[str, Any] = {"training": {"steps": 4}, "checkpoint": kept}
+        given: dict[str, Any] = {"training": {"steps": steps}, "checkpoint": kept}
         if override is not None:
             given["override"] = override
         losses, trainer = train(make_config("deepseek_v3", str(tmp_path / folder), ep=2, **given), ctx.rank)
@@ -375,9 +385,10 @@ def test_checkpoints_and_loads_are_torchtitans(ctx: Context, tmp_path: Path) -> 
         return losses, trainer
 
     mxep = overridden("bf16", linear="bf16")
-    (own, _), (ours, trainer) = run("own", None), run("mxep", mxep)
-    loads = [metrics["moe_load/layers.1"] for metrics in trainer.metrics_processor.logger.steps]
+    _, (_, trainer) = run("own", None, 2), run("mxep", mxep, 2)
+    loads = [metrics["moe_load/layers.0"] for metrics in trainer.metrics_processor.logger.steps]
     assert all(1 <= load <= 8 for load in loads)  # of 8 experts
     # The fourth loss is behind a step of the optimizer, whose state is in the checkpoint, too.
-    for rest, whole in ((run("own", mxep, 2)[0], own), (run("mxep", None, 2)[0], ours)):
+    whole, _ = deepseek_v3(ctx.rank)
+    for rest in (run("own", mxep, 4, 2)[0], run("mxep", None, 4, 2)[0]):
         torch.testing.assert_close(rest, whole[2:], rtol=0, atol=1e-3)

@@ -80,7 +80,7 @@ CHECKPOINTING = "train.activation_checkpointing=true", "model.transformers.route
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"alone": FP32},
     2: {
-        **{f"micro {number}": ("train.compare=false", f"train.micro_batches={number}") for number in (1, 2, 4)},
+        **{f"micro {number}": ("train.compare=false", f"train.micro_batches={number}") for number in (1, 4)},
         **{
             f"{recipe} {kind}": (f"recipe={recipe}", "train.compare=false", "train.micro_batches=2", *how)
             for recipe in ("bf16", "mxfp8")
@@ -90,7 +90,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "sharded": (*FP32, FSDP, "parallel.ep=1", "train.micro_batches=2", CHECKPOINTING[0]),
     },
     4: {
-        **{f"fp32 micro {number}": (*FP32, "parallel.ep=2", f"train.micro_batches={number}") for number in (1, 2, 4)},
+        **{f"fp32 micro {number}": (*FP32, "parallel.ep=2", f"train.micro_batches={number}") for number in (1, 4)},
         "sharded": (*FP32, FSDP, "parallel.ep=2", "train.micro_batches=2", CHECKPOINTING[0]),
     },
 }
@@ -123,15 +123,14 @@ def assert_close(got: Found, wanted: Found, names: list[str]) -> None:
 def test_micro_batches_have_the_loss_and_the_gradients_of_one_batch(found: Any):
     for rank in found[4]:
         wanted, _ = rank["fp32 micro 1"]
-        for number in (2, 4):
-            assert_close(rank[f"fp32 micro {number}"][0], wanted, list(wanted))
+        assert_close(rank["fp32 micro 4"][0], wanted, list(wanted))
 
 
 def test_micro_batches_share_one_quantization_of_each_weight(make_config: Callable[..., Config], found: Any):
     model = make_config(*SMALL).model
-    results = [found[2][0][f"micro {number}"] for number in (1, 2, 4)]
-    assert [each["routed"] for each, _ in results] == 3 * [8 * 32 * model.top_k * model.layers]
-    assert [opened for _, opened in results] == [0, 4 * model.layers, 4 * model.layers]  # two weights, both ways
+    results = [found[2][0][f"micro {number}"] for number in (1, 4)]
+    assert [each["routed"] for each, _ in results] == 2 * [8 * 32 * model.top_k * model.layers]
+    assert [opened for _, opened in results] == [0, 4 * model.layers]  # two weights, both ways
 
 
 def test_sharded_ranks_have_the_gradients_of_one_process(found: Any):

@@ -74,10 +74,10 @@ def compare(kind: str, fmt: str, steps: int, folder: Path, seed: int = 0) -> tup
 
 @pytest.mark.parametrize(("kind", "fmt"), [("qwen3_moe", "mxfp8"), ("gpt_oss", "mxfp4")])
 def test_a_trainer_loses_as_much_as_on_the_dequantized_model(kind: str, fmt: str, tmp_path: Path) -> None:
-    wanted, got = compare(kind, fmt, 30, tmp_path)
+    wanted, got = compare(kind, fmt, 20, tmp_path)
     assert sum(wanted[-5:]) < 0.92 * sum(wanted[:5]), "it learns"
     assert abs(wanted[0] - got[0]) < 0.02 * wanted[0]
-    for first in (0, 10, 20):
+    for first in (0, 10):
         there, here = (sum(each[first : first + 10]) for each in (wanted, got))
         assert abs(there - here) < 0.03 * there, (wanted, got)
 

@@ -57,7 +57,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], least_db: 
         assert torch.equal(found, expected[name]) or snr(expected[name], found) > least_db, name
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_all_layers_are_one_graph_without_breaks_whose_gradients_are_eager_ones(kind: str) -> None:
     model = model_of(kind)
     done = optimize(model)
@@ -67,12 +67,58 @@ def test_all_layers_are_one_graph_without_breaks_whose_gradients_are_eager_ones(
     assert not counters["graph_break"]
 
 
+def test_layers_of_qwen3_are_one_graph_copied_and_pickled() -> None:
+    model = model_of()
+    expected = gradients(model)
+    assert all(layer.last_routing is not None for _, layer in layers(model))
+    optimize(model)
+    gradients_of_it = gradients(model)
+    assert_close(gradients_of_it, expected, 40)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert all(layer.last_routing is None and layer.trained_routing is None for _, layer in layers(model))
+    with pytest.warns(UserWarning, match="were compiled, and a graph keeps no routing"):
+        assert load_report(model) == {}
+
+    file, half = io.BytesIO(), copy.deepcopy(model)
+    torch.save(model, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    assert type(other.model.layers[0]) is type(model.model.layers[0])
+    assert_close(gradients(other), gradients_of_it, 40)
+
+    model.zero_grad(set_to_none=True)
+    eager = model_of()
+    with torch.no_grad():
+        for parameter in (*half.parameters(), *eager.parameters()):
+            parameter.mul_(0.5)
+    assert_close(gradients(half), gradients(eager), 40)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_auxiliary_loss_of_a_compiled_layer_is_that_of_an_eager_one() -> None:
+    how = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_hidden_layers": 1}
+    model = model_of(**how)
+    optimize(model)
+    assert_close(gradients(model), gradients(model_of(**how)), 40)
+
+
+def test_evaluation_is_not_compiled() -> None:
+    model = model_of()
+    optimize(model)
+    model.eval()
+    with torch.no_grad():
+        for _ in range(3):
+            model(input_ids=token_ids())
+    assert not counters["stats"]
+
+
 def test_frozen_experts_with_lora_are_in_the_graph_of_their_layer() -> None:
     """In MXFP4; a compiled layer of each format: ep/test_frozen.py."""
     peft = pytest.importorskip("peft")
     found = []
     for compiled in (False, True):
-        model = model_of(moe_intermediate_size=64)
+        model = model_of(moe_intermediate_size=64, num_hidden_layers=1)
         freeze_experts(model, "mxfp4")
         optimize(model, compile=compiled)
         torch.manual_seed(0)
@@ -81,13 +127,13 @@ def test_frozen_experts_with_lora_are_in_the_graph_of_their_layer() -> None:
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, **how))
         found.append(gradients(model))
     assert_close(found[1], found[0], 40)
-    assert counters["stats"]["unique_graphs"] == 2  # the first layer's input has no gradient
+    assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
 
 def test_each_part_alone_keeps_the_gradients() -> None:
     expected = gradients(model_of())
-    for part, value in (("loss", True), ("attention", "causal"), ("compile", True)):
+    for part, value in (("loss", True), ("attention", "causal")):  # compile: the test of ranks
         model = model_of()
         done = optimize(model, **NOTHING | {part: value})
         assert list(done) == [part]
@@ -176,7 +222,7 @@ def test_forwards_before_the_first_backward_are_recomputed_as_they_ran(name: str
     """As in DPO: chosen and rejected sequences, of two lengths."""
     found = []
     for optimized in (False, True):
-        model = model_of(name=name)
+        model = model_of(name=name, num_hidden_layers=1)
         if optimized:
             optimize(model)
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -214,62 +260,6 @@ def test_experts_over_ranks_open_their_buffers_within_the_first_compiled_forward
         assert snr(expected, got) > 100, name
 
 
-def test_a_copy_runs_its_own_layers() -> None:
-    model = model_of()
-    optimize(model)
-    gradients(model)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.5)
-    model.zero_grad(set_to_none=True)
-    found = gradients(other)
-    expected = model_of()
-    with torch.no_grad():
-        for parameter in expected.parameters():
-            parameter.mul_(0.5)
-    assert_close(found, gradients(expected), 40)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_compiled_layers_are_pickled() -> None:
-    model, file = model_of(), io.BytesIO()
-    optimize(model)
-    torch.save(model, file)
-    file.seek(0)
-    other = torch.load(file, weights_only=False)
-    assert type(other.model.layers[0]) is type(model.model.layers[0])
-    assert_close(gradients(other), gradients(model), 40)
-
-
-def test_the_auxiliary_loss_of_compiled_layers_is_that_of_eager_ones() -> None:
-    how = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    model = model_of(**how)
-    optimize(model)
-    assert_close(gradients(model), gradients(model_of(**how)), 40)
-
-
-def test_compiled_experts_have_no_routing_of_an_earlier_eager_forward() -> None:
-    model = model_of()
-    gradients(model, 1)
-    assert all(layer.last_routing is not None for _, layer in layers(model))
-    optimize(model)
-    gradients(model, 1)
-    assert all(layer.last_routing is None and layer.trained_routing is None for _, layer in layers(model))
-    with pytest.warns(UserWarning, match="were compiled, and a graph keeps no routing"):
-        assert load_report(model) == {}
-
-
-def test_evaluation_is_not_compiled() -> None:
-    model = model_of()
-    optimize(model)
-    model.eval()
-    with torch.no_grad():
-        for _ in range(3):
-            model(input_ids=token_ids())
-    assert not counters["stats"]
-
-
 def test_a_trainer_trains_the_same_with_accumulation(tmp_path: Any) -> None:
     """num_items_in_batch reaches the loss: rows have different numbers of labels."""
     found, rows = [], token_ids(8)
@@ -278,7 +268,7 @@ def test_a_trainer_trains_the_same_with_accumulation(tmp_path: Any) -> None:
         model = model_of()
         if optimized:
             optimize(model)
-        how: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": []}
+        how: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": []}
         how |= {"per_device_train_batch_size": 1, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
         arguments = TrainingArguments(str(tmp_path), **how)
         trainer = Trainer(model, arguments, train_dataset=texts, callbacks=[MxepCallback()])
@@ -288,7 +278,7 @@ def test_a_trainer_trains_the_same_with_accumulation(tmp_path: Any) -> None:
     assert isinstance(model.lm_head, DeferredHead)
     assert weights.isfinite().all()
     assert found[1] == pytest.approx(found[0], rel=2e-3)
-    assert len(found[1]) == 3
+    assert len(found[1]) == 2
     assert counters["stats"]["unique_graphs"] >= 1
 
 
