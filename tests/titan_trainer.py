@@ -28,7 +28,7 @@ from titan_on_cpu import reduce_over_gloo  # before torchtitan
 LENGTH, BATCH = 32, 2
 FLAVORS = {
     "qwen3": (qwen3, "debugmodel_moe", "_build_qwen3_moe_layers", {"n_layers": 2, "n_kv_heads": 2, "num_experts": 8}),
-    "deepseek_v3": (deepseek_v3, "debugmodel", "_build_dsv3_layers", {"n_layers": 1, "n_dense_layers": 0}),
+    "deepseek_v3": (deepseek_v3, "debugmodel", "_build_dsv3_layers", {"n_layers": 2, "n_dense_layers": 1}),
 }
 """The model's module, its flavor, the function there that makes the flavor's layers, and smaller arguments for it."""
 

@@ -118,7 +118,7 @@ def test_frozen_experts_with_lora_are_in_the_graph_of_their_layer() -> None:
     peft = pytest.importorskip("peft")
     found = []
     for compiled in (False, True):
-        model = model_of(moe_intermediate_size=64, num_hidden_layers=1)
+        model = model_of(moe_intermediate_size=64)
         freeze_experts(model, "mxfp4")
         optimize(model, compile=compiled)
         torch.manual_seed(0)
@@ -127,13 +127,13 @@ def test_frozen_experts_with_lora_are_in_the_graph_of_their_layer() -> None:
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, **how))
         found.append(gradients(model))
     assert_close(found[1], found[0], 40)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 2  # the first layer's input has no gradient
     assert not counters["graph_break"]
 
 
 def test_each_part_alone_keeps_the_gradients() -> None:
     expected = gradients(model_of())
-    for part, value in (("loss", True), ("attention", "causal")):  # compile: the test of ranks
+    for part, value in (("loss", True), ("attention", "causal"), ("compile", True)):
         model = model_of()
         done = optimize(model, **NOTHING | {part: value})
         assert list(done) == [part]
