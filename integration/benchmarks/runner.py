@@ -128,7 +128,7 @@ def table(title: str, labels: str, figures: str) -> Section:
     return Section(title, tuple(labels.split(", ")), {name: FORMATS.get(name, ".2f") for name in figures.split(", ")})
 
 
-FORMATS = {"of sum": ".0%", "tokens/s a GPU": ".0f", "loss": ".4f", "ms": ".2f"}
+FORMATS = {"of sum": ".0%", "tokens/s a GPU": ".0f", "loss": ".4f"}
 FORMATS |= dict.fromkeys(("us", "left us", "dB"), ".1f")
 FORMATS |= dict.fromkeys(("TF", "TFLOP/s", "wire GB/s"), ".0f")
 FORMATS |= dict.fromkeys(("launches", "allocations", "ops"), ".0f")

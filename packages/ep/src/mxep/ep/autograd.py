@@ -35,6 +35,7 @@ from torch.fx.node import has_side_effect
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS, select
+from mxep.gemm.backends.base import empty_gradient
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.product import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import join_parts, weight_parts, weights_are_held
@@ -52,7 +53,6 @@ from .formats import (
     GradientForm,
     LayerConfig,
     Needs,
-    empty_gradient,
     fake_plan,
     fake_saved,
     held_colwise,
@@ -430,11 +430,11 @@ def _(
 ) -> list[Tensor]:
     d_weights, needs = d_out.new_empty(ids.shape, dtype=torch.float32), Needs(*how[-1])
     grads, of = [d_out.new_empty(d_out.shape), d_weights], _OpParameters.of(parameters, counts)
-    halves = of.gate_up_proj if isinstance(of.gate_up_proj, tuple) else (of.gate_up_proj,)
+    halves: Any = of.gate_up_proj if isinstance(of.gate_up_proj, tuple) else (of.gate_up_proj,)
     if needs.gate_up_proj:
-        grads.append(empty_gradient(of.gate_up_proj))
+        grads.append(halves[0].new_empty((2, *halves[0].shape)) if len(halves) == 2 else empty_gradient(halves[0]))
     if needs.down_proj:
-        grads.append(empty_gradient(of.down_proj))
+        grads.append(empty_gradient(of.down_proj))  # type: ignore[arg-type]  # frozen weights need none
     if needs.gate_up_bias:
         grads.append(d_weights.new_empty(halves[0].shape[0], sum(half.shape[1] for half in halves)))
     if needs.lora and of.lora is not None:

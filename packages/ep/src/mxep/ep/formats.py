@@ -353,15 +353,6 @@ class GradientForm(NamedTuple):
         return cls(w.dtype, False, isinstance(w, Tensor) and is_transposed(w))  # type: ignore[union-attr]
 
 
-def empty_gradient(w: AnyWeight) -> Tensor:
-    """An uninitialised tensor for w's gradient, in its `GradientForm`."""
-    first: Any = w[0] if type(w) is tuple else w
-    form, shape = GradientForm.of(w), first.shape
-    if form.transposed:
-        return first.new_empty(first.mT.shape).mT  # type: ignore[no-any-return]
-    return first.new_empty((2, *shape) if form.halves else shape)  # type: ignore[no-any-return]
-
-
 def saved_columns(weights: RowwiseWeights) -> tuple[Any, Any]:
     """For each of the two weights, what forward saves to make `quantize_colwise` cheaper.
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends import BACKENDS, Backend, select
-from mxep.gemm.backends.base import is_transposed
+from mxep.gemm.backends.base import empty_gradient, is_transposed
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.quantize_once import SavedWeight, is_held, join_parts, rowwise_and_saved, weight_parts, weights_are_held
 from mxep.gemm.recipe import Recipe
@@ -315,7 +315,7 @@ def backward_op(
             scale=wgrad_scale,
             quantized=False,
             widths=(dy.shape[1],),
-            transposed=is_transposed(ws[0]),
+            transposed=len(ws) == 1 and is_transposed(ws[0]),
         )
     return [grad for grad in (da, dw) if grad is not None]
 
@@ -323,13 +323,11 @@ def backward_op(
 @backward_op.register_fake
 def _(dy: Tensor, saved: list[Tensor], ws: list[Tensor], offs: Tensor | None, *how: Any) -> list[Tensor]:
     *_, dtype, _, needs = how
-    groups, _, width = _grouped(ws)[0].shape
+    first, *others = _grouped(ws)
+    groups, _, width = first.shape
     da = dy.new_empty(dy.shape[0], width, dtype=dtype)
-    if is_transposed(_grouped(ws)[0]):
-        grads = da, ws[0].new_empty(groups, width, dy.shape[1]).mT
-    else:
-        grads = da, ws[0].new_empty(groups, dy.shape[1], width)
-    return [grad for grad, need in zip(grads, needs) if need]
+    dw = first.new_empty(groups, dy.shape[1], width) if others else empty_gradient(first)
+    return [grad for grad, need in zip((da, dw), needs) if need]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -197,6 +197,11 @@ def is_transposed(w: Tensor) -> bool:
     return not w.is_contiguous() and w.mT.is_contiguous()
 
 
+def empty_gradient(w: Tensor) -> Tensor:
+    """Memory of w's gradient, which lies as w does: in the layout that `Backend.wgrad` returns."""
+    return w.new_empty(w.mT.shape).mT if is_transposed(w) else w.new_empty(w.shape)
+
+
 def _exchanged(operands: Any) -> Any:
     """Swap dy and a: `wgrad` then computes the transposed gradient, with the same sums in the same order."""
     if isinstance(operands, AlongTokens):
