@@ -1,8 +1,9 @@
-"""The README's picture, and one of losses, from published results: `front_page.py docs/results` writes them there.
+"""Pictures of published results: `python integration/benchmarks/front_page.py docs/results` draws them there.
 
     front-page.svg    eager-*-h200.json       section "eager": ms of forward + backward of a layer of six models
                       step-qwen3-h200.json    section "model": tokens/s of a model's training step
     losses.svg        parity-h200.json        losses in training, three seeds of bf16 and MXFP8
+    peers-h100.svg    peers-*-h100.json       ms of a layer by peer. A later file's time replaces an earlier one's
 
 The same results give the same bytes, which a test compares. A browser picks colours for the reader's scheme.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -23,7 +24,6 @@ from mxep.integration import report
 
 Row = dict[str, Any]
 
-FILE, LOSSES = "front-page.svg", "losses.svg"
 NAMES = {
     "deepseek_v3": "DeepSeek-V3, 128 experts",
     "deepseek_proxy": "DeepSeek-V3, 32 experts",
@@ -34,11 +34,7 @@ NAMES = {
 }
 LAYERS, MODEL = ("eager-models", "eager-llama4-mixtral"), "step-qwen3"
 BASELINE = "baseline bf16"
-ALIASES = {
-    "bf16/symmetric": "mxep bf16",
-    "mxfp8/symmetric": "mxep mxfp8",
-    "baseline": BASELINE,
-}
+ALIASES = {"bf16/symmetric": "mxep bf16", "mxfp8/symmetric": "mxep mxfp8", "baseline": BASELINE}
 """Name of a case in bench=layer or bench=model -> its series here."""
 SERIES = {
     BASELINE: ("base", "bf16 baseline"),
@@ -47,6 +43,9 @@ SERIES = {
     "mxep mxfp8": ("mxfp8", "mxep MXFP8"),
 }
 """Series -> CSS class, legend."""
+PEERS = {"mxep bf16": "bf16", "mxep fp8": "fp8", "mxep mxfp8": "mxfp8", "mxep mxfp8, kept": "mxfp8"}
+"""CSS class of our rows among peers."""
+PEER_TOKENS = 4096
 
 # Okabe and Ito's colours, for colour-blind readers. Series also have a fixed order.
 STYLE = """
@@ -65,18 +64,14 @@ BAR, STEP, GAP = 13, 17, 16  # height of a bar, distance between bars, gap betwe
 ROOM = 115  # right of the longest bar, for its figure
 
 
-def layer_rows(results: Sequence[Row]) -> dict[str, list[Row]]:
-    """Model -> its rows, one for each series."""
-    models: dict[str, list[Row]] = {}
-    for row in (row for result in results for row in result["sections"]["eager"]):
-        if (named := in_series(row))["what"] in SERIES:
-            models.setdefault(row["model"], []).append(named)
-    return models
-
-
-def in_series(row: Row) -> Row:
-    """The row, with the name of its series as `what`."""
-    return row | {"what": ALIASES.get(row["what"], row["what"])}
+def by_model(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Model -> its rows in the order of SERIES, with `what` replaced by the series."""
+    named = [row | {"what": ALIASES.get(row["what"], row["what"])} for row in rows]
+    return {
+        model: [row for what in SERIES for row in named if (row["model"], row["what"]) == (model, what)]
+        for model in NAMES
+        if any(row["model"] == model for row in named)
+    }
 
 
 def shape(row: Row) -> tuple[str, str]:
@@ -134,10 +129,6 @@ class Page:
         return "\n".join([head, f"<style>{STYLE}</style>", page, *self.lines, "</svg>"]) + "\n"
 
 
-def in_order(rows: list[Row]) -> list[Row]:
-    return sorted((row for row in rows if row["what"] in SERIES), key=lambda row: list(SERIES).index(row["what"]))
-
-
 def times(row: Row) -> str:
     ratio = row["x bf16"] if "x bf16" in row else row["x baseline"]
     return "" if row["what"] == BASELINE else f" ({ratio:.2f}x)"
@@ -146,7 +137,7 @@ def times(row: Row) -> str:
 def front_page(layers: Sequence[Row], model: Row) -> str:
     """The SVG of JSON results: of layers, and of one model."""
     page = Page()
-    models = layer_rows(layers)
+    models = by_model(row for result in layers for row in result["sections"]["eager"])
     (gpus,) = {row["ranks"] for rows in models.values() for row in rows}
     (capacity,) = {row["capacity"] for rows in models.values() for row in rows if "capacity" in row}
     page.title(
@@ -156,10 +147,10 @@ def front_page(layers: Sequence[Row], model: Row) -> str:
     )
     page.legend()
     longest = max(row["ms"] for rows in models.values() for row in rows)
-    for name in [name for name in NAMES if name in models]:
-        bars = [(row["what"], row["ms"], f"{row['ms']:.1f}{times(row)}") for row in in_order(models[name])]
-        page.bars(NAMES[name], shape(models[name][0]), bars, longest)
-    rows = in_order([in_series(row) for row in model["sections"]["model"]])
+    for name, rows in models.items():
+        bars = [(row["what"], row["ms"], f"{row['ms']:.1f}{times(row)}") for row in rows]
+        page.bars(NAMES[name], shape(rows[0]), bars, longest)
+    ((name, rows),) = by_model(model["sections"]["model"]).items()
     page.y += 4
     page.title(
         "A training step of a whole model: tokens/s per GPU, longer is better",
@@ -169,7 +160,7 @@ def front_page(layers: Sequence[Row], model: Row) -> str:
     bars = [(row["what"], rate, f"{rate / 1e3:.1f}k{times(row)}") for row, rate in zip(rows, rates)]
     layers_cut, micro_batches, sequences, length = rows[0]["shape"]
     batch = f"{micro_batches} micro-batches of {sequences * length} tokens"
-    page.bars(NAMES[rows[0]["model"]], (f"cut to {layers_cut} layers", batch), bars, max(rates))
+    page.bars(NAMES[name], (f"cut to {layers_cut} layers", batch), bars, max(rates))
     return page.svg("Times of MoE layers and speed of a whole model: bf16 baseline, torchao FP8, mxep bf16, mxep MXFP8")
 
 
@@ -200,13 +191,42 @@ def losses(result: Row) -> str:
     return "\n".join([head, f"<style>{STYLE}</style>", *placed, "</svg>"]) + "\n"
 
 
-def main(folder: Path) -> None:
+def peers(results: Sequence[Row]) -> str:
+    """The SVG with a bar for each peer and shape, at PEER_TOKENS. dB is that of the least exact result, without the
+    gradient of routing weights, which some peers return in bf16."""
+    page, shapes = Page(), dict[str, dict[str, Row]]()
+    for row in (row for result in results for row in result["layers"]):
+        if row["tokens"] == PEER_TOKENS and "ms" in row:
+            shapes.setdefault(row["shape"], {})[row["peer"]] = row
+    where = f"{results[-1]['device']}, runs until {results[-1]['date']}"
+    title = "One MoE layer on one GPU, forward + backward: ms"
+    page.title(title, f"{where}, {PEER_TOKENS} tokens a rank. dB: SNR against fp64.")
+    for name, by_peer in shapes.items():
+        rows = sorted(by_peer.values(), key=lambda row: float(row["ms"]))
+        page.y += 16
+        page.text(MARGIN, f"{name}, {rows[0]['rows an expert']:.0f} rows an expert", "name")
+        page.y += 6
+        for row in rows:
+            width = row["ms"] / rows[-1]["ms"] * (WIDTH - MARGIN - ROOM - LEFT)
+            worst = min(db for result, db in row["dB"].items() if result != "d_weights")
+            page.text(MARGIN, row["peer"], "best" if row["peer"] in PEERS else "dim", y=page.y + 10)
+            page.box(LEFT, page.y, width, BAR, PEERS.get(row["peer"], "base"))
+            page.text(LEFT + width + 6, f"{row['ms']:.3g} ms, {worst:.0f} dB", "dim", y=page.y + 11)
+            page.y += STEP
+    page.y += MARGIN
+    return page.svg("Times of one MoE layer on one GPU, mxep and its peers")
+
+
+def pictures(folder: Path) -> dict[str, str]:
+    """File name -> SVG, from the results in a folder."""
     *layers, model, parity = (
         json.loads((folder / f"{name}-h200.json").read_text()) for name in (*LAYERS, MODEL, "parity")
     )
-    (folder / FILE).write_text(front_page(layers, model))
-    (folder / LOSSES).write_text(losses(parity))
+    files = sorted(folder.glob("peers-*-h100.json"), key=lambda file: int(file.name.split("-")[1]))
+    runs = [json.loads(file.read_text()) for file in files]
+    return {"front-page.svg": front_page(layers, model), "losses.svg": losses(parity), "peers-h100.svg": peers(runs)}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for file, svg in pictures(Path(sys.argv[1])).items():
+        (Path(sys.argv[1]) / file).write_text(svg)

@@ -32,33 +32,29 @@ def layers() -> list[dict[str, Any]]:
     return [results(name) for name in front_page.LAYERS]
 
 
-def test_the_picture_of_losses_is_drawn_from_the_results():
-    drawn = front_page.losses(results("parity"))
-    assert drawn == (RESULTS / front_page.LOSSES).read_text(), (
-        "python integration/benchmarks/front_page.py docs/results"
-    )
-    assert drawn.count("<polyline") == 6, "two means, a line at zero and three seeds"
+def test_the_pictures_are_those_of_the_results() -> None:
+    for file, drawn in front_page.pictures(RESULTS).items():
+        assert drawn == (RESULTS / file).read_text(), "python integration/benchmarks/front_page.py docs/results"
+    assert "docs/results/front-page.svg" in TEXT
 
 
-def test_the_picture_is_that_of_the_results() -> None:
-    drawn = front_page.front_page(layers(), results(front_page.MODEL))
-    assert drawn == (RESULTS / front_page.FILE).read_text(), "python integration/benchmarks/front_page.py docs/results"
-    assert f"docs/results/{front_page.FILE}" in TEXT
-
-
-def test_the_picture_has_every_figure() -> None:
-    models = front_page.layer_rows(layers())
+def test_the_pictures_have_every_figure() -> None:
+    pictures = front_page.pictures(RESULTS)
+    models = front_page.by_model(row for each in layers() for row in each["sections"]["eager"])
     assert set(models) == front_page.NAMES.keys()
     for rows in models.values():
         assert {row["what"] for row in rows} >= {"baseline bf16", "mxep bf16", "mxep mxfp8"}
         assert len({row["what"] for row in rows}) == len(rows), "a case twice"
-    drawn = front_page.front_page(layers(), results(front_page.MODEL))
-    for row in [row for rows in models.values() for row in rows]:
-        assert f">{row['ms']:.1f}{front_page.times(row)}<" in drawn
-    steps = [front_page.in_series(row) for row in results(front_page.MODEL)["sections"]["model"]]
-    assert {row["what"] for row in steps} == {"baseline bf16", "mxep bf16", "mxep mxfp8"}
+        for row in rows:
+            assert f">{row['ms']:.1f}{front_page.times(row)}<" in pictures["front-page.svg"]
+    (steps,) = front_page.by_model(results(front_page.MODEL)["sections"]["model"]).values()
+    assert [row["what"] for row in steps] == ["baseline bf16", "mxep bf16", "mxep mxfp8"]
     for row in steps:
-        assert f">{row['tokens/s a GPU'] / 1e3:.1f}k{front_page.times(row)}<" in drawn
+        assert f">{row['tokens/s a GPU'] / 1e3:.1f}k{front_page.times(row)}<" in pictures["front-page.svg"]
+    assert pictures["losses.svg"].count("<polyline") == 6, "two means, a line at zero and three seeds"
+    for row in results("peers-10", "h100")["layers"]:
+        if row["tokens"] == front_page.PEER_TOKENS and "ms" in row and "235B" in row["shape"]:
+            assert f">{row['ms']:.3g} ms, " in pictures["peers-h100.svg"]
 
 
 def test_the_page_is_read_in_a_minute() -> None:
