@@ -29,12 +29,11 @@ left us        time that the stage would save at its ceiling
 from __future__ import annotations
 
 import collections
-import dataclasses
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from mxep.integration.report import Row
 from mxep.integration.verify import Results as Tensors
 
 from .gemm import ceilings
-from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape, floor_ms, flop, rate, work
+from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape, floor_ms, flop, make, rate, work
 from .runner import ANY, Bench, models, table
 from .script import GIB, busy, free_memory, synchronize
 from .timer import Alternative, Call, Run, Timer, failure
@@ -101,13 +100,18 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
     if shape.experts % ranks:
         yield {"what": "all", "note": f"{shape.experts} experts are not the same number on each rank"}
         return
-    with ExitStack() as opened:
-        try:
-            skew = float(section == "skew")
-            p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
-            yield from MEASURED.get(section, _timed)(At(bench, p, timer, opened, section), names)
-        except FailedOnRanks as error:
-            yield {"what": "all", **failure(error)}
+    try:
+        skew = float(section == "skew")
+        p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
+        with contextlib.ExitStack() as opened:
+            at = At(bench, p, timer, opened, section)
+            if section not in ("stages", "memory"):
+                yield from _timed(at, names)
+            for name in names if section in ("stages", "memory") else ():
+                with contextlib.ExitStack() as closed:  # so that shared memory counts for each layer
+                    yield from (_stages if section == "stages" else _memory)(replace(at, opened=closed), name)
+    except FailedOnRanks as error:
+        yield {"what": "all", **failure(error)}
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,12 @@ class At:
     bench: Bench
     p: Problem
     timer: Timer
-    opened: ExitStack
+    opened: contextlib.ExitStack
     section: str
 
     def make(self, case: Case) -> Layer:
         """Make the case's layer. Collective. Raises FailedOnRanks."""
-        layer = on_all_ranks(lambda: case.make(self.p))
+        layer = on_all_ranks(lambda: make(self.p, case))
         self.opened.callback(layer.close)
         return layer
 
@@ -180,43 +184,34 @@ def _compare(case: Case, reference: list[Tensors], row: Row, got: Tensors) -> No
     if not reference:
         reference.append(got)
         return
-    names = [field.name for field in dataclasses.fields(Tensors)]
-    found = from_all_ranks(lambda: {name: snr(getattr(reference[0], name), getattr(got, name)) for name in names})
-    row["snr dB"] = {name: min(theirs[name] for theirs in found) for name in names}
+    found = from_all_ranks(lambda: {name: snr(one, getattr(got, name)) for name, one in vars(reference[0]).items()})
+    row["snr dB"] = {name: min(theirs[name] for theirs in found) for name in found[0]}
     row["dB"] = min(row["snr dB"].values())
     if not row["dB"] >= case.least_snr:
         raise FailedOnRanks(f"wanted {case.least_snr:g} dB at least against {BASELINE}, got {row['snr dB']}")
 
 
-def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
-    for name in names:
-        try:
-            layer = at.make(Case(name))
-            step = at.prepare(layer, layer.step)
-            seen = from_all_ranks(functools.partial(breakdown_of, step.replay, at.bench.device))
-            for row in stage_rows(at.p, Case(name), seen, at.bench.ceilings):
-                yield {"what": name, **row}
-        except FailedOnRanks as error:
-            yield {"what": name, "stage": "all", **failure(error)}
+def _stages(at: At, name: str) -> Iterator[Row]:
+    try:
+        layer = at.make(Case(name))
+        step = at.prepare(layer, layer.step)
+        seen = from_all_ranks(functools.partial(breakdown_of, step.replay, at.bench.device))
+        for row in stage_rows(at.p, Case(name), seen, at.bench.ceilings):
+            yield {"what": name, **row}
+    except FailedOnRanks as error:
+        yield {"what": name, "stage": "all", **failure(error)}
 
 
-def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
-    """Measure memory. Each layer is closed before the next is made, so that shared memory counts for each."""
-    for name in names:
-        row: Row = {"what": name}
-        with ExitStack() as opened:
-            try:
-                layer = dataclasses.replace(at, opened=opened).make(case := Case(name))
-                row |= {"capacity": at.p.capacity} if case.bounded else {}
-                row |= on_all_ranks(functools.partial(memory_of, layer.step, at.bench.device, layer.out))
-                row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
-            except FailedOnRanks as error:
-                row |= failure(error)
-        yield row
-
-
-MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {"stages": _stages, "memory": _memory}
-"""Section -> the function that measures its rows, if it is not `_timed`."""
+def _memory(at: At, name: str) -> Iterator[Row]:
+    row: Row = {"what": name}
+    try:
+        layer = at.make(case := Case(name))
+        row |= {"capacity": at.p.capacity} if case.bounded else {}
+        row |= on_all_ranks(functools.partial(memory_of, layer.step, at.bench.device, layer.out))
+        row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
+    except FailedOnRanks as error:
+        row |= failure(error)
+    yield row
 
 
 def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
@@ -282,17 +277,18 @@ def breakdown(events: Iterable[Event], steps: int = 1) -> tuple[dict[str, float]
 
     Raises ValueError without events.
     """
-    events = list(events)
-    if not events:
-        raise ValueError("the profiler saw no kernels")
     us: dict[str, float] = collections.defaultdict(float)
     others: dict[str, float] = collections.defaultdict(float)
+    spans = []
     for start, end, name in events:
+        spans.append((start, end))
         us[stage_of(name)] += end - start
         if stage_of(name) == "other":
             others[name] += end - start
-    starts, ends, _ = zip(*events)
-    us |= {"sum": sum(us.values()), "busy": busy(zip(starts, ends)), "whole": max(ends) - min(starts)}
+    if not spans:
+        raise ValueError("the profiler saw no kernels")
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
+    us |= {"sum": sum(us.values()), "busy": busy(spans), "whole": whole}
     return {stage: time / steps for stage, time in us.items()}, sorted(others, key=lambda name: -others[name])
 
 
@@ -306,23 +302,18 @@ def profiled(call: Call, steps: int, device: torch.device, *activities: Profiler
         for _ in range(steps):
             call()
         synchronize()
-    return list(seen.events() or ())
+    return [event for event in seen.events() or () if not getattr(event, "is_user_annotation", False)]
 
 
 def breakdown_of(call: Call, device: torch.device) -> tuple[dict[str, float], list[str]]:
     """`breakdown` of the kernels in STEPS calls; on a CPU of the outermost operators of one call, as listing is slow.
     Collective if the call is."""
     cuda = device.type == "cuda"
-    activity, wanted = (ProfilerActivity.CUDA, DeviceType.CUDA) if cuda else (ProfilerActivity.CPU, DeviceType.CPU)
+    activity, kind = (ProfilerActivity.CUDA, DeviceType.CUDA) if cuda else (ProfilerActivity.CPU, DeviceType.CPU)
     steps = STEPS if cuda else 1
-    events = [
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiled(call, steps, device, activity)
-        if event.device_type == wanted
-        and not getattr(event, "is_user_annotation", False)
-        and (cuda or event.cpu_parent is None)
-    ]
-    return breakdown(events, steps)
+    events = profiled(call, steps, device, activity)
+    seen = [each for each in events if each.device_type == kind and (cuda or each.cpu_parent is None)]
+    return breakdown(((each.time_range.start, each.time_range.end, each.name) for each in seen), steps)
 
 
 def stage_rows(
@@ -351,9 +342,8 @@ def counts(call: Call, device: torch.device) -> Row:
     torch's allocator. Collective if the call is."""
     cuda = device.type == "cuda"
     events = profiled(call, 1, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
-    kernels = [each for each in events if each.device_type == DeviceType.CUDA]
     names = [each.name for each in events if each.device_type == DeviceType.CPU]
-    row: Row = {"launches": sum(not getattr(each, "is_user_annotation", False) for each in kernels)}
+    row: Row = {"launches": sum(each.device_type == DeviceType.CUDA for each in events)}
     row["ops"] = sum("::" in name and not name.startswith("autograd::") for name in names)
     if cuda:
         before = torch.cuda.memory_stats(device)["allocation.all.allocated"]

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,11 +56,8 @@ KEPT = 4
 BASELINE = "baseline bf16"
 MX = "mxfp8/symmetric"
 BASELINES = (BASELINE, "baseline fp8", "baseline mxfp8")
-NAMES = (
-    *BASELINES,
-    *(f"{case}{suffix}" for case in CASES for suffix in ("", ", kept", ", worst_case", ", exact", ", recompute")),
-    *(f"{case}, {KEPT_IN_FP8}" for case in CASES if not case.startswith("bf16")),
-)
+SUFFIXES = ("", ", kept", ", worst_case", ", exact", ", recompute", f", {KEPT_IN_FP8}")
+NAMES = (*BASELINES, *(f"{case}{suffix}" for case in CASES for suffix in SUFFIXES))
 """All cases."""
 
 
@@ -101,121 +98,43 @@ class Problem:
         self.capacity = self.traffic.capacity(self.ids.numel())
 
 
-@dataclass(frozen=True)
 class Case:
-    """name: one of NAMES."""
+    """name: one of NAMES. recipe: of GEMMs, and of mxep's rows on the wire. bounded: the problem's capacity limits its
+    rows. least_snr: dB, against the baseline in bf16. MXFP8 and FP8 reach about 23."""
 
-    name: str
-
-    @property
-    def baseline(self) -> bool:
-        return self.name.startswith("baseline ")
-
-    @property
-    def recipe(self) -> str:
-        """Recipe of the GEMMs, and of mxep's rows on the wire."""
-        return self.name.split()[1] if self.baseline else self.name.split("/")[0]
-
-    @property
-    def dispatcher(self) -> str:
-        return self.name.partition(",")[0].partition("/")[2]
-
-    @property
-    def suffix(self) -> str:
-        return self.name.partition(", ")[2]
-
-    @property
-    def kept(self) -> bool:
-        return self.suffix == "kept"
-
-    @property
-    def kept_in_fp8(self) -> bool:
-        return self.suffix == KEPT_IN_FP8
-
-    @property
-    def whole_recipe(self) -> str:
-        return f"{self.recipe}_{KEPT_IN_FP8}" if self.kept_in_fp8 else self.recipe
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the problem's capacity limits the case's rows."""
-        return not self.baseline and self.suffix not in ("worst_case", "exact", "recompute")
-
-    @property
-    def least_snr(self) -> float:
-        """Least SNR, dB, against the baseline in bf16. MXFP8 and FP8 reach about 23."""
-        return 40.0 if self.recipe == "bf16" else 20.0
+    def __init__(self, name: str) -> None:
+        what, _, self.suffix = name.partition(", ")
+        self.name, self.baseline = name, what.startswith("baseline ")
+        self.recipe, _, self.dispatcher = what.removeprefix("baseline ").partition("/")
+        self.kept, self.kept_in_fp8 = self.suffix == "kept", self.suffix == KEPT_IN_FP8
+        self.whole_recipe = self.recipe + f"_{KEPT_IN_FP8}" * self.kept_in_fp8
+        self.bounded = not self.baseline and self.suffix not in ("worst_case", "exact", "recompute")
+        self.least_snr = 40.0 if self.recipe == "bf16" else 20.0
 
     def capacity(self, p: Problem) -> Capacity:
         if self.suffix == "recompute":
             return Capacity.factor(SLACK, "recompute")
         return Capacity.factor(p.capacity) if self.bounded else Capacity(self.suffix)
 
-    def make(self, p: Problem) -> Layer:
-        return Baseline(p, self) if self.baseline else Mxep(p, self)
 
-
+@dataclass
 class Layer:
-    """A layer with a problem's operands. in_graph: whether a CUDA graph can capture it. leaves: x, weights, w13, w2."""
+    """A layer with a problem's operands. call: (x, weights) -> out. leaves: x, weights, w13, w2. close: frees memory
+    that peers map. check: raises device errors. micro_batches: of a step. in_graph: a CUDA graph can capture it."""
 
-    micro_batches = 1  # in a step
-    in_graph = False
     p: Problem
+    call: Callable[[Tensor, Tensor], Tensor]
     leaves: tuple[Tensor, ...]
+    close: Callable[[], None]
+    check: Callable[[], None] = lambda: None
+    micro_batches: int = 1
+    in_graph: bool = False
 
     def out(self) -> Tensor:
-        raise NotImplementedError
+        return self.call(*self.leaves[:2])
 
     def forward(self) -> Tensor:
         return self.out().detach()
-
-    def step(self) -> Results:
-        out = self.out()
-        return Results(out.detach(), *torch.autograd.grad(out, self.leaves, self.p.d_out))
-
-    def check(self) -> None:
-        """Raise device errors."""
-
-    def close(self) -> None:
-        """Free memory that peers map."""
-
-
-class Mxep(Layer):
-    """An MoE on the problem's weights. Raises NotImplementedError if an MoE cannot run the case."""
-
-    in_graph = True
-
-    def __init__(self, p: Problem, case: Case) -> None:
-        if case.dispatcher == "local" and p.ranks > 1:
-            raise NotImplementedError("one rank's experts alone, all of them: parallel.ranks=1")
-        self.p = p
-        self.micro_batches = KEPT if case.kept else 1
-        self.moe = MoE(
-            p.shape.dim,
-            p.shape.hidden,
-            p.shape.experts,
-            p.shape.top_k,
-            group=dist.group.WORLD,
-            recipe=case.whole_recipe,
-            dispatcher=case.dispatcher,
-            capacity=case.capacity(p),
-            max_tokens=p.shape.tokens,
-            ranks_per_node=p.ranks_per_node if case.dispatcher == "hierarchical" else None,
-            router=nn.Identity(),  # unused: ids and weights are given
-            backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]
-            gradient_reduction="sum",  # as the baseline's
-            device=p.device,
-        )
-        experts = self.moe.experts
-        experts.gate_up_proj = nn.Parameter(share(p.w13, experts.gate_up_proj))
-        experts.down_proj = nn.Parameter(share(p.w2, experts.down_proj))
-        self.x = p.x.detach().requires_grad_()
-        self.weights = p.weights.clone().requires_grad_()
-        self.leaves = (self.x, self.weights, experts.gate_up_proj, experts.down_proj)
-
-    def out(self) -> Tensor:
-        out: Tensor = self.moe(self.x, expert_ids=self.p.ids, weights=self.weights)
-        return out
 
     def step(self) -> Results:
         with quantize_weights_once() if self.micro_batches > 1 else contextlib.nullcontext():
@@ -224,34 +143,55 @@ class Mxep(Layer):
                 found = torch.autograd.grad(out, self.leaves, self.p.d_out)
         return Results(out.detach(), *(local(each) for each in found))
 
-    def check(self) -> None:
-        self.moe.check()
 
-    def close(self) -> None:
-        self.moe.close()
+def make(p: Problem, case: Case) -> Layer:
+    """Make the case's layer. Raises NotImplementedError or ImportError if it cannot run here. Collective."""
+    return make_baseline(p, case) if case.baseline else make_mxep(p, case)
 
 
-class Baseline(Layer):
-    """The baseline, launched by the host, as it syncs in every step. For fp8, raises ImportError without torchao."""
+def make_mxep(p: Problem, case: Case) -> Layer:
+    if case.dispatcher == "local" and p.ranks > 1:
+        raise NotImplementedError("one rank's experts alone, all of them: parallel.ranks=1")
+    moe = MoE(
+        *p.shape[1:],
+        group=dist.group.WORLD,
+        recipe=case.whole_recipe,
+        dispatcher=case.dispatcher,
+        capacity=case.capacity(p),
+        max_tokens=p.shape.tokens,
+        ranks_per_node=p.ranks_per_node if case.dispatcher == "hierarchical" else None,
+        router=nn.Identity(),  # unused: ids and weights are given
+        backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]
+        gradient_reduction="sum",  # as the baseline's
+        device=p.device,
+    )
+    experts = moe.experts
+    experts.gate_up_proj = nn.Parameter(share(p.w13, experts.gate_up_proj))
+    experts.down_proj = nn.Parameter(share(p.w2, experts.down_proj))
+    x, weights = p.x.detach().requires_grad_(), p.weights.clone().requires_grad_()
+    leaves = x, weights, experts.gate_up_proj, experts.down_proj
 
-    def __init__(self, p: Problem, case: Case) -> None:
-        product: Product = bf16_product
-        if case.recipe == "fp8":
-            product = torchao_product(p.device)
-        elif case.recipe == "mxfp8":
-            product = functools.partial(grouped_mm, recipe="mxfp8")
-        self.p = p
-        self.leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))
-        # Each layer has a group of its own. Otherwise NCCL's memory would count for the first only.
-        self.group = dist.new_group()
-        pad = BLOCK if case.recipe == "mxfp8" else PAD
-        self.layer = BaselineLayer(*self.leaves[2:], group=self.group, product=product, pad=pad)
+    def call(x: Tensor, weights: Tensor) -> Tensor:
+        out: Tensor = moe(x, expert_ids=p.ids, weights=weights)
+        return out
 
-    def out(self) -> Tensor:
-        return self.layer(self.leaves[0], self.p.ids, self.leaves[1])
+    return Layer(p, call, leaves, moe.close, moe.check, KEPT if case.kept else 1, in_graph=True)
 
-    def close(self) -> None:
-        dist.destroy_process_group(self.group)
+
+def make_baseline(p: Problem, case: Case) -> Layer:
+    """The baseline, launched by the host, as it syncs in every step."""
+    product: Product = bf16_product
+    if case.recipe == "fp8":
+        product = torchao_product(p.device)
+    elif case.recipe == "mxfp8":
+        product = functools.partial(grouped_mm, recipe="mxfp8")
+    leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))
+    group = dist.new_group()  # of its own: otherwise NCCL's memory would count for the first layer only
+    pad = BLOCK if case.recipe == "mxfp8" else PAD
+    layer = BaselineLayer(*leaves[2:], group=group, product=product, pad=pad)
+    return Layer(
+        p, lambda x, weights: layer(x, p.ids, weights), leaves, functools.partial(dist.destroy_process_group, group)
+    )
 
 
 Work = dict[str, tuple[str, float]]
