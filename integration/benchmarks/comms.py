@@ -2,12 +2,11 @@
 
     headline   a few shapes, with all SMs and with FEW
     skew       expert i has probability proportional to 1 / (i + 1)
-    sweep      over tokens, dim and top-k
 
 us          median over rounds of the slowest rank, barriers included; dispatch includes tables and plan
 wire GB/s   payload that leaves the busiest sender / us; ids, tables and signals do not count
 of wire     share of 450 GB/s, NVLink of an H200 in each direction by its data sheet
-x bf16      how many times as fast as the all-to-all of the same pairs in bf16; x 8-bit: in MXFP8
+x bf16      how many times as fast as the all-to-all of the same pairs in bf16
 
 The all-to-all is NCCL's on GPUs and gloo's on CPU ranks, at its best: sizes are known, and permuting rows does not
 count. It moves one row for each (token, expert) pair. Dispatch and combine are first verified bit by bit. The hosts
@@ -54,12 +53,19 @@ TIMEOUT = 30.0
 PAUSE = 1_000_000  # cycles, half a millisecond: longer than the launch of a graph
 WIRE = 450.0
 """GB/s a direction, NVLink of an H200 by its data sheet."""
-SKEWS = {"headline": 0.0, "skew": 1.0, "sweep": 0.0}
+SKEWS = {"headline": 0.0, "skew": 1.0}
 """Section -> exponent of the experts' popularity."""
+
+CALLS: dict[str, Callable[[Exchange], object]] = {
+    "dispatch mxfp8": lambda e: e.dispatch(e.problem.mxfp8),
+    "dispatch bf16": lambda e: e.dispatch(e.problem.bf16),
+    "combine bf16": lambda e: e.combine(),
+}
+"""Name -> the call to time."""
 
 SHAPES = dict.fromkeys(SKEWS, (1, 32, 1, 1))
 SIZES = "tokens, dim, experts, top-k"
-FIGURES = "us, wire GB/s, of wire, x bf16, x 8-bit"
+FIGURES = "us, wire GB/s, of wire, x bf16"
 TITLE = "x: how many times as fast as the library's all-to-all, its sizes known, nothing permuted"
 SECTIONS = {name: table(f"{name}; {TITLE}", "shape, what", FIGURES) for name in SKEWS}
 
@@ -89,19 +95,19 @@ def _rows(bench: Bench, section: str, shape: Shape) -> dict[str, Row]:
     peer = "NCCL" if bench.device.type == "cuda" else "gloo"
     try:  # each shape has its own transport, as a failure ends it
         with contextlib.closing(on_all_ranks(lambda: open_transport(bench.rank))) as transport:
-            p = on_all_ranks(lambda: Problem(transport, shape, SKEWS[section], bench.seed))
-            rows = make_timer(transport).compare(_alternatives(p, section, peer))
+            p = on_all_ranks(lambda: Problem(bench.rank, shape, SKEWS[section], bench.seed))
+            rows = make_timer(transport).compare(_alternatives(p, transport, section, peer))
     except FailedOnRanks as error:
         return {"all": {"error": str(error)}}
     us = {name: row["us"] for name, row in rows.items() if "us" in row}
     for name in us:
-        peers = {"x bf16": f"{peer} bf16, combine" if "combine" in name else f"{peer} bf16"}
-        if is_narrow(name):
-            peers["x 8-bit"] = f"{peer} 8-bit"
-        sent = leaving(name, p)
+        bf16 = f"{peer} bf16, combine" if "combine" in name else f"{peer} bf16"
+        by_token, by_pair = p.traffic.leaving(combine="combine" in name)
+        row_bytes = shape.dim + shape.dim // BLOCK if "mxfp8" in name else 2 * shape.dim
+        sent = (by_pair if peer in name else by_token) * row_bytes
         rate = sent / us[name] / 1e3
         rows[name] |= {"wire GB/s": rate, "of wire": rate / WIRE, "wire bytes": sent}
-        rows[name] |= {column: us[other] / us[name] for column, other in peers.items() if other in us}
+        rows[name] |= {"x bf16": us[bf16] / us[name]} if bf16 in us else {}
     return rows
 
 
@@ -116,23 +122,21 @@ def make_timer(transport: Transport) -> Timer:
     return Timer(transport.device, seconds=0.02, rounds=7, start=start, shared=True)
 
 
-def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]:
+def _alternatives(p: Problem, transport: Transport, section: str, peer: str) -> dict[str, Alternative]:
     """Calls to compare, by name, verified. Raises FailedOnRanks."""
     found = {}
     for suffix, num_sms in {"": None, **({f", {FEW} SMs": FEW} if section == "headline" else {})}.items():
-        exchange = on_all_ranks(lambda num_sms=num_sms: verified(Exchange(p, num_sms=num_sms)))  # type: ignore[misc]
+        exchange = on_all_ranks(functools.partial(Exchange.verified, p, transport, num_sms))
         for name, call in CALLS.items():
             one = functools.partial(call, exchange)
-            found[name + suffix] = Alternative(functools.partial(list, [one]), check=p.transport.check)
-    bf16, mx = Collective(p, p.bf16, torch.bfloat16), Collective(p, p.mxfp8, torch.uint8)
-    peers = {f"{peer} bf16": bf16.dispatch, f"{peer} 8-bit": mx.dispatch, f"{peer} bf16, combine": bf16.combine}
+            found[name + suffix] = Alternative(functools.partial(list, [one]), check=transport.check)
+    bf16 = Collective(p)
+    peers = {f"{peer} bf16": bf16.dispatch, f"{peer} bf16, combine": bf16.combine}
     return found | {name: Alternative(functools.partial(list, [call]), "may") for name, call in peers.items()}
 
 
 BLOCK = 32  # elements that share a scale; groups are padded to a multiple of it
 SLACK = 1.25  # least capacity of a plan, as a multiple of the balanced load
-
-Tables = tuple[Tensor, Tensor, Tensor]
 
 
 class Shape(NamedTuple):
@@ -190,11 +194,10 @@ def routing(tokens: int, experts: int, top_k: int, skew: float, generator: torch
 
 
 class Problem:
-    """Operands of one shape on this rank. Collective."""
+    """Operands of one shape on this rank. capacity: the same on all ranks; no row overflows. Collective."""
 
-    def __init__(self, transport: Transport, shape: Shape, skew: float, seed: int) -> None:
-        self.transport, self.shape = transport, shape
-        self.rank, self.ranks, self.device = transport.rank, transport.world_size, transport.device
+    def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int) -> None:
+        self.shape, self.rank, self.ranks, self.device = shape, rank.rank, rank.world_size, rank.device
         self.generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
         self.options: dict[str, Any] = {"generator": self.generator, "device": self.device}
         self.ids = routing(shape.tokens, shape.experts, shape.top_k, skew, self.generator)
@@ -207,55 +210,41 @@ class Problem:
         self.all_ids = all_gather_tensor(self.ids)
         self.traffic = Traffic.of(self.all_ids, shape.experts)
         self.local_experts = shape.experts // self.ranks
-
-    @functools.cached_property
-    def capacity(self) -> Capacity:
-        """The same on all ranks. No row overflows."""
-        return Capacity.factor(self.traffic.capacity(self.ids.numel()))
-
-    def plan_of(self, tables: Tables) -> RoutingPlan:
-        return make_plan(
-            *tables,
-            first_expert=self.rank * self.local_experts,
-            num_local_experts=self.local_experts,
-            alignment=BLOCK,
-            capacity=self.capacity,
-            num_experts=self.shape.experts,
-        )
+        self.capacity = Capacity.factor(self.traffic.capacity(self.ids.numel()))
 
 
 class Exchange:
     """mxep.comms with its own workspace. Collective. num_sms: as for Workspace."""
 
-    def __init__(self, problem: Problem, *, num_sms: int | None = None) -> None:
-        self.problem = p = problem
+    def __init__(self, p: Problem, transport: Transport, num_sms: int | None = None) -> None:
+        self.problem: Problem = p
+        sizes: dict[str, Any] = {"num_local_experts": p.local_experts, "alignment": BLOCK}
+        rows = p.capacity.rows(p.ranks, p.shape.tokens, p.shape.top_k, **sizes)
+        self.how = sizes | {"first_expert": p.rank * p.local_experts, "num_experts": p.shape.experts}
         tokens, dim, experts, top_k = p.shape
-        rows = p.capacity.rows(p.ranks, tokens, top_k, num_local_experts=p.local_experts, alignment=BLOCK)
-        sizes = {"max_tokens": tokens, "top_k": top_k, "dim": dim, "num_experts": experts}
-        self.workspace = Workspace(p.transport, **sizes, num_sms=num_sms)
+        self.workspace = Workspace(
+            transport, max_tokens=tokens, top_k=top_k, dim=dim, num_experts=experts, num_sms=num_sms
+        )
         _, self.plan = self.dispatch(p.mxfp8)
         self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **p.options)
+
+    @classmethod
+    def verified(cls, p: Problem, transport: Transport, num_sms: int | None) -> Exchange:
+        """Make an exchange. Raises RuntimeError if it moves wrong bits. Collective."""
+        exchange = cls(p, transport, num_sms)
+        if wrong := differences(exchange):
+            raise RuntimeError(f"wrong bits: {', '.join(wrong)}")
+        return exchange
 
     def dispatch(self, payload: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], RoutingPlan]:
         """A first dispatch. The plan is made while rows are in flight."""
         handle = dispatch(self.workspace, payload, self.problem.ids, self.problem.weights, async_op=True)
         assert handle.tables is not None
-        plan = self.problem.plan_of(handle.tables)
+        plan = make_plan(*handle.tables, capacity=self.problem.capacity, **self.how)
         return handle.wait(), plan
-
-    def again(self, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """A dispatch that reuses the plan."""
-        return dispatch(self.workspace, payload, self.problem.ids).wait()
 
     def combine(self) -> tuple[Tensor, Tensor | None]:
         return combine(self.workspace, self.rows, self.plan, self.problem.ids).wait()
-
-
-def verified(exchange: Exchange) -> Exchange:
-    """Return the exchange, or raise RuntimeError if it moves wrong bits. Collective."""
-    if wrong := differences(exchange):
-        raise RuntimeError(f"wrong bits: {', '.join(wrong)}")
-    return exchange
 
 
 def differences(e: Exchange) -> list[str]:
@@ -283,14 +272,13 @@ def differences(e: Exchange) -> list[str]:
 
 
 class Collective:
-    """Sends a row per (token, expert) pair, with `payload` joined, to the expert's rank and back."""
+    """Sends a bf16 row per (token, expert) pair to the expert's rank and back."""
 
-    def __init__(self, problem: Problem, payload: Sequence[Tensor], dtype: torch.dtype) -> None:
-        p = problem
+    def __init__(self, p: Problem) -> None:
         self.sizes = [row[p.rank] for row in p.traffic.pairs], p.traffic.pairs[p.rank]  # received, sent
         owner = p.ids.flatten().div(p.local_experts, rounding_mode="floor")
         tokens = owner.argsort(stable=True) // p.shape.top_k  # of all pairs, by the rank that owns the expert
-        self.sent = torch.cat([part[tokens] for part in payload], 1).view(dtype)
+        self.sent = p.bf16[0][tokens].view(torch.bfloat16)
         self.received = self.sent.new_empty(sum(self.sizes[0]), self.sent.shape[1])
 
     def dispatch(self) -> Tensor:
@@ -301,24 +289,3 @@ class Collective:
         """Return the rows of `dispatch` to their ranks."""
         dist.all_to_all_single(self.sent, self.received, self.sizes[1], self.sizes[0])
         return self.sent
-
-
-CALLS: dict[str, Callable[[Exchange], object]] = {
-    "dispatch mxfp8": lambda e: e.dispatch(e.problem.mxfp8),
-    "dispatch bf16": lambda e: e.dispatch(e.problem.bf16),
-    "combine bf16": lambda e: e.combine(),
-    "dispatch mxfp8, again": lambda e: e.again(e.problem.mxfp8),
-}
-"""Name -> the call to time."""
-
-
-def leaving(name: str, p: Problem) -> int:
-    """Most payload bytes that leave a rank in this call."""
-    tokens, pairs = p.traffic.leaving(combine="combine" in name)
-    row_bytes = p.shape.dim + p.shape.dim // BLOCK if is_narrow(name) else 2 * p.shape.dim
-    return (tokens if name.startswith(tuple(CALLS)) else pairs) * row_bytes
-
-
-def is_narrow(name: str) -> bool:
-    """Whether rows are MXFP8."""
-    return "mxfp8" in name or "8-bit" in name

@@ -13,7 +13,6 @@ us      median over rounds of the slowest rank; vdev_2d is launched by the host,
 import functools
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.comms import BLOCK, PAUSE, Collective, Problem, Shape
 from benchmarks.script import rank, ranks, save, started_ranks
 from benchmarks.timer import Alternative, Timer
+from mxep.integration.launch import Rank
 from mxep.integration.mesh import all_gather_tensor
 
 SHAPES = [Shape(8192, 7168, 16, 4), Shape(8192, 5120, 16, 1), Shape(4096, 4096, 16, 1)]
@@ -78,7 +78,6 @@ class VDev:
 def measure(device: torch.device) -> list[dict[str, Any]]:
     """A row for each shape and call. Collective."""
     rows, flag = [], torch.zeros(1, device=device, dtype=torch.float32)
-    here: Any = SimpleNamespace(rank=rank(), world_size=ranks(), device=device)
 
     def start() -> None:
         dist.all_reduce(flag)
@@ -86,8 +85,8 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
 
     timer = Timer(device, seconds=0.02, rounds=7, start=start, shared=True)
     for shape in SHAPES:
-        p = Problem(here, shape, 0.0, 0)
-        nccl = Collective(p, p.bf16, torch.bfloat16)
+        p = Problem(Rank(rank(), ranks(), device), shape, 0.0, 0)
+        nccl = Collective(p)
         order = p.ids.flatten().long().argsort(stable=True) // shape.top_k
         nccl.sent.copy_(p.bf16[0].view(torch.bfloat16)[order])
         peer = VDev(p, nccl.sent)
@@ -99,7 +98,7 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
         }
         found = timer.compare(calls)
         rows += [{"shape": list(shape), "what": name, **row} for name, row in found.items()]
-        if here.rank == 0:
+        if rank() == 0:
             print(*rows[-4:], sep="\n", flush=True)
     return rows
 

@@ -93,7 +93,7 @@ def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
         ("bench=quant bench.shapes.rows=[[64,96]]", "got [64, 96], wanted 2 sizes, multiples of [32, 64]"),
         ("bench=gemm bench.backend=abacus", "bench.backend: got 'abacus', wanted some of reference; dequant; hopper"),
         ("bench=gemm bench.sections=[x]", "bench.sections: got 'x', wanted some of products; steps"),
-        ("bench=comms bench.shapes.sweep=[[8,32,4,5]]", "got [8, 32, 4, 5], wanted 4 tokens, dim, experts, top-k"),
+        ("bench=comms bench.shapes.skew=[[8,32,4,5]]", "got [8, 32, 4, 5], wanted 4 tokens, dim, experts, top-k"),
         ("bench=layer bench.models=[gpt2]", "bench.models: got 'gpt2', wanted some of deepseek_v3; "),
         ("bench=layer bench.changes=[forced]", "bench.changes: got 'forced', wanted null"),
         ("bench=model bench.changes=[sgd]", "bench.changes: got 'sgd', wanted some of optimize; forced"),

@@ -15,9 +15,9 @@ from mxep.integration.launch import Rank
 from mxep.integration.report import Report
 from ranks import run_again
 
-HEADLINE, SWEEP = Shape(24, 64, 8, 2), Shape(16, 32, 4, 1)
-SHAPES = "bench.shapes={headline:[[24,64,8,2],[16,32,4,1],[16,32,3,1]],skew:[[24,64,8,2]],sweep:[[16,32,4,1]]}"
-ALWAYS = {*CALLS, "gloo bf16", "gloo 8-bit", "gloo bf16, combine"}
+HEADLINE, SMALL = Shape(24, 64, 8, 2), Shape(16, 32, 4, 1)
+SHAPES = "bench.shapes={headline:[[24,64,8,2],[16,32,4,1],[16,32,3,1]],skew:[[24,64,8,2]]}"
+ALWAYS = {*CALLS, "gloo bf16", "gloo bf16, combine"}
 EVERYTHING = ALWAYS | {f"{name}, {comms.FEW} SMs" for name in CALLS}
 
 
@@ -49,8 +49,8 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     }
     (uneven,) = by_shape.pop(("headline", (16, 32, 3, 1)))
     assert uneven["note"] == "3 experts are not the same number on each rank"
-    wanted = {("headline", HEADLINE): EVERYTHING, ("headline", SWEEP): EVERYTHING}
-    wanted |= {("skew", HEADLINE): ALWAYS, ("sweep", SWEEP): ALWAYS}
+    wanted = {("headline", HEADLINE): EVERYTHING, ("headline", SMALL): EVERYTHING}
+    wanted |= {("skew", HEADLINE): ALWAYS}
     assert {key: {row["what"] for row in rows} for key, rows in by_shape.items()} == wanted
     for (section, shape), rows in by_shape.items():
         sent = leaving(Shape(*shape), comms.SKEWS[section])
@@ -58,15 +58,13 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
         for row in rows:
             what = row["what"]
             assert (row["ranks"], row["skew"]) == (2, comms.SKEWS[section])
-            narrow = "mxfp8" in what or "8-bit" in what
-            row_bytes = shape[1] + shape[1] // 32 if narrow else 2 * shape[1]
+            row_bytes = shape[1] + shape[1] // 32 if "mxfp8" in what else 2 * shape[1]
             apart = what.startswith("gloo")
             assert row["wire bytes"] == sent["pairs" if apart else "tokens"] * row_bytes
             assert row["wire GB/s"] == pytest.approx(row["wire bytes"] / row["us"] / 1e3, rel=1e-3)
             assert row["of wire"] == pytest.approx(row["wire GB/s"] / comms.WIRE, rel=1e-3)
             peer = "gloo bf16, combine" if "combine" in what else "gloo bf16"
             assert row["x bf16"] == pytest.approx(us[peer] / us[what], rel=1e-3)
-            assert row.get("x 8-bit") == (pytest.approx(us["gloo 8-bit"] / us[what], rel=1e-3) if narrow else None)
     assert "combine bf16, 32 SMs" in finished.out
 
 
@@ -94,8 +92,7 @@ def test_routing_draws_different_experts_and_skew_prefers_the_first():
 def tamper(rank: Rank) -> dict[str, list[str]]:
     """What verification finds where one thing is wrong, by the name of what is."""
     transport = comms.open_transport(rank)
-    problem = Problem(transport, SWEEP, 0.0, 0)
-    exchange = Exchange(problem)
+    exchange = Exchange(Problem(rank, SMALL, 0.0, 0), transport)
 
     found = {"nothing": differences(exchange)}
     dispatch, combine = exchange.dispatch, exchange.combine
@@ -153,7 +150,7 @@ def test_one_rank_alone_is_refused(make_config):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="measures at least two GPUs")
 def test_on_gpus_everything_has_figures_in_a_graph(mxep, tmp_path: Path):
-    shapes = "{headline:[[256,512,16,2],[256,512,16,1]],skew:[[256,512,16,2]],sweep:[[128,512,16,4]]}"
+    shapes = "{headline:[[256,512,16,2],[256,512,16,1]],skew:[[256,512,16,2]]}"
     finished = mxep("task=bench", "bench=comms", "parallel.ranks=2", f"bench.shapes={shapes}")
     assert finished.code == 0, finished.out + finished.err
     sections = json.loads((tmp_path / "run" / "bench.json").read_text())["sections"]
