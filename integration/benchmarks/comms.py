@@ -56,13 +56,6 @@ WIRE = 450.0
 SKEWS = {"headline": 0.0, "skew": 1.0}
 """Section -> exponent of the experts' popularity."""
 
-CALLS: dict[str, Callable[[Exchange], object]] = {
-    "dispatch mxfp8": lambda e: e.dispatch(e.problem.mxfp8),
-    "dispatch bf16": lambda e: e.dispatch(e.problem.bf16),
-    "combine bf16": lambda e: e.combine(),
-}
-"""Name -> the call to time."""
-
 SHAPES = dict.fromkeys(SKEWS, (1, 32, 1, 1))
 SIZES = "tokens, dim, experts, top-k"
 FIGURES = "us, wire GB/s, of wire, x bf16"
@@ -289,3 +282,11 @@ class Collective:
         """Return the rows of `dispatch` to their ranks."""
         dist.all_to_all_single(self.sent, self.received, self.sizes[1], self.sizes[0])
         return self.sent
+
+
+CALLS: dict[str, Callable[[Exchange], object]] = {
+    "dispatch mxfp8": lambda e: e.dispatch(e.problem.mxfp8),
+    "dispatch bf16": lambda e: e.dispatch(e.problem.bf16),
+    "combine bf16": lambda e: e.combine(),
+}
+"""Name -> the call to time."""

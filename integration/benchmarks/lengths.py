@@ -20,7 +20,7 @@ The others are ms per step over 100 lengths in a row:
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.script import rank, ranks, save, seconds, started_ranks
+from benchmarks.script import rank, ranks, run, seconds
 from mxep.ep import MoE
 from mxep.runtime.lengths import room_for
 from mxep.runtime.replay import no_replays
@@ -57,36 +57,23 @@ class Case:
         return 1e3 * seconds(lambda: [self.step(length) for length in lengths]) / len(lengths)
 
 
-def measure(recipe: str) -> dict[str, float]:
-    drawn = random.Random(rank()).sample(range(LEAST, MOST + 1), 2 * LENGTHS)
-    drawn, others = drawn[:LENGTHS], drawn[LENGTHS:]
-    case, found = Case(recipe), {}
-    with no_replays():
-        case.milliseconds(drawn)  # kernels compile
-        found["without records"] = statistics.median(case.milliseconds(others) for _ in range(3))
+def measure(device: torch.device) -> Iterator[dict[str, Any]]:
     rooms = sorted({room_for(tokens) for tokens in range(LEAST, MOST + 1)})
     random.Random(1).shuffle(rooms)
-    times = [[case.milliseconds([tokens]) for _ in range(4)] for tokens in rooms]
-    found |= dict(zip(("called", "recorded", "first play", "second play"), map(statistics.median, zip(*times))))
-    case = Case(recipe)
-    found["never before"] = case.milliseconds(drawn)
-    found["others, never before"] = case.milliseconds(others)
-    found["these again"] = statistics.median(case.milliseconds(others) for _ in range(3))
-    found["rooms"] = len(rooms)
-    found["replays"] = sum(each.replays for each in case.layer.dispatcher.passes.values())
-    return found
-
-
-def main() -> None:
-    with started_ranks():
-        rows = [
-            {"recipe": recipe} | {name: round(ms, 3) for name, ms in measure(recipe).items()}
-            for recipe in ("mxfp8", "bf16")
-        ]
-        if rank() == 0:
-            print(*rows, sep="\n")
-        save(next(iter(sys.argv[1:]), None), rows)
+    drawn = random.Random(rank()).sample(range(LEAST, MOST + 1), 2 * LENGTHS)
+    drawn, others = drawn[:LENGTHS], drawn[LENGTHS:]
+    for recipe in ("mxfp8", "bf16"):
+        case, row = Case(recipe), {"recipe": recipe, "rooms": len(rooms)}
+        with no_replays():
+            case.milliseconds(drawn)  # kernels compile
+            row["without records"] = statistics.median(case.milliseconds(others) for _ in range(3))
+        times = [[case.milliseconds([tokens]) for _ in range(4)] for tokens in rooms]
+        row |= zip(("called", "recorded", "first play", "second play"), map(statistics.median, zip(*times)))
+        case = Case(recipe)
+        row |= {"never before": case.milliseconds(drawn), "others, never before": case.milliseconds(others)}
+        row["these again"] = statistics.median(case.milliseconds(others) for _ in range(3))
+        yield row | {"replays": sum(each.replays for each in case.layer.dispatcher.passes.values())}
 
 
 if __name__ == "__main__":
-    main()
+    run(measure)

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.model import QWEN3, draw_weights, register_experts
-from benchmarks.script import rank, ranks, save, seconds, started_ranks
+from benchmarks.script import rank, ranks, run, seconds
 from mxep.comms import Capacity
 from mxep.integration.mesh import all_gather
 from mxep.integration.transformers import check, expert_parallel
@@ -74,8 +74,9 @@ def milliseconds(model: Any, lengths: list[int]) -> float:
     return 1e3 * seconds(steps) / len(lengths)
 
 
-def measure(model: Any) -> list[dict[str, Any]]:
+def measure(device: torch.device) -> list[dict[str, Any]]:
     """A row for each kind of experts and lengths. Collective."""
+    model = make_model(device)
     pool = random.Random(0).sample(range(LEAST, MOST + 1), 4 * STEPS)
     drawn = {"alike": pool[:STEPS]}
     if ranks() > 1:
@@ -93,24 +94,15 @@ def measure(model: Any) -> list[dict[str, Any]]:
             for when in ("again",) if experts == NONE or lengths == "fixed" else ("never before", "again"):
                 ms = milliseconds(model, drawn_here)
                 added[experts, lengths, when] = (ms - plain.setdefault(lengths, ms)) / tokens
-                rows.append({"experts": experts, "lengths": lengths, "when": when, "ms": round(ms, 2)})
-                rows[-1]["tokens/s"] = round(tokens / STEPS / ms * 1e3)
+                rows.append({"experts": experts, "lengths": lengths, "when": when, "ms": ms})
+                rows[-1]["tokens/s"] = tokens / STEPS / ms * 1e3
         if experts not in (NONE, BASELINE):
             check(model)
-    for row in rows:
-        if row["experts"] != NONE:
-            fixed = added[row["experts"], "fixed", "again"]
-            row["of fixed"] = round(added[row["experts"], row["lengths"], row["when"]] / fixed, 3)
+    for row in (row for row in rows if row["experts"] != NONE):
+        fixed = added[row["experts"], "fixed", "again"]
+        row["of fixed"] = added[row["experts"], row["lengths"], row["when"]] / fixed
     return rows
 
 
-def main() -> None:
-    with started_ranks() as device:
-        rows = measure(make_model(device))
-        if rank() == 0:
-            print(*rows, sep="\n")
-        save(next(iter(sys.argv[1:]), None), rows)
-
-
 if __name__ == "__main__":
-    main()
+    run(measure)

@@ -12,6 +12,7 @@ us      median over rounds of the slowest rank; vdev_2d is launched by the host,
 
 import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.comms import BLOCK, PAUSE, Collective, Problem, Shape
-from benchmarks.script import rank, ranks, save, started_ranks
+from benchmarks.script import rank, ranks, run
 from benchmarks.timer import Alternative, Timer
 from mxep.integration.launch import Rank
 from mxep.integration.mesh import all_gather_tensor
+from mxep.integration.report import Row
 
 SHAPES = [Shape(8192, 7168, 16, 4), Shape(8192, 5120, 16, 1), Shape(4096, 4096, 16, 1)]
 
@@ -75,9 +77,11 @@ class VDev:
             raise RuntimeError("combine: other rows come back than were sent")
 
 
-def measure(device: torch.device) -> list[dict[str, Any]]:
-    """A row for each shape and call. Collective."""
-    rows, flag = [], torch.zeros(1, device=device, dtype=torch.float32)
+def measure(device: torch.device) -> Iterator[Row]:
+    """Yield a row for each shape and call. Collective."""
+    symm_mem.set_backend("NVSHMEM")
+    symm_mem.enable_symm_mem_for_group(group_name())
+    flag = torch.zeros(1, device=device, dtype=torch.float32)
 
     def start() -> None:
         dist.all_reduce(flag)
@@ -96,19 +100,9 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
             for name, exchange, graph in (("NCCL", nccl, "may"), ("vdev_2d", peer, "never"))
             for suffix, call in (("", exchange.dispatch), (", combine", exchange.combine))
         }
-        found = timer.compare(calls)
-        rows += [{"shape": list(shape), "what": name, **row} for name, row in found.items()]
-        if rank() == 0:
-            print(*rows[-4:], sep="\n", flush=True)
-    return rows
-
-
-def main() -> None:
-    with started_ranks() as device:
-        symm_mem.set_backend("NVSHMEM")
-        symm_mem.enable_symm_mem_for_group(group_name())
-        save(next(iter(sys.argv[1:]), None), measure(device))
+        for name, row in timer.compare(calls).items():
+            yield {"shape": list(shape), "what": name, **row}
 
 
 if __name__ == "__main__":
-    main()
+    run(measure)

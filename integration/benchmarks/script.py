@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mxep.integration.mesh import all_gather
-from mxep.integration.results import provenance, write_json
+from mxep.integration.results import provenance, shortened, write_json
 
 GIB = 1 << 30
 
@@ -82,3 +83,14 @@ def save(file: str | Path | None, rows: Sequence[dict[str, Any]], **about: Any) 
     if file and rank() == 0:
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         write_json(provenance(command, None) | {"ranks": ranks()} | about | {"rows": rows}, [Path(file)])
+
+
+def run(measure: Callable[[torch.device], Iterable[dict[str, Any]]]) -> None:
+    """Print each row of measure(device) as it comes, and write all so far into the command's file, if it names one."""
+    rows = []
+    with started_ranks() as device:
+        for row in measure(device):
+            rows.append(shortened(row))
+            if rank() == 0:
+                print(json.dumps(rows[-1]), flush=True)
+            save(next(iter(sys.argv[1:]), None), rows)
