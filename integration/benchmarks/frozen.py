@@ -14,9 +14,8 @@ Calls are launched by the host. Times are medians of five stretches.
 """
 
 import functools
-import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import BaselineLayer
-from benchmarks.script import free_memory
+from benchmarks.script import free_memory, run
 from benchmarks.timer import Alternative, Call, Timer
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
@@ -34,7 +33,6 @@ from mxep.ep.lora import LoRAWeights
 from mxep.gemm import Recipe, freeze
 from mxep.gemm.backends import BACKENDS
 from mxep.integration.metrics import snr
-from mxep.integration.results import provenance, write_json
 from mxep.quant import quantize
 
 RANK = 16
@@ -46,6 +44,7 @@ SHAPES = {  # D, F, experts, top-k, tokens
     "gpt-oss-20b, 512 rows": (2880, 2880, 32, 4, 4096),
 }
 FROZEN = ("mxfp8", "mxfp4", "fp8_block")
+HOPPER = BACKENDS["hopper"]
 
 
 def microseconds(calls: Mapping[str, Call]) -> dict[str, float]:
@@ -75,7 +74,14 @@ def join_lora(gate_up: Tensor, down: Tensor) -> LoRAWeights:
     return LoRAWeights(made[0], made[1], made[2], made[3], 1.0)
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield a row for each shape."""
+    for name in SHAPES:
+        yield {"shape": name} | layers_at(name)
+        free_memory()
+
+
+def layers_at(name: str) -> dict[str, Any]:
     dim, hidden, experts, top_k, tokens = SHAPES[name]
     torch.manual_seed(0)
     gate_up = normal(experts, 2 * hidden, dim) * dim**-0.5
@@ -92,14 +98,14 @@ def measure(name: str) -> dict[str, Any]:
         return torch.autograd.grad(call(x, ids, weights), [x, *adapters], d_out)[0]
 
     for kind, pair in pairs.items():
-        steps[kind] = functools.partial(gradient, layer(kind, *pair))
+        steps[kind] = functools.partial(gradient, layer(kind, pair[0], pair[1]))
         if kind != "grouped_mm":
             steps[f"{kind} + lora"] = functools.partial(gradient, layer(kind, pair[0], pair[1], lora), *lora.tensors)
     found: dict[str, Any] = {}
-    wanted = steps["grouped_mm"]()
+    reference = steps["grouped_mm"]()
     for kind, step in steps.items():
         if kind in ("bf16", *FROZEN):
-            found[f"{kind} dx dB"] = round(snr(wanted, step()), 1)
+            found[f"{kind} dx dB"] = snr(reference, step())
         for _ in range(4):
             step()
         torch.cuda.reset_peak_memory_stats()
@@ -107,43 +113,40 @@ def measure(name: str) -> dict[str, Any]:
         step()
         found[f"{kind} peak MiB"] = (torch.cuda.max_memory_allocated() - before) >> 20
     times = microseconds(steps)
-    found |= {f"{kind} ms": round(us / 1e3, 3) for kind, us in times.items()}
-    found |= {f"{kind} x grouped_mm": round(times["grouped_mm"] / times[kind], 2) for kind in ("bf16", *FROZEN)}
-    hopper, rows = BACKENDS["hopper"], len(ids.flatten())
-    a, dy = (quantize(normal(rows, width), block_size=None) for width in (dim, 2 * hidden))
-    offs = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32).mul_(rows // experts)
-    gemms: dict[str, Call] = {}
-    for fmt in ("mxfp8", "fp8_block"):
-        w, w_t = hopper.expand_rowwise(pairs[fmt][0]), hopper.expand_colwise(pairs[fmt][0])
-        out: dict[str, Any] = {"out_dtype": torch.bfloat16}
-        gemms[f"{fmt} forward"] = functools.partial(hopper.forward, a, w, offs, bias=None, **out)
-        gemms[f"{fmt} dgrad"] = functools.partial(hopper.dgrad, dy, w_t, offs, **out)
+    found |= {f"{kind} ms": us / 1e3 for kind, us in times.items()}
+    found |= {f"{kind} x grouped_mm": times["grouped_mm"] / times[kind] for kind in ("bf16", *FROZEN)}
     with torch.no_grad():
-        found["GEMMs us"] = {name: round(us, 1) for name, us in microseconds(gemms).items()}
-    del gemms, a, dy, w_t
+        return found | {"GEMMs us": gemms(pairs, len(ids.flatten()))} | expansions(pairs)
+
+
+def gemms(pairs: dict[str, Any], rows: int) -> dict[str, float]:
+    experts, wide, dim = pairs["bf16"][0].shape
+    a, dy = (quantize(normal(rows, width), block_size=None) for width in (dim, wide))
+    offs = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32).mul_(rows // experts)
+    calls: dict[str, Call] = {}
+    for fmt in ("mxfp8", "fp8_block"):
+        w, w_t = HOPPER.expand_rowwise(pairs[fmt][0]), HOPPER.expand_colwise(pairs[fmt][0])
+        out: dict[str, Any] = {"out_dtype": torch.bfloat16}
+        calls[f"{fmt} forward"] = functools.partial(HOPPER.forward, a, w, offs, bias=None, **out)
+        calls[f"{fmt} dgrad"] = functools.partial(HOPPER.dgrad, dy, w_t, offs, **out)
+    return microseconds(calls)
+
+
+def expansions(pairs: dict[str, Any]) -> dict[str, float]:
+    found, elements = {}, pairs["bf16"][0].numel()
     for fmt in FROZEN:
         w = pairs[fmt][0]
-        found[f"{fmt} bytes an element"] = round(w.nbytes / gate_up.numel(), 3)
-        moved = gate_up.numel() + w.qdata.numel() + (w.scale.numel() if fmt == "mxfp4" else 0)
+        found[f"{fmt} bytes an element"] = w.nbytes / elements
+        moved = elements + w.qdata.numel() + (w.scale.numel() if fmt == "mxfp4" else 0)
         source, target = torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda")
-        ways = {"rowwise": hopper.expand_rowwise} if fmt == "mxfp4" else {}  # others are stored row-wise
-        for way, expand in (ways | {"colwise": hopper.expand_colwise}).items():
+        ways = {"rowwise": HOPPER.expand_rowwise} if fmt == "mxfp4" else {}  # others are stored row-wise
+        for way, expand in (ways | {"colwise": HOPPER.expand_colwise}).items():
             calls = {"expand": functools.partial(expand, w), "copy": functools.partial(target.copy_, source)}
-            with torch.no_grad():
-                us = microseconds(calls)
-            found[f"{fmt} expand {way} us"] = round(us["expand"], 1)
-            found[f"{fmt} expand {way} of copy"] = round(us["copy"] / us["expand"], 2)
+            us = microseconds(calls)
+            found[f"{fmt} expand {way} us"] = us["expand"]
+            found[f"{fmt} expand {way} of copy"] = us["copy"] / us["expand"]
     return found
 
 
-def main() -> None:
-    result = provenance(" ".join(sys.argv), None) | {"shapes": {}}
-    for name in SHAPES:
-        result["shapes"][name] = measure(name)
-        print(name, json.dumps(result["shapes"][name]), flush=True)
-        free_memory()
-    write_json(result, [Path(file) for file in sys.argv[1:]])
-
-
 if __name__ == "__main__":
-    main()
+    run(measure)

@@ -18,7 +18,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from .runner import Bench, table
 from .script import free_memory
 from .timer import Alternative, Call, Timer, copy_tb_s, rotations
 
-T = TypeVar("T")
 DENSE = 8192  # size of the square GEMMs that are ceilings
 SHAPES = {"layers": (32, 32, 32, 1)}
 SIZES = "rows, N, K, groups"
@@ -53,10 +52,10 @@ class At:
     generator: torch.Generator
     timer: Timer
 
-    def problems(self, make: Callable[[Sequence[int], torch.Generator], T], nbytes: Callable[[T], int]) -> list[T]:
-        """Make enough problems that each has left L2 when it is used again. nbytes: bytes of one problem."""
+    def problems(self, make: Callable[[Sequence[int], torch.Generator], Any]) -> list[Any]:
+        """Make enough problems that each has left L2 when it is used again."""
         first = make(self.shape, self.generator)
-        sets = rotations(nbytes(first), self.timer.device)
+        sets = rotations(first.nbytes, self.timer.device)
         return [first, *(make(self.shape, self.generator) for _ in range(sets - 1))]
 
     def compare(
@@ -111,31 +110,27 @@ def ceilings(timer: Timer) -> dict[str, float]:
 
 
 def _products(at: At) -> Iterator[Row]:
-    problems = at.problems(Problem.gaussian, lambda p: p.least_bytes("forward", 1))
+    problems = at.problems(Problem.gaussian)
     for product in PRODUCTS:
         rows = at.compare(products(product, at.backend), problems, problems[0].flop)
         dense = [row["TF"] for what, row in rows.items() if what.startswith("dense") and "TF" in row]
-        for what, row in rows.items():
-            row |= {"product": product, "bytes": problems[0].least_bytes(product, 2 if what.endswith("bf16") else 1)}
-            if dense and "TF" in row:
-                row["of dense"] = row["TF"] / max(dense)
+        for row in rows.values():
+            row |= {"product": product} | ({"of dense": row["TF"] / max(dense)} if dense and "TF" in row else {})
             yield beside(row, {"x bf16": rows["bf16"], "x fp8 row": rows["fp8 row, fast"]})
 
 
 def _steps(at: At) -> Iterator[Row]:
-    problems = at.problems(Problem.gaussian, lambda p: p.least_bytes("forward", 1))
+    problems = at.problems(Problem.gaussian)
     rows = at.compare(steps(at.backend), problems, 3 * problems[0].flop)
     for row in rows.values():
         yield beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})
 
 
-MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"products": _products, "steps": _steps}
-"""Section -> the function that measures its rows at a shape."""
-measure = functools.partial(sweep, measured=MEASURED)
+measure = functools.partial(sweep, measured={"products": _products, "steps": _steps})
 
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
-RECIPES = ("bf16", "mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x32")
+RECIPES = ("bf16", "mxfp8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -165,11 +160,10 @@ class Problem:
         """Floating-point operations of one GEMM."""
         return 2 * len(self.a) * self.w[0].numel()
 
-    def least_bytes(self, product: str, element: int) -> int:
-        """Bytes that a GEMM must move: operands of `element` bytes read once, bf16 results written once."""
-        a, dy, w = self.a.numel(), self.dy.numel(), self.w.numel()
-        read, written = {"forward": (a + w, dy), "dgrad": (dy + w, a), "wgrad": (dy + a, w)}[product]
-        return element * read + 2 * written
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a forward in FP8 must move."""
+        return self.a.numel() + self.w.numel() + 2 * self.dy.numel()
 
 
 Maker = Callable[[Problem], Call]
@@ -196,7 +190,7 @@ def _row_scaled(product: str, p: Problem) -> tuple[Tensor, Tensor, Tensor, Tenso
     return left.qdata, right.qdata, left.scale.float().squeeze(-1), right.scale.float().squeeze(-2)
 
 
-def row_product(product: str, fast: bool, p: Problem) -> Call:
+def row_product(product: str, p: Problem, *, fast: bool) -> Call:
     need_cuda(p.a.device)
     left, right, left_scale, right_scale = _row_scaled(product, p)
     if product == "wgrad":  # all groups have the same scales, but each needs a copy
@@ -207,7 +201,7 @@ def row_product(product: str, fast: bool, p: Problem) -> Call:
     )
 
 
-def dense_product(product: str, rows: bool, p: Problem) -> Call:
+def dense_product(product: str, p: Problem, *, rows: bool) -> Call:
     """One GEMM of all rows with the first group's weight. rows: a scale per row, else per tensor."""
     left, right, left_scale, right_scale = _row_scaled(product, p)
     if product != "wgrad":
@@ -243,7 +237,7 @@ def deepgemm_product(product: str, p: Problem) -> Call:
     return lambda: multiply(left, right, out, groups, **how)
 
 
-def mxep_product(product: str, backend: Backend, name: str, p: Problem) -> Call:
+def mxep_product(product: str, p: Problem, *, backend: Backend, name: str) -> Call:
     """A GEMM in the recipe `name`, with operands in the backend's form: on Hopper MXFP8 is folded."""
     recipe = Recipe.named(name)
     how: dict[str, Any] = {"offs": p.offs, "out_dtype": torch.bfloat16}
@@ -298,32 +292,30 @@ def prequantized_step(backend: Backend, p: Problem) -> Call:
         "quantize_weight_colwise": lambda *_: colwise,
     }
     prequantized: Any = type("Prequantized", (type(backend),), methods)()
-
-    def product(a: Tensor, w: Tensor) -> Tensor:
-        return grouped_mm(a, w, p.offs, recipe=recipe, backend=prequantized)
-
-    return _step(product, replace(p, a=recipe.quantize_rows(p.a), dy=recipe.quantize_rows(p.dy, recipe.grad_fmt)))
+    p = replace(p, a=recipe.quantize_rows(p.a), dy=recipe.quantize_rows(p.dy, recipe.grad_fmt))
+    return _step(functools.partial(grouped_mm, offs=p.offs, recipe=recipe, backend=prequantized), p)
 
 
 def products(product: str, backend: Backend) -> dict[str, Maker]:
     """Makers of one GEMM by name, the baseline first."""
-    return {
-        "bf16": functools.partial(bf16_product, product),
-        "fp8 row, fast": functools.partial(row_product, product, True),
-        "fp8 row, slow": functools.partial(row_product, product, False),
-        "DeepGEMM": functools.partial(deepgemm_product, product),
-        "mxep bf16": functools.partial(mxep_product, product, backend, "bf16"),
-        "mxep": functools.partial(mxep_product, product, backend, "mxfp8"),
-        "dense fp8, row": functools.partial(dense_product, product, True),
-        "dense fp8, tensor": functools.partial(dense_product, product, False),
+    makers: dict[str, Callable[..., Call]] = {
+        "bf16": bf16_product,
+        "fp8 row, fast": functools.partial(row_product, fast=True),
+        "fp8 row, slow": functools.partial(row_product, fast=False),
+        "DeepGEMM": deepgemm_product,
+        "mxep bf16": functools.partial(mxep_product, backend=backend, name="bf16"),
+        "mxep": functools.partial(mxep_product, backend=backend, name="mxfp8"),
+        "dense fp8, row": functools.partial(dense_product, rows=True),
+        "dense fp8, tensor": functools.partial(dense_product, rows=False),
     }
+    return {name: functools.partial(make, product) for name, make in makers.items()}
 
 
 def steps(backend: Backend) -> dict[str, Maker]:
     """Makers of steps by name, the baseline first."""
 
     def mxep(recipe: str) -> Maker:
-        return lambda p: _step(lambda a, w: grouped_mm(a, w, p.offs, recipe=recipe, backend=backend), p)
+        return lambda p: _step(functools.partial(grouped_mm, offs=p.offs, recipe=recipe, backend=backend), p)
 
     return {
         "bf16": lambda p: _step(functools.partial(baseline.bf16_product, offs=p.offs), p),

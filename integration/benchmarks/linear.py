@@ -2,11 +2,11 @@
 
 linear   x (T, K) -> (T, N): both gradients of one weight                                  shapes "linear"
 qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
-host     host time of a linear, and of q, k and v, with an idle GPU                        shapes "host"
+host     host time of a linear, with an idle GPU                                           shapes "host"
 
 Operands are bf16. A weight is quantized in each call, once along K and once along N.
 
-- `together` is `linear_together`; `auto` is the recipe that `auto_recipe` picks.
+- `together` is `linear_together`.
 - `scaled_mm row` is torch's three dense FP8 GEMMs with a scale per row, without the time to quantize operands.
 - `torchao rowwise` is torchao's float8 training linear, compiled.
 
@@ -18,12 +18,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.gemm import Backend, Recipe, linear, linear_together, quantize_input
+from mxep.gemm import Backend, Recipe, linear, linear_together
 from mxep.integration.report import Row
 
 from . import gemm
@@ -32,9 +33,8 @@ from .layer import counts
 from .runner import table
 from .timer import Alternative, Call, Timer
 
-RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
 STEP = "us, TF, x bf16"
-SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "host": (1, 32, 32, 32)}
+SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "host": (1, 32, 32)}
 SIZES = "tokens, K, N (of q), N of k and v"
 BACKENDS = gemm.BACKENDS
 SECTIONS = {
@@ -83,7 +83,7 @@ def scaled_mm(p: Problem) -> Call:
     """torch's FP8 GEMMs with a scale per row, operands ready."""
     gemm.need_cuda(p.x.device)
     calls = [
-        gemm.dense_product(product, True, gemm.Problem.of(p.x, w[None], dy))
+        gemm.dense_product(product, gemm.Problem.of(p.x, w[None], dy), rows=True)
         for w, dy in zip(p.weights, p.gradients)
         for product in gemm.PRODUCTS
     ]
@@ -106,45 +106,35 @@ def torchao(p: Problem) -> Call:
 
 
 def steps(backend: Backend, several: bool) -> dict[str, Maker]:
-    """Makers by name, the baseline first. several: also ways to multiply one x by several weights."""
+    """Makers by name, the baseline first. several: also `linear_together`."""
 
-    def each(recipe: Recipe) -> Maker:
-        return lambda p: p.step(lambda x, *ws: [linear(x, w, recipe=recipe, backend=backend) for w in ws])
+    def each(recipe: str) -> Maker:
+        how: dict[str, Any] = {"recipe": Recipe.named(recipe), "backend": backend}
+        return lambda p: p.step(lambda x, *ws: [linear(x, w, **how) for w in ws])
 
-    def together(recipe: Recipe | str) -> Maker:
-        return lambda p: p.step(lambda x, *ws: linear_together(x, ws, recipe=recipe, backend=backend))
-
-    def quantized_once(x: Tensor, *weights: Tensor) -> list[Tensor]:
-        recipe = Recipe.mxfp8()
-        qdata = quantize_input(x, recipe=recipe, backend=backend)
-        return [linear(qdata, w, recipe=recipe, backend=backend) for w in weights]
+    def together(recipe: str) -> Maker:
+        how: dict[str, Any] = {"recipe": Recipe.named(recipe), "backend": backend}
+        return lambda p: p.step(lambda x, *ws: linear_together(x, ws, **how))
 
     makers: dict[str, Maker] = {"bf16": lambda p: p.step(lambda x, *ws: [F.linear(x, w) for w in ws])}
-    makers |= {f"mxep {name}": each(Recipe.named(name)) for name in RECIPES}
-    makers["mxep auto"] = together("auto")
-    if several:
-        makers["mxep mxfp8, x quantized once"] = lambda p: p.step(quantized_once)
-        makers |= {f"mxep {recipe.name}, together": together(recipe) for recipe in (Recipe.mxfp8(), Recipe.fp8())}
+    makers |= {f"mxep {recipe}": each(recipe) for recipe in ("mxfp8", "fp8", "bf16")}
+    makers |= {f"mxep {recipe}, together": together(recipe) for recipe in ("mxfp8", "fp8") if several}
     return makers | {"torchao rowwise": torchao, "scaled_mm row, products": scaled_mm}
 
 
 def _steps(at: At) -> Iterator[Row]:
-    problems = at.problems(Problem.gaussian, lambda p: p.nbytes)
+    problems = at.problems(Problem.gaussian)
     rows = at.compare(steps(at.backend, several=len(problems[0].weights) > 1), problems, problems[0].flop)
     for row in rows.values():
         yield beside(row, {"x bf16": rows["bf16"]})
 
 
 def _host(at: At) -> Iterator[Row]:
-    several = Problem.gaussian(at.shape, at.generator)
-    one = Problem(several.x, several.weights[:1], several.gradients[:1])
-    makers = {name: functools.partial(make, one) for name, make in steps(at.backend, several=False).items()}
-    for name, make in steps(at.backend, several=True).items():
-        makers[f"q, k, v: {name}"] = functools.partial(make, several)
-    made: dict[str, Call] = {}
+    p, made = Problem.gaussian(at.shape, at.generator), dict[str, Call]()
+    makers = steps(at.backend, several=False)
 
     def calls(name: str) -> list[Call]:
-        made[name] = makers[name]()
+        made[name] = makers[name](p)
         return [made[name]]
 
     clock = Timer(at.timer.device, seconds=0.0, rounds=7, host=True)
@@ -153,6 +143,4 @@ def _host(at: At) -> Iterator[Row]:
         yield row | {"what": name} | (counts(made[name], at.timer.device) if "us" in row else {})
 
 
-MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "host": _host}
-"""Section -> the function that measures its rows at a shape."""
-measure = functools.partial(sweep, measured=MEASURED)
+measure = functools.partial(sweep, measured={"linear": _steps, "qkv": _steps, "host": _host})
