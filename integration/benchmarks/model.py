@@ -8,7 +8,7 @@ all ranks (EP), and FSDP2 shards the rest and gathers it once a step. Weights ar
 A case names the experts:
 
     baseline                baseline.BaselineLayer, in Qwen3 and DeepSeek-V3
-    transformers            its grouped_mm; on several ranks between its own all-to-alls (5.23 and newer)
+    transformers            its grouped_mm, on one rank
     mxep RECIPE             mxep.integration.transformers
     mxep RECIPE, linears    attention's projections and dense MLPs in this recipe, too (with `optimize`)
     none                    experts return their input, to measure the rest of the model
@@ -21,7 +21,6 @@ bench.changes apply to all cases:
     fp32_moments   AdamW's moments are fp32
     autograd_sums  autograd adds mxep's gradients of micro-batches, instead of the GEMM
     after_step     weights are quantized right after AdamW's step, instead of in the first micro-batch
-    checkpoint     each decoder layer keeps only its input, and is recomputed in backward
 
 ms            median step of the slowest rank. fastest ms, slowest ms: of all steps
 TFLOP/s       per GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
@@ -40,7 +39,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import functools
 import re
 import statistics
@@ -51,7 +49,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -65,7 +63,7 @@ from mxep.integration.mesh import FailedOnRanks, all_gather, on_all_ranks
 from mxep.integration.report import Row
 from mxep.integration.schema import RECIPES
 from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register
-from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, experts_in, layers, own_expert_parallel
+from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, experts_in, layers
 
 from .baseline import BaselineLayer
 from .runner import Bench, models, table
@@ -77,7 +75,7 @@ SECONDS, LEAST_STEPS, MOST_STEPS, WARM_UP = 6.0, 3, 100, 2
 BASELINE, TRANSFORMERS, NONE, LINEARS = "baseline", "transformers", "none", ", linears"
 CASES = (BASELINE, TRANSFORMERS, *(f"mxep {name}{more}" for name in RECIPES for more in ("", LINEARS)), NONE)
 USUAL = BASELINE, TRANSFORMERS, "mxep bf16", "mxep mxfp8"
-CHANGES = "optimize", "forced", "fp32_moments", "autograd_sums", "after_step", "checkpoint"
+CHANGES = "optimize", "forced", "fp32_moments", "autograd_sums", "after_step"
 SIZES = "layers, micro-batches, sequences, length"
 QWEN3: dict[str, Any] = {
     "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True,
@@ -146,32 +144,28 @@ SECTIONS = {
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """Yield (section, row). Collective, with the same rows on all ranks."""
-    wanted = bench.config.sections or SECTIONS
-    return ((section, row) for section, row in _rows(bench, profile="shares" in wanted) if section in wanted)
-
-
-def _rows(bench: Bench, *, profile: bool) -> Iterator[tuple[str, Row]]:
-    """Rows of all sections, of shares only with `profile`."""
+    expected = bench.config.sections or SECTIONS
     changes = tuple(bench.config.changes or ())
     found: dict[tuple[Any, ...], list[tuple[Shape, float]]] = {}
     for about, shape in models(bench, Shape):
-        rate = functools.partial(_rate, config_of(about["model"], shape, bench.device))
         first = None
         for case in bench.config.cases or USUAL:
             row = about | shape._asdict() | {"what": case, "changes": [*changes]}
             try:
-                step = _step(bench, about["model"], shape, case, changes, profile=profile)
+                step, parts = _step(bench, about["model"], shape, case, changes, profile="shares" in expected)
             except FailedOnRanks as error:
-                yield "model", row | failure(error)
-                continue
-            shares, ms = step.pop("shares"), step["ms"]
-            first = ms if case == BASELINE else first
-            found.setdefault((about["model"], case, shape[1:]), []).append((shape, ms))
-            yield "model", row | step | rate(shape, ms) | ({"x baseline": first / ms} if first else {})
-            if shares:
-                yield "shares", row | shares
+                step, parts = failure(error), {}
+            if "ms" in step:
+                ms = step["ms"]
+                first = ms if case == BASELINE else first
+                found.setdefault((about["model"], case, shape[1:]), []).append((shape, ms))
+                step |= _rate(about["model"], shape, ms, bench.device) | ({"x baseline": first / ms} if first else {})
+            if "model" in expected:
+                yield "model", row | step
+            if parts:
+                yield "shares", row | parts
     for (model, case, _), at in found.items():
-        if len(dict(at)) > 1:
+        if len(dict(at)) > 1 and "extrapolated" in expected:
             yield "extrapolated", {"model": model, "what": case, **extrapolated(sorted(at), model, bench.device)}
 
 
@@ -181,38 +175,38 @@ def extrapolated(at: list[tuple[Shape, float]], model: str, device: torch.device
     depth = MODELS[model][1]["num_hidden_layers"]
     ms = last + (depth - many.layers) * (last - first) / (many.layers - few.layers)
     whole = many._replace(layers=depth)
-    rate = _rate(config_of(model, whole, device), whole, ms)
-    return whole._asdict() | {"ms": ms, "from": [few.layers, many.layers]} | rate
+    return whole._asdict() | {"ms": ms, "from": [few.layers, many.layers]} | _rate(model, whole, ms, device)
 
 
-def _rate(config: Any, shape: Shape, ms: float) -> Row:
-    flops = sum(flops_per_token(config, shape.length).values())
+def _rate(model: str, shape: Shape, ms: float, device: torch.device) -> Row:
+    flops = sum(flops_per_token(config_of(model, shape, device), shape.length).values())
     return {"tokens/s a GPU": shape.tokens / ms * 1e3, "TFLOP/s": shape.tokens * flops / ms / 1e9}
 
 
-def _step(bench: Bench, model: str, shape: Shape, case: str, changes: tuple[str, ...], *, profile: bool) -> Row:
-    """Measure a case. `shares` is {} without `profile`. Collective. Raises FailedOnRanks."""
+def _step(
+    bench: Bench, model: str, shape: Shape, case: str, changes: tuple[str, ...], *, profile: bool
+) -> tuple[Row, Row]:
+    """Measure a case. Returns its figures, and with `profile` its shares. Collective. Raises FailedOnRanks."""
     torch._dynamo.reset()
     free_memory()
-    began = time.perf_counter()
+    began, cuda = time.perf_counter(), bench.device.type == "cuda"
     subject = on_all_ranks(lambda: Subject(model, shape, case, changes, bench.device, bench.seed))
     try:
         losses = on_all_ranks(lambda: [float(subject.step()) for _ in range(WARM_UP)])
-        if bench.device.type == "cuda":
+        if cuda:
             torch.cuda.reset_peak_memory_stats()
         times, ready = list[float](), time.perf_counter() - began
-        limit = SECONDS if bench.device.type == "cuda" else 0.0
-        while len(times) < LEAST_STEPS or (sum(times) < limit and len(times) < MOST_STEPS):
+        while len(times) < LEAST_STEPS or (cuda and sum(times) < SECONDS and len(times) < MOST_STEPS):
             times.append(on_all_ranks(lambda: seconds(subject.step)))
         ms = 1e3 * statistics.median(times)
         row: Row = {"ms": ms, "fastest ms": 1e3 * min(times), "slowest ms": 1e3 * max(times), "steps": len(times)}
         row |= {"loss": losses[0], "losses": losses, "optimize": subject.changed, "seconds until timed": ready}
-        if bench.device.type == "cuda":
+        if cuda:
             row["peak GiB"] = max(all_gather(torch.cuda.max_memory_allocated())) / GIB
             row["allocator retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-        row["shares"] = shares(subject.step, ms) if profile else {}
-        row["most of mean"] = max(by_layer := subject.most_of_mean())
-        return row | {"most of mean by layer": by_layer}
+        parts = shares(subject.step, ms) if profile else {}
+        row["most of mean by layer"] = subject.most_of_mean()
+        return row | {"most of mean": max(row["most of mean by layer"])}, parts
     finally:
         subject.close()
 
@@ -230,29 +224,11 @@ def config_of(model: str, shape: Shape, device: torch.device) -> Any:
 
 
 def baseline_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Forward of experts by a BaselineLayer, which the module keeps."""
+    """Forward of experts by a BaselineLayer."""
     w13, w2 = local_weight(experts.gate_up_proj), local_weight(experts.down_proj)
-    layer = experts.__dict__.get("_baseline")
-    if layer is None:
-        group = dist.group.WORLD if len(w13) < experts.num_experts else None
-        layer = experts.__dict__["_baseline"] = BaselineLayer(w13, w2, group=group)
-    layer.w13, layer.w2 = w13, w2
-    out: Tensor = layer(hidden_states, top_k_index.int(), top_k_weights.float())
-    layer.w13 = layer.w2 = None  # they would keep an autograd graph
+    group = dist.group.WORLD if len(w13) < experts.num_experts else None
+    out: Tensor = BaselineLayer(w13, w2, group=group)(hidden_states, top_k_index.int(), top_k_weights.float())
     return out
-
-
-def all_to_all_experts(
-    ep: DeviceMesh, tp: DeviceMesh, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """transformers' own expert parallelism, for this rank's experts. tp: a mesh of this rank alone."""
-    here = copy.copy(experts)
-    here.__dict__["_parameters"] = {name: local_weight(weight) for name, weight in experts.named_parameters()}
-    here.num_experts = len(here.down_proj)
-    exchange = own_expert_parallel.AllToAllEP(here, ep, tp)
-    exchange.experts_forward = functools.partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], here)
-    out: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
-    return out.to(hidden_states.dtype)
 
 
 def register_experts(recipes: Iterable[str], **limits: Any) -> None:
@@ -350,14 +326,8 @@ class Subject:
                 layer.mlp.gate.__class__ = ForcedRouter
         experts = {NONE: "bench none", BASELINE: "bench baseline", TRANSFORMERS: "grouped_mm"}
         self.model.config._experts_implementation = experts.get(case, f"bench {recipe}")
-        if case == TRANSFORMERS and mesh:
-            alone = init_device_mesh(device.type, (ranks(), 1), mesh_dim_names=("ep", "tp"))["tp"]
-            ALL_EXPERTS_FUNCTIONS.register("bench own", functools.partial(all_to_all_experts, mesh, alone))
-            self.model.config._experts_implementation = "bench own"
         self.model.train()
         self.changed = self._optimize(recipe if case.endswith(LINEARS) else None, whole=self.mxep or not mesh)
-        if "checkpoint" in changes:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if mesh:
             for module in (*self.model.model.layers, self.model):
                 fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=own)
@@ -376,8 +346,8 @@ class Subject:
             raise NotImplementedError("the baseline has no biases and no clamped SwiGLU")
         if case.endswith(LINEARS) and "optimize" not in self.changes:
             raise NotImplementedError("linears: wants bench.changes=[optimize]")
-        if case == TRANSFORMERS and mesh and own_expert_parallel is None:
-            raise NotImplementedError("wants transformers 5.23")
+        if case == TRANSFORMERS and mesh:
+            raise NotImplementedError("transformers: wants one rank")
         if "forced" in self.changes and kind != "qwen3_moe":
             raise NotImplementedError(f"forced: wants Qwen3's router, got {kind}'s")
 
@@ -450,25 +420,26 @@ def shares(step: Callable[[], object], ms: float) -> dict[str, Any]:
     with torch.profiler.profile() as profile:
         step()
         synchronize()
+    events = list(profile.events())
     kernels = [
         event
-        for event in profile.events()
+        for event in events
         if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
     ]
     found = dict.fromkeys((*SHARES, REST), 0.0)  # us
-    left = collections.Counter[str]()
+    left = collections.Counter[str]()  # us of kernels by name: graphs' kernels have no launcher
     for kernel in kernels:
         left[kernel.name] += kernel.time_range.elapsed_us()
-    for event in profile.events():
+    for event in events:
         for kernel in event.kernels:
             found[part_of(kernel.name, *_ancestors(event))] += kernel.duration
             left[kernel.name] -= kernel.duration
-    for name, us in left.items():  # graphs' kernels have no launcher
+    for name, us in left.items():
         found[part_of(name)] += max(0.0, us)
     other_ms = (sum(found.values()) - found["communication"]) / 1e3
     found[IDLE] = 1e3 * ms - busy((kernel.time_range.start, kernel.time_range.end) for kernel in kernels)
-    by_rank = {"other than communication, ms by rank": [round(each, 2) for each in all_gather(other_ms)]}
-    return {part: round(us / 1e3 / ms, 4) for part, us in found.items()} | by_rank
+    by_rank = {"other than communication, ms by rank": all_gather(other_ms)}
+    return {part: us / 1e3 / ms for part, us in found.items()} | by_rank
 
 
 def part_of(*names: str) -> str:

@@ -16,7 +16,6 @@ from benchmarks.runner import Bench
 from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
 from mxep.integration.report import Report
-from mxep.integration.transformers.experts import own_expert_parallel
 from ranks import Context, distributed
 
 CPU = torch.device("cpu")
@@ -87,16 +86,12 @@ def test_other_models_run_what_they_can(rows_of, model: str) -> None:
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=5e-3), row["what"]
 
 
-@pytest.mark.parametrize("change", ["fp32_moments", "after_step", "autograd_sums", "checkpoint"])
+@pytest.mark.parametrize("change", ["fp32_moments", "after_step", "autograd_sums"])
 def test_a_change_leaves_the_losses(change: str) -> None:
     losses = []
     for changes in ((), (change,)):
         subject = Subject("qwen3_30b", SHAPE, "mxep mxfp8", changes, CPU)
-        calls: list[int] = []
-        for layer in subject.model.model.layers:
-            layer.self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         losses.append([float(subject.step()) for _ in range(2)])
-        assert len(calls) == 4 * (2 if "checkpoint" in changes else 1)
         subject.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
@@ -173,7 +168,6 @@ def test_two_ranks_with_fsdp2_take_steps_of_the_same_losses(ctx: Context) -> Non
             ("baseline", ()),
             ("baseline", ("optimize",)),
             ("mxep mxfp8, linears", ("optimize",)),
-            *([("transformers", ())] if own_expert_parallel is not None else []),
         ):
             subject = Subject("qwen3_30b", SHAPE, case, changes, CPU)
             losses[case, changes] = [float(subject.step()) for _ in range(2)]
