@@ -4,7 +4,6 @@ A case calls ops of `torch.ops.mxep`. `moved` is the least number of bytes to mo
 once, scales, indices and offs included.
 
 of copy    bytes per second / those of a plain copy, which is measured before and after the cases
-target     the share to reach; none for kind "small", where the launch takes most of the time
 
 Rows are Gaussian, E4M3, RCEIL, blocks of 32. A gathered case takes every stored row once, in random order, from slots
 that hold qdata and then scales. Groups have random sizes, some are empty; all rows are valid.
@@ -23,20 +22,18 @@ import torch
 from torch import Tensor
 
 from mxep.integration.report import Row
-from mxep.quant import BLOCK, E2M1, E4M3, ScaleMode
-from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant import BLOCK, E4M3, ScaleMode
 from mxep.quant.shapes import round_up
 
 from .runner import Bench, table
 from .script import free_memory
-from .timer import Alternative, Call, Timer, copy_tb_s, rotations
+from .timer import Alternative, Timer, copy_tb_s, rotations
 
 HOW = (E4M3.dtype, ScaleMode.RCEIL.value)
 GROUPS = 32
-FIGURES = "us, TB/s, of copy, target"
 SHAPES = {"rows": (32, 64), "weights": (1, 32, 64), "small": (32, 64)}
 SIZES = "sizes"
-SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", FIGURES)}
+SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", "us, TB/s, of copy")}
 
 ops = torch.ops.mxep
 
@@ -64,13 +61,6 @@ class Inputs:
         """Qdata and scales, in blocks along a row."""
         qdata, scale = ops.quantize_rows(self.values(), *HOW, BLOCK)
         return qdata, scale
-
-    def mxfp4(self) -> tuple[Tensor, Tensor]:
-        """Random E2M1 qdata and scales within 2^8. Quantizing values to E2M1 would take long."""
-        rows, k = self.shape
-        codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, **self._where)
-        scale = torch.randint(116, 124, (rows, k // BLOCK), dtype=torch.uint8, **self._where)
-        return codes.view(E2M1.dtype), scale.view(SCALE_DTYPE)
 
     def slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """Qdata and scales as parts of rows padded to 16 bytes, and an index of all rows in random order."""
@@ -110,11 +100,9 @@ def _both_per_row(x: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """kind: of shapes. target: share of the copy's speed to reach. moved(*shape): bytes. make(Inputs): arguments of
-    call. call: the measured call."""
+    """kind: of shapes. moved(*shape): bytes. make(Inputs): arguments of call. call: the measured call."""
 
     kind: str
-    target: float | None
     moved: Callable[..., int]
     make: Callable[[Inputs], tuple[Any, ...]]
     call: Callable[..., Any]
@@ -143,37 +131,31 @@ def _swiglu_backward(folded: bool, with_h: bool = False) -> Callable[..., Any]:
 
 
 CASES = {
-    "rows": Case("rows", 0.95, lambda r, k: 2 * r * k + mx(r * k), _values,
+    "rows": Case("rows", lambda r, k: 2 * r * k + mx(r * k), _values,
                  lambda x: ops.quantize_rows(x, *HOW, BLOCK)),
-    "rows_e2m1": Case("rows", 0.85, lambda r, k: 2 * r * k + mx(r * k) - r * k // 2, _values,
-                      lambda x: ops.quantize_e2m1(x, HOW[1], BLOCK)),
-    "rows_per_row": Case("rows", 0.95, lambda r, k: 3 * r * k + r, _values,  # row-scaled FP8
-                       lambda x: ops.quantize_rows(x, *HOW, x.shape[1])),
-    "columns": Case("rows", 0.90, lambda r, k: 2 * r * k + mx(r * k), _values,
+    "columns": Case("rows", lambda r, k: 2 * r * k + mx(r * k), _values,
                     lambda x: ops.quantize_columns(x, *HOW, BLOCK)),
     # A column's scale needs all rows before its first element: x is read twice, and the share is 0.67 at most.
-    "weights_per_row": Case("weights", None, lambda e, n, k: 4 * e * n * k + e * (n + k), _values, _both_per_row),
-    "weights_2d": Case("weights", 0.90, lambda e, n, k: 3 * e * n * k + e * n * k // BLOCK**2, _values,
+    "weights_per_row": Case("weights", lambda e, n, k: 4 * e * n * k + e * (n + k), _values, _both_per_row),
+    "weights_2d": Case("weights", lambda e, n, k: 3 * e * n * k + e * n * k // BLOCK**2, _values,
                           lambda x: ops.quantize_2d(x, *HOW, BLOCK)),
-    "requantize": Case("rows", 0.85, lambda r, k: 2 * mx(r * k), Inputs.mx,
+    "requantize": Case("rows", lambda r, k: 2 * mx(r * k), Inputs.mx,
                        lambda qdata, scale: ops.requantize(qdata, scale, 1, BLOCK, None, None, *HOW)),
-    "fold": Case("rows", 0.93, lambda r, k: mx(r * k) + 4 * (r + GROUPS) + r * k + r, _gathered,
+    "fold": Case("rows", lambda r, k: mx(r * k) + 4 * (r + GROUPS) + r * k + r, _gathered,
                  lambda qdata, *rest: ops.fold(qdata, *rest)),
-    "fold_e2m1": Case("rows", 0.85, lambda r, k: mx(r * k) - r * k // 2 + r * k + r, Inputs.mxfp4,
-                      lambda *mxfp4: ops.fold_e2m1(*mxfp4)),
-    "fold_for_wgrad": Case("rows", 0.85, lambda r, k: 2 * (mx(r * k) + 4 * r + r * k) + 8 * GROUPS,
+    "fold_for_wgrad": Case("rows", lambda r, k: 2 * (mx(r * k) + 4 * r + r * k) + 8 * GROUPS,
                        lambda i: (*i.slots(), *_gathered(i)), lambda *args: ops.fold_for_wgrad(*args, 128)),
-    "swiglu": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + mx(r * k // 2), _gate_up,
+    "swiglu": Case("rows", lambda r, k: 2 * r * k + 4 * (r + GROUPS) + mx(r * k // 2), _gate_up,
                    lambda *args: ops.swiglu(*args, *HOW, BLOCK, False, None, None)),
-    "swiglu_folded": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + r * k // 2 + r, _gate_up,
+    "swiglu_folded": Case("rows", lambda r, k: 2 * r * k + 4 * (r + GROUPS) + r * k // 2 + r, _gate_up,
                           lambda *args: ops.swiglu(*args, *HOW, BLOCK, True, None, None)),
-    "swiglu_backward": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + mx(r * k), _d_h,
+    "swiglu_backward": Case("rows", lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + mx(r * k), _d_h,
                             _swiglu_backward(False)),
-    "swiglu_backward_folded": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + r * k + r, _d_h,
+    "swiglu_backward_folded": Case("rows", lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + r * k + r, _d_h,
                                    _swiglu_backward(True)),
-    "swiglu_backward_and_h": Case("rows", 0.88, lambda r, k: 9 * r * k // 2 + 4 * (2 * r + GROUPS) + 2 * r,
+    "swiglu_backward_and_h": Case("rows", lambda r, k: 9 * r * k // 2 + 4 * (2 * r + GROUPS) + 2 * r,
                                   _d_h, _swiglu_backward(True, with_h=True)),
-    "gather_swizzled": Case("rows", 0.90, lambda r, k: mx(r * k) + 4 * r + r * k + swizzled(r, k), Inputs.slots,
+    "gather_swizzled": Case("rows", lambda r, k: mx(r * k) + 4 * r + r * k + swizzled(r, k), Inputs.slots,
                             lambda *args: ops.gather_swizzled(*args, None)),
 }  # fmt: skip
 
@@ -183,14 +165,12 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     timer = Timer(bench.device, seconds=0.02, rounds=7)
     bench.ceilings["copy TB/s"] = copy_tb_s(timer)
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
-    for name, shape, target in lines(bench):
-        moved = CASES[name].moved(*shape)
-        sets = rotations(moved, bench.device)
-        timed = timer.compare({name: Alternative(functools.partial(_calls, name, Inputs(shape, generator), sets))})[
-            name
-        ]
+    for name, shape in lines(bench):
+        case, moved = CASES[name], CASES[name].moved(*shape)
+        inputs, sets = Inputs(shape, generator), rotations(moved, bench.device)
+        calls = Alternative(lambda: [functools.partial(case.call, *case.make(inputs)) for _ in range(sets)])  # noqa: B023
+        row: Row = {"case": name, "shape": list(shape), **timer.compare({name: calls})[name], "bytes": moved}
         torch.cuda.synchronize()  # raises if a failure left the device unusable
-        row: Row = {"case": name, "shape": list(shape), **timed, "bytes": moved, "target": target}
         if "us" in row:
             row["TB/s"] = moved / row["us"] / 1e6
             row["of copy"] = row["TB/s"] / bench.ceilings["copy TB/s"]
@@ -199,13 +179,9 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     bench.ceilings["copy TB/s, after"] = copy_tb_s(timer)
 
 
-def _calls(name: str, inputs: Inputs, sets: int) -> list[Call]:
-    return [functools.partial(CASES[name].call, *CASES[name].make(inputs)) for _ in range(sets)]
-
-
-def lines(bench: Bench) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
-    """Yield (case, shape, target) for each row."""
+def lines(bench: Bench) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (case, shape) for each row."""
     for name in bench.config.cases or CASES:
         for kind, shapes in bench.config.shapes.items():
-            if CASES[name].kind == ("weights" if kind == "weights" else "rows"):
-                yield from ((name, tuple(shape), None if kind == "small" else CASES[name].target) for shape in shapes)
+            if (CASES[name].kind == "weights") == (kind == "weights"):
+                yield from ((name, tuple(shape)) for shape in shapes)

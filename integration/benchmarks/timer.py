@@ -33,7 +33,7 @@ from .script import synchronize
 
 GRAPH_SECONDS = 0.02
 LEAD_SECONDS = 0.2
-GRAPH_CALLS = 200
+REPEATS = 10  # calls of a stretch of host time
 COPY_BYTES = 1 << 30
 COPIES = 10
 L2_SIZES = 4  # bytes between two uses of a set of inputs, in L2 caches
@@ -84,16 +84,15 @@ class Timer:
     """Times alternatives.
 
     seconds: length of a stretch. start: called on all ranks before a stretch. graph_calls: most calls in a graph. host:
-    measure the host time of `repeats` calls without a graph. shared: a failure in a round ends all alternatives.
+    measure the host time of REPEATS calls without a graph. shared: a failure in a round ends all alternatives.
     """
 
     device: torch.device
     seconds: float
     rounds: int
     start: Call = nothing
-    graph_calls: int = GRAPH_CALLS
+    graph_calls: int = 200
     host: bool = False
-    repeats: int = 10
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -115,7 +114,7 @@ class Timer:
 
     def prepare(self, alternative: Alternative) -> Run:
         """Warm up and capture. Collective. Raises FailedOnRanks."""
-        run = Run(alternative, nothing, 1, self.repeats if self.host and self.cuda else 1, ())
+        run = Run(alternative, nothing, 1, REPEATS if self.host and self.cuda else 1, ())
         result = on_all_ranks(lambda: self._warm(run))
         if self.cuda and not self.host and alternative.graph != "never":
             result = None  # it may be large: free it

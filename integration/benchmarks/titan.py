@@ -25,11 +25,11 @@ from torch import Tensor
 from mxep.integration.launch import NO_MULTICAST
 
 MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 16), "deepseek-16b": ("deepseek_v3", "16B", 16)}
+MODELS |= {"qwen3-debug": ("qwen3", "debugmodel_moe", 2), "deepseek-debug": ("deepseek_v3", "debugmodel", 2)}
 """Name -> torchtitan's model, its flavor, default number of layers."""
-DEBUG = {"qwen3-debug": ("qwen3", "debugmodel_moe", 2), "deepseek-debug": ("deepseek_v3", "debugmodel", 2)}
 LINEAR = "-linear"
-CASES = ("torchtitan", "torchtitan-fp8", "bf16", "mxfp8", "fp8", f"mxfp8{LINEAR}", f"fp8{LINEAR}")
-"""torchtitan's experts, these with torchao's FP8 GEMMs, mxep's recipes for experts, and for linears, too."""
+CASES = ("torchtitan", "bf16", "mxfp8", "fp8", f"mxfp8{LINEAR}", f"fp8{LINEAR}")
+"""torchtitan's experts, mxep's recipes for experts, and for linears, too."""
 LOG_EVERY, WARM_UP = 10, 20
 
 
@@ -87,7 +87,7 @@ def make_config(args: argparse.Namespace) -> Any:
     from mxep.integration.torchtitan.converter import ConverterOptions, build_metrics_processor
     from mxep.integration.torchtitan.converter import JobConfig as WithOptions
 
-    name, flavor, layers = (MODELS | DEBUG)[args.model]
+    name, flavor, layers = MODELS[args.model]
     spec = get_train_spec(name)
     sizes = dataclasses.replace(spec.model_args[flavor], n_layers=args.layers or layers)
     sizes.attn_type, sizes.attn_mask_type = "sdpa", "causal"  # others want a tokenizer
@@ -107,22 +107,13 @@ def make_config(args: argparse.Namespace) -> Any:
     config.parallelism.expert_parallel_degree = int(os.environ["WORLD_SIZE"])
     config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option = args.checkpoint, "op"
     config.compile.enable = args.compile
-    if args.case == "torchtitan-fp8":
-        config.model.converters = ["quantize.grouped_mm.float8"]
-        config.quantize.grouped_mm.float8.fqns = ["moe.experts"]
-    elif args.case != "torchtitan":
+    if args.case != "torchtitan":
         config.model.converters = ["mxep"]
         recipe = args.case.removesuffix(LINEAR)
         how: dict[str, Any] = {"recipe": recipe, "linear": recipe if args.case.endswith(LINEAR) else None}
-        how |= {"dispatcher": args.dispatcher, "dtype": config.training.mixed_precision_param}
+        how |= {"dtype": config.training.mixed_precision_param}
         config.mxep = ConverterOptions(max_tokens=args.batch * args.length, capacity=args.capacity, **how)
     return config
-
-
-def make_trainer(args: argparse.Namespace) -> Any:
-    from torchtitan.train import Trainer
-
-    return Trainer(make_config(args))
 
 
 def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -143,7 +134,7 @@ def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="torchtitan 0.2's trainer with its experts or mxep's, under torchrun")
-    parser.add_argument("--model", choices=[*MODELS, *DEBUG], default="qwen3-30b")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b")
     parser.add_argument("--case", choices=CASES, default="mxfp8")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
@@ -151,7 +142,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="none", help="of activations")
-    parser.add_argument("--dispatcher", choices=("symmetric", "all_to_all"), default="symmetric")
     parser.add_argument("--capacity", type=float, help="rows that fit, in balanced loads; default: the worst case")
     parser.add_argument("--out", type=Path, default=Path("titan.jsonl"))
     return parser.parse_args(arguments)
@@ -159,11 +149,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     from torchtitan.tools.logging import init_logger
+    from torchtitan.train import Trainer
 
     args = parse()
     os.environ.update(NO_MULTICAST)
     init_logger()
-    trainer = make_trainer(args)
+    trainer = Trainer(make_config(args))
     result = measure(trainer, args)
     trainer.close()
     if int(os.environ["RANK"]) == 0:

@@ -69,21 +69,11 @@ def test_two_converters_of_the_same_weights_are_refused(
 def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
     """In bf16 under FSDP2 and EP, against its own experts."""
     from benchmarks import titan
-    from titan_on_cpu import reduce_over_gloo
-
-    os.environ |= {"LOCAL_RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.world_size)}
-    titan.LOG_EVERY = 1
-    sizes = ["--model", model, "--steps", "3", "--length", "32", "--batch", "2"]
 
     names = []
 
     def losses(*arguments: str) -> list[float]:
-        from torchtitan.protocols import train_spec
-
-        train_spec._extra_train_specs.clear()
-        args = titan.parse([*sizes, *arguments])
-        trainer = titan.make_trainer(args)
-        reduce_over_gloo(trainer.model_parts[0])
+        trainer, args = make_trainer(ctx, "--model", model, "--steps", "3", *arguments)
         found = titan.measure(trainer, args)["losses"]
         names.append(list(trainer.model_parts[0].state_dict()))
         trainer.close()
