@@ -34,10 +34,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mxep.integration.transformers  # registers names, and LoRA on experts
 from benchmarks.model import QWEN3
-from benchmarks.script import GIB, free_memory, save
+from benchmarks.script import GIB, free_memory, save, seconds
 from mxep.ep.frozen import register_frozen
 from mxep.gemm import freeze
 from mxep.gemm.frozen import FORMATS
+from mxep.integration.results import shortened
 from mxep.integration.transformers.experts import is_experts, weight_names
 from mxep.integration.transformers.quantized import keep_names, strip
 from mxep.quant import MXTensor, quantize
@@ -66,27 +67,26 @@ def quantized(experts: int, n: int, k: int, fmt: str, device: torch.device) -> M
 
 def build(config: Any, kind: str, device: torch.device) -> Any:
     """The model on the device. Experts are frozen if the kind is a format."""
-    name = kind if kind not in FORMATS else "mxep_mxfp8"
+    attention = "sdpa" if "qwen" in config.model_type else "eager"
+    how = {"attn_implementation": attention, "experts_implementation": "mxep_mxfp8" if kind in FORMATS else kind}
     with torch.device("meta"):
-        attention = "sdpa" if "qwen" in config.model_type else "eager"
-        how = {"experts_implementation": name, "attn_implementation": attention}
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **how)
     for experts in [module for module in model.modules() if is_experts(module)] if kind in FORMATS else []:
         weights = {}
-        for each in weight_names(experts):
-            e, *sizes = getattr(experts, each).shape
+        for name in weight_names(experts):
+            e, *sizes = getattr(experts, name).shape
             n, k = reversed(sizes) if experts.is_transposed else sizes
-            weights[each] = freeze(quantized(e, n, k, kind, device), kind)  # type: ignore[arg-type]
+            weights[name] = freeze(quantized(e, n, k, kind, device), kind)  # type: ignore[arg-type]
         strip(experts)
-        for each, weight in weights.items():
-            register_frozen(experts, each, weight, None)
+        for name, weight in weights.items():
+            register_frozen(experts, name, weight, None)
     if kind in FORMATS:
         keep_names(model)
     for module in model.modules():
-        for each, p in module._parameters.items():
+        for name, p in module._parameters.items():
             if p is not None and p.is_meta:
                 value = normal(*p.shape, device=device) if p.dim() > 1 else torch.ones_like(p, device=device)
-                module._parameters[each] = nn.Parameter(value.zero_() if "bias" in each else value)
+                module._parameters[name] = nn.Parameter(value.zero_() if "bias" in name else value)
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not in the state
     return model
@@ -105,35 +105,33 @@ def adapted(model: Any, rank: int) -> Any:
 
 def measure(config: Any, kind: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
-    began = time.perf_counter()
-    if on_gpu := device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    began, cuda = time.perf_counter(), device.type == "cuda"
     model = adapted(build(config, kind, device), args.rank).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     ids = torch.randint(config.vocab_size, (args.tokens // args.length, args.length), device=device)
     row: dict[str, Any] = {"kind": kind, "layers": config.num_hidden_layers, "tokens": args.tokens}
-    row["trained, million"] = round(sum(p.numel() for p in trained) / 1e6, 1)
-    if on_gpu:
+    row["trained, million"] = sum(p.numel() for p in trained) / 1e6
+    if cuda:
         free_memory()
-        row["peak GiB while built"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
-        row["model GiB"] = round(torch.cuda.memory_allocated() / GIB, 2)
+        row["model GiB"] = torch.cuda.memory_allocated() / GIB
         torch.cuda.reset_peak_memory_stats()
-    seconds, losses = [], []
-    for _ in range(args.warmup + args.steps):
-        start = time.perf_counter()
+    losses: list[float] = []
+
+    def step() -> None:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
-    taken = statistics.median(seconds[args.warmup :])
-    row |= {"ms": round(1e3 * taken, 1), "tokens/s": round(args.tokens / taken), "losses": [losses[0], losses[-1]]}
-    row["seconds in all"] = round(time.perf_counter() - began, 1)
-    if on_gpu:
-        row["peak GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
-    return row
+
+    times = [seconds(step) for _ in range(args.warmup + args.steps)]
+    taken = statistics.median(times[args.warmup :])
+    row |= {"ms": 1e3 * taken, "tokens/s": args.tokens / taken, "losses": [losses[0], losses[-1]]}
+    return row | {
+        "seconds in all": time.perf_counter() - began,
+        **({"peak GiB": torch.cuda.max_memory_allocated() / GIB} if cuda else {}),
+    }
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -159,7 +157,7 @@ def main(given: list[str] | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for kind in args.kinds:
         try:
-            rows.append(measure(config, kind, args, device))
+            rows.append(shortened(measure(config, kind, args, device)))
         except torch.OutOfMemoryError as error:
             rows.append({"kind": kind, "layers": config.num_hidden_layers, "error": str(error).partition("\n")[0]})
         free_memory()

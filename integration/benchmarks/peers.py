@@ -144,13 +144,6 @@ def torchao_block(p: Problem, stack: contextlib.ExitStack) -> Layer:
     return pipeline(p, lambda a, w, offs: product(a, w.mT, offs, pad_token_groups_for_grouped_mm=False), 128)
 
 
-def liger(p: Problem, stack: contextlib.ExitStack) -> Layer:
-    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
-
-    x, weights, w13, w2 = leaves(p)
-    return Layer(lambda: LigerFusedMoEFunction.apply(x, w13, w2, p.expert_ids, weights), (x, weights, w13, w2))
-
-
 def sonic(p: Problem, stack: contextlib.ExitStack) -> Layer:
     """Its default layout alternates rows of gate and up."""
     from sonicmoe.enums import ActivationType
@@ -201,7 +194,6 @@ def mxep(name: str, *, kept: bool = False) -> Make:
 PEERS: dict[str, Make] = {
     "grouped_mm bf16": lambda p, stack: pipeline(p),
     "ScatterMoE bf16": scattermoe,
-    "Liger bf16": liger,
     "SonicMoE bf16": sonic,
     "torchao fp8 row": torchao_row,
     "torchao fp8 block": torchao_block,
@@ -212,7 +204,7 @@ PEERS: dict[str, Make] = {
 }
 PACKAGES = (
     *("torch", "triton", "torchao", "sgl-deep-gemm", "apache-tvm-ffi", "sonic-moe", "quack-kernels"),
-    *("nvidia-cutlass-dsl", "liger-kernel", "scattermoe"),
+    *("nvidia-cutlass-dsl", "scattermoe"),
 )
 
 worker: Worker  # of this process
@@ -372,14 +364,12 @@ def compare(given: argparse.Namespace) -> None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             about["versions"][package] = importlib.metadata.version(package)
     result: Row = {"what": "mxep and its peers, one GPU", **about, "layers": []}
-    counts = sorted(given.tokens)
-    counts.insert(0, counts.pop(len(counts) // 2))  # Liger tunes its kernels once per width, at the first count
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes = {peer: Process(peer, given, folder) for peer in given.peers}
         for process in processes.values():
             stack.callback(process.close)
         for shape in given.shapes:
-            for tokens in counts:
+            for tokens in given.tokens:
                 rows = cell(given, processes, shape, tokens, str(Path(folder, "reference.pt")))
                 result["layers"] += [shortened(row) for row in rows]
                 result["seconds"] = round(time.monotonic() - began)

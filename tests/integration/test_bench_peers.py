@@ -24,17 +24,17 @@ def quick_start(monkeypatch):
 def test_a_run_has_each_peers_figures_or_reason(tmp_path, monkeypatch, quick_start):
     for name in peers.CACHES:
         monkeypatch.setenv(name, "0")  # the run sets them
-    run = ["--peers", "grouped_mm bf16;mxep mxfp8, kept;Liger bf16", "--shapes", "tiny", "--tokens", "48"]
+    run = ["--peers", "grouped_mm bf16;mxep mxfp8, kept;ScatterMoE bf16", "--shapes", "tiny", "--tokens", "48"]
     times = ["--seconds", "0.01", "--rounds", "2", "--limit", "200", "--device", "cpu", "--commit", "abc"]
     peers.main([*run, *times, "--out", str(tmp_path / "run.json")])
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["commit"] == "abc"
     assert {"torch", "triton"} <= result["versions"].keys()
-    baseline, mxfp8, liger = result["layers"]
+    baseline, mxfp8, scattermoe = result["layers"]
     assert min(baseline["dB"].values()) > 40
     assert 20 < min(mxfp8["dB"].values()) < 26
     assert baseline["dB"].keys() == set(peers.RESULTS)
-    assert "liger_kernel" in liger["error"]
+    assert "scattermoe" in scattermoe["error"]
 
 
 def test_a_process_that_does_not_answer_in_time_is_ended_and_says_so(tmp_path, quick_start):

@@ -52,9 +52,6 @@ def test_the_pictures_have_every_figure() -> None:
     for row in steps:
         assert f">{row['tokens/s a GPU'] / 1e3:.1f}k{front_page.times(row)}<" in pictures["front-page.svg"]
     assert pictures["losses.svg"].count("<polyline") == 6, "two means, a line at zero and three seeds"
-    for row in results("peers-10", "h100")["layers"]:
-        if row["tokens"] == front_page.PEER_TOKENS and "ms" in row and "235B" in row["shape"]:
-            assert f">{row['ms']:.3g} ms, " in pictures["peers-h100.svg"]
 
 
 def test_the_page_is_read_in_a_minute() -> None:
