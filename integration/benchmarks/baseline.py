@@ -116,7 +116,7 @@ class BaselineLayer:
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device, dtype=torch.int64)
         inverse = inverse.view(ids.shape)
-        pairs = _Spread.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+        pairs = _Take.apply(x, order // ids.shape[1], inverse)  # type: ignore[no-untyped-call]
         groups = self._groups(flat[order])
         if self.ranks > 1:
             pairs = _AllToAll.apply(pairs, groups.sent, groups.arrived, self.group)  # type: ignore[no-untyped-call]
@@ -196,23 +196,8 @@ def _move(rows: Tensor, sent: list[int], arrived: list[int], group: dist.Process
     return moved
 
 
-class _Spread(torch.autograd.Function):
-    """x (T, D) -> (T K, D) by expert. inverse (T, K): rows of a token's pairs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return take(x, order // inverse.shape[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_pairs: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return sum_pairs(d_pairs, inverse), None, None
-
-
 class _Take(torch.autograd.Function):
-    """`take` by an index. Backward uses the inverse index."""
+    """`take` by an index. inverse: (rows,), or (T, K) with the results that are summed in a row's gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -223,7 +208,7 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_taken: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return take(d_taken, inverse), None, None
+        return (sum_pairs if inverse.dim() == 2 else take)(d_taken, inverse), None, None
 
 
 class _Weigh(torch.autograd.Function):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,8 @@ from mxep.integration.report import Row
 
 from . import gemm
 from .gemm import At, beside, sweep
-from .layer import counts
 from .runner import table
-from .timer import Alternative, Call, Timer
+from .timer import Call, Timer
 
 STEP = "us, TF, x bf16"
 SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "host": (1, 32, 32)}
@@ -40,7 +39,7 @@ BACKENDS = gemm.BACKENDS
 SECTIONS = {
     "linear": table("Forward and backward of a linear", "shape, what", STEP),
     "qkv": table("Forward and backward of q, k and v", "shape, what", STEP),
-    "host": table("Host, a forward and backward", "shape, what", "us, launches, allocations, ops"),
+    "host": table("Host, a forward and backward", "shape, what", "us"),
 }
 
 
@@ -130,17 +129,8 @@ def _steps(at: At) -> Iterator[Row]:
 
 
 def _host(at: At) -> Iterator[Row]:
-    p, made = Problem.gaussian(at.shape, at.generator), dict[str, Call]()
-    makers = steps(at.backend, several=False)
-
-    def calls(name: str) -> list[Call]:
-        made[name] = makers[name](p)
-        return [made[name]]
-
-    clock = Timer(at.timer.device, seconds=0.0, rounds=7, host=True)
-    rows = clock.compare({name: Alternative(functools.partial(calls, name)) for name in makers})
-    for name, row in rows.items():
-        yield row | {"what": name} | (counts(made[name], at.timer.device) if "us" in row else {})
+    clock, p = Timer(at.timer.device, seconds=0.0, rounds=7, host=True), Problem.gaussian(at.shape, at.generator)
+    yield from replace(at, timer=clock).compare(steps(at.backend, several=False), [p], p.flop).values()
 
 
 measure = functools.partial(sweep, measured={"linear": _steps, "qkv": _steps, "host": _host})

@@ -43,7 +43,7 @@ import functools
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +66,10 @@ from mxep.integration.transformers import Implementation, check, expert_parallel
 from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, experts_in, layers
 
 from .baseline import BaselineLayer
+from .layer import DeviceType, ProfilerActivity, profiled
 from .runner import Bench, models, table
-from .script import GIB, busy, free_memory, rank, ranks, seconds, synchronize
-from .timer import failure
+from .script import GIB, busy, free_memory, rank, ranks, seconds
+from .timer import Call, failure
 
 CAPACITY = 2.0  # times the balanced load of a rank
 SECONDS, LEAST_STEPS, MOST_STEPS, WARM_UP = 6.0, 3, 100, 2
@@ -107,7 +108,7 @@ SHARES = {
     "attention": r"flash|fmha|sdpa|cudnn.*attention|ScaledDotProduct|attention_",
     "head and loss": r"head and loss|LinearCrossEntropy|NllLoss|LogSoftmax|nll_loss|log_softmax",
     "experts GEMM": r"^(bf16_)?grouped_(mm|wgrad)_kernel|[Gg]rouped_?[Mm]m|GroupedGemm|GroupProblem",
-    "experts other": r"^(?!triton_)\w+_kernel$|mxep::|BaselineLayer|_Spread|_Take|_Weigh|experts other",
+    "experts other": r"^(?!triton_)\w+_kernel$|mxep::|BaselineLayer|_Take|_Weigh|experts other",
     "linears": r"gemm|nvjet|cutlass|xmma|MmBackward|aten::mm|aten::linear",
 }
 """Share of a step -> patterns in the names of its kernels, or of the autograd nodes that launched them. The first match
@@ -204,7 +205,7 @@ def _step(
         if cuda:
             row["peak GiB"] = max(all_gather(torch.cuda.max_memory_allocated())) / GIB
             row["allocator retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-        parts = shares(subject.step, ms) if profile else {}
+        parts = shares(subject.step, ms, bench.device) if profile else {}
         row["most of mean by layer"] = subject.most_of_mean()
         return row | {"most of mean": max(row["most of mean by layer"])}, parts
     finally:
@@ -414,18 +415,11 @@ class Subject:
             self.once.close()
 
 
-def shares(step: Callable[[], object], ms: float) -> dict[str, Any]:
+def shares(step: Call, ms: float, device: torch.device) -> dict[str, Any]:
     """Shares of a step by part. ms: of the step without a profiler. Collective."""
-    seconds(step)
-    with torch.profiler.profile() as profile:
-        step()
-        synchronize()
-    events = list(profile.events())
-    kernels = [
-        event
-        for event in events
-        if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
-    ]
+    cuda = device.type == "cuda"
+    events = profiled(step, 1, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
+    kernels = [event for event in events if event.device_type != DeviceType.CPU]
     found = dict.fromkeys((*SHARES, REST), 0.0)  # us
     left = collections.Counter[str]()  # us of kernels by name: graphs' kernels have no launcher
     for kernel in kernels:

@@ -49,4 +49,3 @@ def test_every_section_has_rows_without_errors(make_config: Callable[..., Config
             assert noted == {"torchao rowwise", "scaled_mm row, products"}
         if name == "host":
             assert {"bf16", "mxep mxfp8"} <= measured.keys()
-            assert all(row["ops"] for row in measured.values())
