@@ -1,17 +1,14 @@
 """task=compare: does a recipe's loss differ from bf16's by more than runs differ anyway?
 
-    for each seed:   bf16   the recipe   bf16 nudged           the same model and batches, on the same ranks
-    first seed:      bf16 again                                is a run bitwise repeatable?
-
-Losses are in nats per byte: on held-out text, and in training, over the last LAST steps. The mean over the n seeds of
-(recipe - bf16) is reported with three measures of noise:
+For each seed, bf16, the recipe, and bf16 nudged train the same model on the same batches and ranks. Losses are in nats
+per byte: on held-out text, and in training, over the last LAST steps. The mean over the n seeds of (recipe - bf16) is
+reported with three measures of noise:
 
     seeds             standard deviation of bf16's loss over seeds, which choose weights and batches
     nudges            root mean square of (bf16 nudged - bf16), divided by sqrt(n), as for a mean of n differences
     standard errors   two standard errors of the mean
 
-"within": the mean is no further from zero than that noise. Few seeds estimate both badly, so read the numbers too.
-A bad step of any run ends the task without results.
+Few seeds estimate each badly, so read the numbers too. A bad step of any run ends the task without results.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import dataclasses
 import gc
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +31,11 @@ from mxep.integration.launch import Rank
 from mxep.integration.mesh import Mesh, local, part
 from mxep.integration.metrics import log_backend
 from mxep.integration.model import make_recipe
-from mxep.integration.report import Report, Section
+from mxep.integration.report import Report, Row, Section
 from mxep.integration.schema import Config
 from mxep.integration.train import Run, Trainer
 
-BASE, NUDGED, AGAIN = "bf16", "bf16 nudged", "bf16 again"
+BASE, NUDGED = "bf16", "bf16 nudged"
 NUDGE = 2.0**-9
 """Largest relative change of a weight: half the largest relative spacing of bf16 numbers."""
 LAST = 100
@@ -48,7 +44,7 @@ LOSSES = {"held-out": "valid_loss", "training": "train_loss"}
 
 
 Trials = dict[int, dict[str, Run]]
-"""Seed -> its runs by name: BASE, the recipe's, NUDGED, and AGAIN of the first seed."""
+"""Seed -> its runs by name: BASE, the recipe's, and NUDGED."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +57,21 @@ class Outcome:
 
 
 def report(config: Config, outcome: Outcome) -> Report:
-    """The losses of each run, their statistics over seeds, and the verdicts as remarks."""
-    found, settings = summarize(outcome.trials), to_json(config)
+    """The losses of each run, their statistics over seeds, and sentences with the noise as remarks."""
+    settings = to_json(config)
+    rows, differences = summarize(outcome.trials)
     about = {"backend": config.backend, "ranks": config.ranks, "ep": config.ep, "steps": config.train.steps}
-    about |= {"train_loss over last": min(LAST, config.train.steps), "text": outcome.text, AGAIN: found[AGAIN]}
+    about |= {"train_loss over last": min(LAST, config.train.steps), "text": outcome.text}
     about |= {section: settings[section] for section in ("model", "data", "recipe", "dispatcher", "optimizer")}
     runs = {"valid_loss": ".4f", "train_loss": ".4f", "checked steps": "d", "ms a step": ".1f", "seconds": ".1f"}
     seeds = {"mean": "+.4f", "deviation": ".4f", "standard error": ".4f"}
     sections = {
-        "runs": Section("runs", ("seed", "run"), runs, found["runs"]),
-        "differences": Section("over seeds", ("loss", "what"), seeds, found["differences"]),
+        "runs": Section("runs", ("seed", "run"), runs, rows),
+        "differences": Section("over seeds", ("loss", "what"), seeds, differences),
     }
-    title = f"mxep compare: {_recipe_names(config)} beside bf16, losses in nats a byte"
-    return Report(title, {}, sections, about=about, remarks=list(sentences(found)))
-
-
-def _recipe_names(config: Config) -> str:
-    """Names of the recipe and of its linears' recipe."""
     linears = "" if config.recipe.linear is None else f", linears {config.recipe.linear},"
-    return make_recipe(config).name + linears
+    title = f"mxep compare: {make_recipe(config).name}{linears} beside bf16, losses in nats a byte"
+    return Report(title, {}, sections, about=about, remarks=[*map(sentence, differences[::4])])
 
 
 def compare(rank: Rank, config: Config, folder: str) -> Outcome:
@@ -97,8 +89,7 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
         seeded = dataclasses.replace(config, seed=seed, train=clean_steps_only)
         outcome.trials[seed] = {}
         recipe, base = make_recipe(config), Recipe.bf16()
-        runs = {BASE: base, recipe.name: recipe, NUDGED: base, **({AGAIN: base} if len(outcome.trials) == 1 else {})}
-        for name, trained in runs.items():
+        for name, trained in {BASE: base, recipe.name: recipe, NUDGED: base}.items():
             if rank.rank == 0:
                 print(f"seed {seed}, {name}", file=sys.stderr)
             where = Path(folder, f"seed-{seed}", name.replace(" ", "-"))
@@ -125,67 +116,41 @@ def nudge(model: nn.Module, seed: int) -> None:
         local(parameter).mul_((1 + NUDGE * relative[part(parameter)]).to(parameter.device))
 
 
-def summarize(trials: Trials) -> dict[str, Any]:
-    """Runs, differences with their noise, and whether a run repeats (module docstring)."""
-    first = next(iter(trials))
-    (name,) = trials[first].keys() - {BASE, NUDGED, AGAIN}
-    runs = [
-        {"seed": seed, "run": run, **_summarize(made)} for seed, trial in trials.items() for run, made in trial.items()
+def summarize(trials: Trials) -> tuple[list[Row], list[Row]]:
+    """Rows of runs, and of losses and differences over seeds: for each of LOSSES, first the recipe's difference."""
+    (name,) = next(iter(trials.values())).keys() - {BASE, NUDGED}
+    runs: list[Row] = [
+        {
+            "seed": seed,
+            "run": what,
+            "valid_loss": run.valid_loss,
+            "train_loss": statistics.fmean(row["loss"] for row in run.metrics[-LAST:]),
+            "checked steps": len(run.metrics),
+            "ms a step": run.ms_a_step,
+            "seconds": run.seconds,
+        }
+        for seed, trial in trials.items()
+        for what, run in trial.items()
     ]
-    differences = []
+    rows: list[Row] = []
     for loss, key in LOSSES.items():
-        losses = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
-        difference, nudged = ([a - b for a, b in zip(losses[run], losses[BASE])] for run in (name, NUDGED))
-        spread = _spread(difference)
+        losses = {what: [row[key] for row in runs if row["run"] == what] for what in (BASE, name, NUDGED)}
+        difference, nudged = ([a - b for a, b in zip(losses[what], losses[BASE])] for what in (name, NUDGED))
         noise = {
             "seeds": statistics.stdev(losses[BASE]),
             "nudges": (statistics.fmean(d * d for d in nudged) / len(nudged)) ** 0.5,
-            "standard errors": 2 * spread["standard error"],
+            "standard errors": 2 * statistics.stdev(difference) / len(difference) ** 0.5,
         }
-        verdicts = {key: {"nats": nats, "within": abs(spread["mean"]) <= nats} for key, nats in noise.items()}
-        differences += [
-            {"loss": loss, "what": f"{name} - {BASE}", **spread, "noise": verdicts},
-            {"loss": loss, "what": f"{NUDGED} - {BASE}", **_spread(nudged)},
-            {"loss": loss, "what": BASE, **_spread(losses[BASE])},
-            {"loss": loss, "what": name, **_spread(losses[name])},
-        ]
-    repeat = {"seed": first, "differs from step": differs(trials[first][BASE], trials[first][AGAIN])}
-    return {"differences": differences, AGAIN: repeat, "runs": runs}
+        columns = {f"{name} - {BASE}": difference, f"{NUDGED} - {BASE}": nudged, BASE: losses[BASE], name: losses[name]}
+        for what, values in columns.items():
+            row: Row = {"loss": loss, "what": what, "each": values, "mean": statistics.fmean(values)}
+            row["deviation"] = statistics.stdev(values)
+            rows.append(row | {"standard error": row["deviation"] / len(values) ** 0.5})
+        rows[-4]["noise"] = noise
+    return runs, rows
 
 
-def differs(one: Run, two: Run) -> int | None:
-    """The first step at which loss or gradient norm differ in any bit; the last step if only the held-out loss does.
-
-    None if nothing differs.
-    """
-    for a, b in zip(one.metrics, two.metrics, strict=True):
-        if (a["loss"], a["grad_norm"]) != (b["loss"], b["grad_norm"]):
-            return int(a["step"])
-    return None if one.valid_loss == two.valid_loss else one.steps
-
-
-def sentences(report: dict[str, Any]) -> Iterator[str]:
-    """Each verdict with its numbers, and whether a run repeats."""
-    for row in report["differences"]:
-        for noise, verdict in row.get("noise", {}).items():
-            inside = "within" if verdict["within"] else "not within"
-            measure = f"{verdict['nats']:.4f}, the noise of {noise}"
-            yield f"{row['loss']} loss: {row['what']} is {row['mean']:+.4f} on average, {inside} {measure}"
-    step, seed = report[AGAIN]["differs from step"], report[AGAIN]["seed"]
-    yield f"{AGAIN}, seed {seed}: " + ("the same to the last bit" if step is None else f"differs from step {step} on")
-
-
-def _summarize(run: Run) -> dict[str, Any]:
-    return {
-        "valid_loss": run.valid_loss,
-        "train_loss": statistics.fmean(row["loss"] for row in run.metrics[-LAST:]),
-        "checked steps": len(run.metrics),
-        "ms a step": run.ms_a_step,
-        "seconds": run.seconds,
-    }
-
-
-def _spread(values: list[float]) -> dict[str, Any]:
-    deviation = statistics.stdev(values)
-    error = deviation / len(values) ** 0.5
-    return {"each": values, "mean": statistics.fmean(values), "deviation": deviation, "standard error": error}
+def sentence(row: Row) -> str:
+    """The recipe's mean difference and its noise."""
+    noise = ", ".join(f"{nats:.4f} by {what}" for what, nats in row["noise"].items())
+    return f"{row['loss']} loss: {row['what']} is {row['mean']:+.4f} on average; noise: {noise}"
