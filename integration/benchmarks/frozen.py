@@ -99,19 +99,10 @@ def layers_at(name: str) -> dict[str, Any]:
 
     for kind, pair in pairs.items():
         steps[kind] = functools.partial(gradient, layer(kind, pair[0], pair[1]))
-        if kind != "grouped_mm":
+        if kind in FROZEN:
             steps[f"{kind} + lora"] = functools.partial(gradient, layer(kind, pair[0], pair[1], lora), *lora.tensors)
-    found: dict[str, Any] = {}
     reference = steps["grouped_mm"]()
-    for kind, step in steps.items():
-        if kind in ("bf16", *FROZEN):
-            found[f"{kind} dx dB"] = snr(reference, step())
-        for _ in range(4):
-            step()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        found[f"{kind} peak MiB"] = (torch.cuda.max_memory_allocated() - before) >> 20
+    found: dict[str, Any] = {f"{kind} dx dB": snr(reference, steps[kind]()) for kind in ("bf16", *FROZEN)}
     times = microseconds(steps)
     found |= {f"{kind} ms": us / 1e3 for kind, us in times.items()}
     found |= {f"{kind} x grouped_mm": times["grouped_mm"] / times[kind] for kind in ("bf16", *FROZEN)}
@@ -133,10 +124,10 @@ def gemms(pairs: dict[str, Any], rows: int) -> dict[str, float]:
 
 
 def expansions(pairs: dict[str, Any]) -> dict[str, float]:
-    found, elements = {}, pairs["bf16"][0].numel()
+    found: dict[str, float] = {}
+    elements = pairs["bf16"][0].numel()
     for fmt in FROZEN:
         w = pairs[fmt][0]
-        found[f"{fmt} bytes an element"] = w.nbytes / elements
         moved = elements + w.qdata.numel() + (w.scale.numel() if fmt == "mxfp4" else 0)
         source, target = torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda")
         ways = {"rowwise": HOPPER.expand_rowwise} if fmt == "mxfp4" else {}  # others are stored row-wise

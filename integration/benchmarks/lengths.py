@@ -1,10 +1,8 @@
-"""Cost of sequence lengths that never repeat: ms per step (forward + backward) of a layer.
+"""Cost of sequence lengths that never repeat: ms per step (forward + backward) of a layer in MXFP8 on one GPU.
 
     python integration/benchmarks/lengths.py [FILE.json]
-    torchrun --nproc-per-node 2 integration/benchmarks/lengths.py [FILE.json]
 
-D 2048, F 768, 64 experts, top-8, T drawn from 512 to 4096. Over several GPUs each rank draws its own lengths, and
-`max_tokens` is 4096. Times are the slowest rank's.
+D 2048, F 768, 64 experts, top-8, T drawn from 512 to 4096.
 
 - "called", "recorded", "first play", "second play": the first four steps of a length, with the device idle before
   each. Medians over lengths.
@@ -25,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.script import rank, ranks, run, seconds
+from benchmarks.script import run, seconds
 from mxep.ep import MoE
 from mxep.runtime.lengths import room_for
 from mxep.runtime.replay import no_replays
@@ -40,12 +37,9 @@ LENGTHS, LEAST, MOST = 100, 512, 4096
 class Case:
     """A new layer, without records, and its steps."""
 
-    def __init__(self, recipe: str) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
-        where: dict[str, Any] = {"dispatcher": "local"}
-        if ranks() > 1:
-            where = {"group": dist.group.WORLD, "max_tokens": MOST}
-        self.layer = MoE(2048, 768, 64, 8, recipe=recipe, device="cuda", **where)
+        self.layer = MoE(2048, 768, 64, 8, recipe="mxfp8", device="cuda", dispatcher="local")
 
     def step(self, length: int) -> None:
         x = torch.randn(length, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -53,26 +47,25 @@ class Case:
         self.layer.zero_grad(set_to_none=True)
 
     def milliseconds(self, lengths: Sequence[int]) -> float:
-        """Mean ms of a step over these lengths. Collective."""
+        """Mean ms of a step over these lengths."""
         return 1e3 * seconds(lambda: [self.step(length) for length in lengths]) / len(lengths)
 
 
 def measure(device: torch.device) -> Iterator[dict[str, Any]]:
+    drawn = random.Random(0).sample(range(LEAST, MOST + 1), 2 * LENGTHS)
+    drawn, others = drawn[:LENGTHS], drawn[LENGTHS:]
+    case = Case()
+    with no_replays():
+        case.milliseconds(drawn)  # kernels compile
+        row = {"without records": statistics.median(case.milliseconds(others) for _ in range(3))}
     rooms = sorted({room_for(tokens) for tokens in range(LEAST, MOST + 1)})
     random.Random(1).shuffle(rooms)
-    drawn = random.Random(rank()).sample(range(LEAST, MOST + 1), 2 * LENGTHS)
-    drawn, others = drawn[:LENGTHS], drawn[LENGTHS:]
-    for recipe in ("mxfp8", "bf16"):
-        case, row = Case(recipe), {"recipe": recipe, "rooms": len(rooms)}
-        with no_replays():
-            case.milliseconds(drawn)  # kernels compile
-            row["without records"] = statistics.median(case.milliseconds(others) for _ in range(3))
-        times = [[case.milliseconds([tokens]) for _ in range(4)] for tokens in rooms]
-        row |= zip(("called", "recorded", "first play", "second play"), map(statistics.median, zip(*times)))
-        case = Case(recipe)
-        row |= {"never before": case.milliseconds(drawn), "others, never before": case.milliseconds(others)}
-        row["these again"] = statistics.median(case.milliseconds(others) for _ in range(3))
-        yield row | {"replays": sum(each.replays for each in case.layer.dispatcher.passes.values())}
+    times = [[case.milliseconds([tokens]) for _ in range(4)] for tokens in rooms]
+    row |= zip(("called", "recorded", "first play", "second play"), map(statistics.median, zip(*times)))
+    case = Case()
+    row |= {"never before": case.milliseconds(drawn), "others, never before": case.milliseconds(others)}
+    row["these again"] = statistics.median(case.milliseconds(others) for _ in range(3))
+    yield row | {"rooms": len(rooms)}
 
 
 if __name__ == "__main__":

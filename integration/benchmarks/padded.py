@@ -1,10 +1,9 @@
 """A whole model on padded batches: the length of the longest sequence changes with each step.
 
-    python integration/benchmarks/padded.py [FILE.json]
     torchrun --nproc-per-node 2 integration/benchmarks/padded.py [FILE.json]
 
 Qwen3-30B's sizes with 8 layers and a vocabulary of 32,000, as transformers makes it: eager, SDPA, bf16, no optimizer.
-Padding is counted as tokens. On several GPUs experts are spread over all ranks, and the rest is replicated.
+Padding is counted as tokens. Experts are spread over all ranks, and the rest is replicated.
 
 Experts: "none" return their input, "baseline" is baseline.BaselineLayer, and the others are mxep's recipes.
 Lengths: "fixed" is the mean. "never before" are 30 steps of different lengths that the experts have not seen, and
@@ -42,13 +41,11 @@ EXPERTS = (NONE, BASELINE, "bf16", "mxfp8")
 
 
 def make_model(device: torch.device) -> Any:
-    limits = {"capacity": Capacity.factor(2.0)} if ranks() > 1 else {}
-    register_experts(EXPERTS[2:], max_tokens=SEQUENCES * MOST, **limits)
+    register_experts(EXPERTS[2:], max_tokens=SEQUENCES * MOST, capacity=Capacity.factor(2.0))
     config = Qwen3MoeConfig(**QWEN3 | {"vocab_size": VOCABULARY, "num_hidden_layers": 8})
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    if ranks() > 1:
-        expert_parallel(model, init_device_mesh(device.type, (ranks(),)), "bench bf16")
+    expert_parallel(model, init_device_mesh(device.type, (ranks(),)), "bench bf16")
     draw_weights(model, device)
     torch.manual_seed(rank())  # of batches
     return model.train()
@@ -78,10 +75,8 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
     """A row for each kind of experts and lengths. Collective."""
     model = make_model(device)
     pool = random.Random(0).sample(range(LEAST, MOST + 1), 4 * STEPS)
-    drawn = {"alike": pool[:STEPS]}
-    if ranks() > 1:
-        drawn["by rank"] = random.Random(rank() + 1).sample(pool[STEPS:], STEPS)
-    drawn["fixed"] = [FIXED] * STEPS
+    by_rank = random.Random(rank() + 1).sample(pool[STEPS:], STEPS)
+    drawn = {"alike": pool[:STEPS], "by rank": by_rank, "fixed": [FIXED] * STEPS}
     rows: list[dict[str, Any]] = []
     plain, added = dict[str, float](), dict[tuple[str, str, str], float]()
     for experts in EXPERTS:
