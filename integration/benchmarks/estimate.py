@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from mxep.comms import Capacity
 from mxep.comms.layout import Layout as Buffer
@@ -220,12 +220,9 @@ def fit(rows: Sequence[Row]) -> Rates:
     return Rates(rates.us, steps, host)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a layer with bf16 weights on Hopper.
-
-    kept: from forward to backward. work: added at the peak, gradients and output included. buffers: of exchanges.
-    """
+class Memory(NamedTuple):
+    """Bytes of a layer with bf16 weights on Hopper. kept: from forward to backward. work: added at the peak, gradients
+    and output included. buffers: of exchanges."""
 
     kept: float
     work: float
@@ -316,17 +313,18 @@ def estimate(config: Config) -> Report:
 
 def sentence(found: list[Row], config: Config) -> str:
     """A sentence on the layout with the most tokens/s among those that fit into memory."""
-    wanted, fit = config.estimate, [row for row in found if row["GiB"] <= config.estimate.memory]
-    best = max(fit, key=lambda row: row["ktok/s"]) if fit else min(found, key=lambda row: row["GiB"])
-    where = (
-        "inside a node" if (ep := best["EP"]) <= wanted.gpus_per_node else f"over {ep // wanted.gpus_per_node} nodes"
-    )
-    copies = wanted.gpus_per_node * wanted.nodes // ep
-    said = f"EP {ep} {where}, {copies} {'copy' if copies == 1 else 'copies'}{' sharded by FSDP2' * best['fsdp']}"
+    node, least = config.estimate.gpus_per_node, min(found, key=lambda row: row["GiB"])
+    fit = [row for row in found if row["GiB"] <= config.estimate.memory]
+    best = max(fit, key=lambda row: row["ktok/s"]) if fit else least
+    where = "inside a node" if best["EP"] <= node else f"over {best['EP'] // node} nodes"
+    copies = node * config.estimate.nodes // best["EP"]
     gib = f"{best['GiB']:.1f} GiB" if best["GiB"] >= 0.1 else f"{math.ceil(best['GiB'] * 1024)} MiB"
+    said = (
+        f"EP {best['EP']} {where}, {copies} {'copy' if copies == 1 else 'copies'}{' sharded by FSDP2' * best['fsdp']}"
+    )
     said += f", {'fits with' if fit else 'takes'} {gib} ({best['layout']}, {best['ktok/s']:.0f} ktok/s)"
     cure = "take more GPUs, or fewer tokens a rank"
-    return said if fit else f"Nothing fits in {wanted.memory:g} GiB; the least is {said}: {cure}"
+    return said if fit else f"Nothing fits in {config.estimate.memory:g} GiB; the least is {said}: {cure}"
 
 
 @contextlib.contextmanager
