@@ -32,7 +32,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,13 @@ from mxep.ep import MoE
 from mxep.gemm import grouped_mm, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.integration.launch import Rank
-from mxep.integration.mesh import all_gather_tensor, local, share
+from mxep.integration.mesh import local, share
 from mxep.integration.schema import CASES, KEPT_IN_FP8
 from mxep.integration.verify import Results
 from mxep.quant import BLOCK
 
 from .baseline import PAD, BaselineLayer, Product, bf16_product
-from .comms import SLACK, WIRE, Traffic, routing
+from .comms import SLACK, WIRE, Routed, Traffic
 from .gemm import torchao_product
 
 KEPT = 4
@@ -71,31 +71,23 @@ class Shape(NamedTuple):
     top_k: int
 
 
-class Problem:
+class Problem(Routed):
     """Operands on this rank. Making one is collective if there are several ranks.
 
-    x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D). w2: (e, D, F).
-    traffic: between all ranks. capacity: as a multiple of the balanced load. ranks_per_node: None: the ranks of a host.
+    x, d_out: (T, D) bf16. w13: (e, 2F, D). w2: (e, D, F). ranks_per_node: None: the ranks of a host.
     """
 
     def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int, ranks_per_node: int | None = None) -> None:
-        self.ranks_per_node = ranks_per_node
-        self.shape, self.rank, self.ranks, self.device = shape, rank.rank, rank.world_size, rank.device
+        self.shape, self.ranks_per_node = shape, ranks_per_node
         tokens, dim, hidden, experts, top_k = shape
-        generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
+        super().__init__(rank, tokens, experts, top_k, skew, seed)
 
         def draw(*sizes: int, std: float = 1.0) -> Tensor:
-            options: dict[str, Any] = {"generator": generator, "device": self.device}
-            return torch.randn(sizes, dtype=torch.bfloat16, **options).mul_(std)
+            return torch.randn(sizes, dtype=torch.bfloat16, **self.options).mul_(std)
 
-        self.ids = routing(tokens, experts, top_k, skew, generator)
-        scores = torch.rand(self.ids.shape, generator=generator, device=self.device, dtype=torch.float32) + 0.1
-        self.weights = scores / scores.sum(1, keepdim=True)
         self.x, self.d_out = draw(tokens, dim), draw(tokens, dim)
-        own = experts // self.ranks
-        self.w13, self.w2 = draw(own, 2 * hidden, dim, std=dim**-0.5), draw(own, dim, hidden, std=hidden**-0.5)
-        self.traffic = Traffic.of(all_gather_tensor(self.ids) if self.ranks > 1 else self.ids[None], experts)
-        self.capacity = self.traffic.capacity(self.ids.numel())
+        self.w13 = draw(self.local_experts, 2 * hidden, dim, std=dim**-0.5)
+        self.w2 = draw(self.local_experts, dim, hidden, std=hidden**-0.5)
 
 
 class Case:

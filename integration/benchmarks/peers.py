@@ -42,6 +42,7 @@ from benchmarks.script import free_memory, synchronize
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
+from mxep.integration.mesh import describe
 from mxep.integration.metrics import snr
 from mxep.integration.results import provenance, shortened
 from mxep.integration.results import write_json as write
@@ -296,12 +297,8 @@ class Worker:
                 self.release()
 
 
-def begin(peer: str, device: str, log: str) -> None:
-    """Start a peer's process. The file `log` gets everything that it prints."""
+def begin(peer: str, device: str) -> None:
     global worker
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
     worker = Worker(peer, torch.device(device))
 
 
@@ -311,39 +308,31 @@ def call(method: str, *args: Any) -> Row:
         row: Row = getattr(worker, method)(*args)
     except Exception as error:
         traceback.print_exc()
-        row = {"error": last_line(f"{type(error).__name__}: {error}")}
+        row = {"error": describe(error)}
         worker.release()
     return row
-
-
-def last_line(text: str) -> str:
-    """The last nonempty line, at most 160 characters."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:160] if lines else "no message"
 
 
 class Process:
     """A peer's process. `ask` starts it if it does not run."""
 
-    def __init__(self, peer: str, given: argparse.Namespace, logs: str) -> None:
-        self.peer, self.given, self.log = peer, given, Path(logs, f"{peer.replace(' ', '_')}.log")
+    def __init__(self, peer: str, given: argparse.Namespace) -> None:
+        self.peer, self.given = peer, given
         self.pool: ProcessPoolExecutor | None = None
 
     def ask(self, method: str, *args: Any) -> Row:
         """Run a method of Worker. Returns {"error": why} if it takes longer than the limit or the process ends."""
         if self.pool is None:
-            start = self.peer, self.given.device, str(self.log)
+            start = self.peer, self.given.device
             self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin, start)
-        said = ""
         try:
             answer = self.pool.submit(call, method, *args).result(self.given.limit)
             ended = "CUDA error" in answer.get("error", "")  # the process cannot recover from it
         except (TimeoutError, BrokenProcessPool) as error:
-            said = self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
-            late = isinstance(error, TimeoutError)
-            why = f"no answer within {self.given.limit:.0f} s" if late else f"the process ended: {last_line(said)}"
-            answer, ended = {"error": f"{method}: {why}"}, True
-        log(f"{self.peer}: {json.dumps(shortened(answer))} {said}")
+            late = f"no answer within {self.given.limit:.0f} s"
+            answer = {"error": f"{method}: {late if isinstance(error, TimeoutError) else 'the process ended'}"}
+            ended = True
+        log(f"{self.peer}: {json.dumps(shortened(answer))}")
         if ended:
             self.close()
         return answer
@@ -365,7 +354,7 @@ def compare(given: argparse.Namespace) -> None:
             about["versions"][package] = importlib.metadata.version(package)
     result: Row = {"what": "mxep and its peers, one GPU", **about, "layers": []}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        processes = {peer: Process(peer, given, folder) for peer in given.peers}
+        processes = {peer: Process(peer, given) for peer in given.peers}
         for process in processes.values():
             stack.callback(process.close)
         for shape in given.shapes:
@@ -386,7 +375,7 @@ def cell(given: argparse.Namespace, processes: dict[str, Process], shape: str, t
         torch.serialization.set_crc32_options(False)  # gigabytes
         torch.save(reference(sizes.draw(tokens, torch.device(given.device))), file)
     except torch.OutOfMemoryError as error:
-        note = {"note": f"no reference: {last_line(str(error))}"}
+        note = {"note": f"no reference: {describe(error)}"}
     free_memory()
     for peer, process in processes.items():
         rows[peer] = name | {"peer": peer} | note | process.ask("prepare", shape, tokens, None if note else file)

@@ -1,4 +1,4 @@
-"""bench=comms: counts bytes as they are, verifies what it times, and one rank's failure is all ranks'."""
+"""bench=comms: counts bytes as they are, and one rank's failure is all ranks'."""
 
 import json
 import time
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import comms, runner
-from benchmarks.comms import CALLS, Exchange, Problem, Shape, Traffic, differences, routing
+from benchmarks.comms import CALLS, Shape, Traffic, routing
 from benchmarks.timer import Alternative
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
@@ -87,36 +87,6 @@ def test_routing_draws_different_experts_and_skew_prefers_the_first():
         popularity = torch.arange(1, 9) ** -skew
         # The first of a draw without replacement has these probabilities; sigma of a share is below 0.5 / 64.
         assert torch.allclose(share, popularity / popularity.sum(), atol=4 * 0.5 / 64)
-
-
-def tamper(rank: Rank) -> dict[str, list[str]]:
-    """What verification finds where one thing is wrong, by the name of what is."""
-    transport = comms.open_transport(rank)
-    exchange = Exchange(Problem(rank, SMALL, 0.0, 0), transport)
-
-    found = {"nothing": differences(exchange)}
-    dispatch, combine = exchange.dispatch, exchange.combine
-
-    def wrong_bits(parts):
-        return dispatch([torch.cat((part[:, :-1], part[:, -1:] ^ 128), 1) for part in parts])
-
-    for name, where, wrong in (
-        ("dispatch mxfp8", "dispatch", wrong_bits),
-        ("dispatch bf16", "dispatch", wrong_bits),
-        ("combine bf16", "combine", lambda: (combine()[0] * 2, None)),
-    ):
-        setattr(exchange, where, wrong)
-        found[name] = differences(exchange)
-        delattr(exchange, where)
-    transport.close()
-    return found
-
-
-def test_verification_finds_each_thing_that_is_wrong():
-    ranks = run_again(tamper, world_size=2, device="cpu", timeout=60)
-    for found in ranks:
-        assert found.pop("nothing") == []
-        assert all(name in wrong for name, wrong in found.items())
 
 
 def fail_on_one(rank: Rank) -> dict[str, dict[str, object]]:

@@ -37,8 +37,8 @@ def test_a_run_has_each_peers_figures_or_reason(tmp_path, monkeypatch, quick_sta
     assert "scattermoe" in scattermoe["error"]
 
 
-def test_a_process_that_does_not_answer_in_time_is_ended_and_says_so(tmp_path, quick_start):
-    process = peers.Process("mxep bf16", SimpleNamespace(device="cpu", limit=0.01), str(tmp_path))
+def test_a_process_that_does_not_answer_in_time_is_ended_and_says_so(quick_start):
+    process = peers.Process("mxep bf16", SimpleNamespace(device="cpu", limit=0.01))
     answer = process.ask("prepare", "tiny", 48, None)
     assert answer == {"error": "prepare: no answer within 0 s"}
     assert process.pool is None
