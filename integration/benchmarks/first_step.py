@@ -4,8 +4,7 @@
 
 Eight MoE layers with residuals, Qwen3-30B's sizes: D 2048, F 768, 128 experts, top-8, 4096 tokens a rank, eager,
 forward and backward. Imports and the process group do not count. "one by one": without `mxep.ep.rehearse`. "full
-cache": the step of a second process. Each row has ranks of its own, one for each visible
-GPU.
+cache": the step of a second process. Each row has ranks of its own, one for each visible GPU.
 """
 
 import json

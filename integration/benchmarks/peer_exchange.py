@@ -5,7 +5,7 @@
 A process has one kind of symmetric memory, so bench=comms compares mxep with the same NCCL calls in another process
 (with these shapes as `bench.shapes.headline`). torch 2.11 allows at most 15 experts a rank. As there, permuting rows
 does not count. But sizes are on the device, and dispatch starts each expert's rows at a multiple of 32. Both directions
-are first verified bit by bit.
+are checked first.
 
 us      median over rounds of the slowest rank; vdev_2d is launched by the host, and NCCL is in a CUDA graph
 """
@@ -27,7 +27,6 @@ from benchmarks.comms import BLOCK, PAUSE, Collective, Problem, Shape
 from benchmarks.script import rank, ranks, run
 from benchmarks.timer import Alternative, Timer
 from mxep.integration.launch import Rank
-from mxep.integration.mesh import all_gather_tensor
 from mxep.integration.report import Row
 
 SHAPES = [Shape(8192, 7168, 16, 4), Shape(8192, 5120, 16, 1), Shape(4096, 4096, 16, 1)]
@@ -60,21 +59,13 @@ class VDev:
     def combine(self) -> None:
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(self.received, self.back, self.where, self.where_back, self.name)
 
-    def check(self, p: Problem) -> None:
-        """Raise RuntimeError if either direction moves a wrong row. Collective."""
+    def check(self) -> None:
+        """Raise RuntimeError if rows do not come back as they were sent. Collective."""
         self.back.zero_()
         self.dispatch()
         self.combine()
-        rows, splits = all_gather_tensor(self.sent), all_gather_tensor(self.splits)
-        ends, found = splits.cumsum(1), self.where.tolist()
-        for at, (size, offset) in enumerate(zip(*found)):  # by expert, then source rank
-            expert, source = p.rank * p.local_experts + at // p.ranks, at % p.ranks
-            end = int(ends[source, expert])
-            wanted = rows[source, end - int(splits[source, expert]) : end]
-            if not self.received[offset : offset + size].equal(wanted):
-                raise RuntimeError(f"wrong rows of expert {expert} from rank {source}")
         if not self.back.equal(self.sent):
-            raise RuntimeError("combine: other rows come back than were sent")
+            raise RuntimeError("other rows come back than were sent")
 
 
 def measure(device: torch.device) -> Iterator[Row]:
@@ -94,7 +85,7 @@ def measure(device: torch.device) -> Iterator[Row]:
         order = p.ids.flatten().long().argsort(stable=True) // shape.top_k
         nccl.sent.copy_(p.bf16[0].view(torch.bfloat16)[order])
         peer = VDev(p, nccl.sent)
-        peer.check(p)
+        peer.check()
         calls = {
             f"{name} bf16{suffix}": Alternative(functools.partial(list, [call]), graph)
             for name, exchange, graph in (("NCCL", nccl, "may"), ("vdev_2d", peer, "never"))
