@@ -162,7 +162,7 @@ def main(given: list[str] | None = None) -> list[dict[str, Any]]:
             rows.append({"kind": kind, "layers": config.num_hidden_layers, "error": str(error).partition("\n")[0]})
         free_memory()
         print(json.dumps(rows[-1]), flush=True)
-        save(args.out, rows, model=args.model, peft=peft.__version__)
+        save(args.out, rows, model=args.model)
     return rows
 
 

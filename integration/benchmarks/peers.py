@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
+import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -38,14 +39,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import PAD, BaselineLayer, Product, bf16_product
-from benchmarks.script import free_memory, synchronize
+from benchmarks.script import free_memory, save, synchronize
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.integration.mesh import describe
 from mxep.integration.metrics import snr
-from mxep.integration.results import provenance, shortened
-from mxep.integration.results import write_json as write
+from mxep.integration.results import shortened
 from mxep.integration.verify import Problem, moe_layer
 
 Row = dict[str, Any]
@@ -115,10 +115,6 @@ class Layer:
     gate_first: Callable[[Tensor], Tensor] = lambda w13: w13
 
 
-Make = Callable[[Problem, contextlib.ExitStack], Layer]
-"""Makes a layer. Contexts on the stack stay open as long as the layer lives."""
-
-
 def leaves(p: Problem, w13: Tensor | None = None) -> tuple[Tensor, ...]:
     own = p.gate_up_proj if w13 is None else w13
     return tuple(each.detach().requires_grad_() for each in (p.x, p.weights, own, p.down_proj))
@@ -131,13 +127,13 @@ def pipeline(p: Problem, product: Product = bf16_product, pad: int = PAD) -> Lay
     return Layer(lambda: layer(x, p.expert_ids, weights), (x, weights, w13, w2))
 
 
-def torchao_row(p: Problem, stack: contextlib.ExitStack) -> Layer:
+def torchao_row(p: Problem) -> Layer:
     from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as grouped_mm
 
     return pipeline(p, lambda a, w, offs: grouped_mm(a, w.mT, offs, pad_token_groups_for_grouped_mm=False))
 
 
-def torchao_block(p: Problem, stack: contextlib.ExitStack) -> Layer:
+def torchao_block(p: Problem) -> Layer:
     import deep_gemm  # noqa: F401  # without it torchao would emulate, and say nothing
     from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm
 
@@ -145,7 +141,7 @@ def torchao_block(p: Problem, stack: contextlib.ExitStack) -> Layer:
     return pipeline(p, lambda a, w, offs: product(a, w.mT, offs, pad_token_groups_for_grouped_mm=False), 128)
 
 
-def sonic(p: Problem, stack: contextlib.ExitStack) -> Layer:
+def sonic(p: Problem) -> Layer:
     """Its default layout alternates rows of gate and up."""
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import moe_general_routing_inputs
@@ -167,7 +163,7 @@ def sonic(p: Problem, stack: contextlib.ExitStack) -> Layer:
     return Layer(call, (x, weights, w13, w2), gate_first)
 
 
-def scattermoe(p: Problem, stack: contextlib.ExitStack) -> Layer:
+def scattermoe(p: Problem) -> Layer:
     """GLUMLP stores up before gate, and needs routing weights in the dtype of x."""
     from scattermoe.mlp import GLUMLP
 
@@ -181,32 +177,24 @@ def scattermoe(p: Problem, stack: contextlib.ExitStack) -> Layer:
     return Layer(lambda: mlp(x, weights.to(x.dtype), ids), (x, weights, w13, w2), up_first)
 
 
-def mxep(name: str, *, kept: bool = False) -> Make:
-    def make(p: Problem, stack: contextlib.ExitStack) -> Layer:
-        x, weights, w13, w2 = leaves(p)
-        how: dict[str, Any] = {"dispatcher": LocalDispatcher(len(w13)), "recipe": Recipe.named(name)}
-        if kept:
-            stack.enter_context(quantize_weights_once())
-        return Layer(lambda: run_experts(x, p.expert_ids, weights, w13, w2, **how)[0], (x, weights, w13, w2))
-
-    return make
+def mxep(p: Problem, name: str) -> Layer:
+    x, weights, w13, w2 = leaves(p)
+    how: dict[str, Any] = {"dispatcher": LocalDispatcher(len(w13)), "recipe": Recipe.named(name)}
+    return Layer(lambda: run_experts(x, p.expert_ids, weights, w13, w2, **how)[0], (x, weights, w13, w2))
 
 
-PEERS: dict[str, Make] = {
-    "grouped_mm bf16": lambda p, stack: pipeline(p),
+KEPT = ", kept"  # within quantize_weights_once
+PEERS: dict[str, Callable[[Problem], Layer]] = {
+    "grouped_mm bf16": pipeline,
     "ScatterMoE bf16": scattermoe,
     "SonicMoE bf16": sonic,
     "torchao fp8 row": torchao_row,
     "torchao fp8 block": torchao_block,
-    "mxep bf16": mxep("bf16"),
-    "mxep fp8": mxep("fp8"),
-    "mxep mxfp8": mxep("mxfp8"),
-    "mxep mxfp8, kept": mxep("mxfp8", kept=True),
+    "mxep bf16": functools.partial(mxep, name="bf16"),
+    "mxep fp8": functools.partial(mxep, name="fp8"),
+    "mxep mxfp8": functools.partial(mxep, name="mxfp8"),
+    f"mxep mxfp8{KEPT}": functools.partial(mxep, name="mxfp8"),
 }
-PACKAGES = (
-    *("torch", "triton", "torchao", "sgl-deep-gemm", "apache-tvm-ffi", "sonic-moe", "quack-kernels"),
-    *("nvidia-cutlass-dsl", "scattermoe"),
-)
 
 worker: Worker  # of this process
 
@@ -285,7 +273,9 @@ class Worker:
     def _make(self) -> Layer:
         assert self.at is not None
         p = SHAPES[self.at[0]].draw(self.at[1], self.device)
-        self.d_out, self.layer = p.d_out, PEERS[self.peer](p, self.stack)
+        if self.peer.endswith(KEPT):
+            self.stack.enter_context(quantize_weights_once())
+        self.d_out, self.layer = p.d_out, PEERS[self.peer](p)
         return self.layer
 
     def _make_room(self) -> None:
@@ -348,21 +338,15 @@ class Process:
 def compare(given: argparse.Namespace) -> None:
     """Write the result after each shape and number of tokens."""
     os.environ |= CACHES
-    began, about = time.monotonic(), provenance(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), given.commit)
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            about["versions"][package] = importlib.metadata.version(package)
-    result: Row = {"what": "mxep and its peers, one GPU", **about, "layers": []}
+    began, rows = time.monotonic(), list[Row]()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes = {peer: Process(peer, given) for peer in given.peers}
         for process in processes.values():
             stack.callback(process.close)
-        for shape in given.shapes:
-            for tokens in given.tokens:
-                rows = cell(given, processes, shape, tokens, str(Path(folder, "reference.pt")))
-                result["layers"] += [shortened(row) for row in rows]
-                result["seconds"] = round(time.monotonic() - began)
-                write(result, [given.out])
+        for shape, tokens in itertools.product(given.shapes, given.tokens):
+            found = cell(given, processes, shape, tokens, str(Path(folder, "reference.pt")))
+            rows += [shortened(row) for row in found]
+            save(given.out, rows, given.commit, seconds=round(time.monotonic() - began))
 
 
 def cell(given: argparse.Namespace, processes: dict[str, Process], shape: str, tokens: int, file: str) -> list[Row]:

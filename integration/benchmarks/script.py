@@ -78,11 +78,11 @@ def busy(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def save(file: str | Path | None, rows: Sequence[dict[str, Any]], **about: Any) -> None:
-    """Write rows with their provenance and `about`, on rank 0, if there is a file."""
+def save(file: str | Path | None, rows: Sequence[dict[str, Any]], commit: str | None = None, **about: Any) -> None:
+    """Write rows with their provenance and `about`, on rank 0, if there is a file. commit: where there is no git."""
     if file and rank() == 0:
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        write_json(provenance(command, None) | {"ranks": ranks()} | about | {"rows": rows}, [Path(file)])
+        write_json(provenance(command, commit) | {"ranks": ranks()} | about | {"rows": rows}, [Path(file)])
 
 
 def run(measure: Callable[[torch.device], Iterable[dict[str, Any]]]) -> None:

@@ -30,7 +30,7 @@ def test_a_run_has_each_peers_figures_or_reason(tmp_path, monkeypatch, quick_sta
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["commit"] == "abc"
     assert {"torch", "triton"} <= result["versions"].keys()
-    baseline, mxfp8, scattermoe = result["layers"]
+    baseline, mxfp8, scattermoe = result["rows"]
     assert min(baseline["dB"].values()) > 40
     assert 20 < min(mxfp8["dB"].values()) < 26
     assert baseline["dB"].keys() == set(peers.RESULTS)

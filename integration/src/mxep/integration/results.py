@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
-PACKAGES = "triton", "torchao", "transformers", "tokenizers"
+PACKAGES = (
+    *("triton", "torchao", "transformers", "tokenizers", "peft"),
+    *("sgl-deep-gemm", "apache-tvm-ffi", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "scattermoe"),
+)
 """Results give these packages' versions, if they are installed, after torch's."""
 
 
