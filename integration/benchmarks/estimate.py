@@ -51,8 +51,6 @@ from .layer_cases import BASELINE, MX, Case, Shape, row_bytes, work
 
 GIB = 1 << 30
 RATES = Path(__file__).parents[2] / "docs" / "results"
-RENAMED = {"push": "dispatch", "return": "combine", "split fold": "fold for wgrad", "standard bf16": BASELINE}
-"""Names in results of 21 November 2026 -> names now."""
 # Most ranks and fewest rows an expert in profiles, most ranks of a layout.
 MEASURED_RANKS, MEASURED_ROWS, MOST_RANKS = 4, 2048, 512
 TABLE = Section(
@@ -179,15 +177,10 @@ class Rates:
 
 
 def read(files: Iterable[str]) -> list[Row]:
-    """All rows in results of bench=layer, with their "section" and today's names."""
-    rows = []
-    for results in (json.loads(Path(file).read_text()) for file in files):
-        for run in results.get("runs", [results]):
-            for section, found in run["sections"].items():
-                for row in found:
-                    names = {key: RENAMED.get(row[key], row[key]) for key in ("what", "stage") if key in row}
-                    rows.append({**row, **names, "section": section})
-    return rows
+    """All rows in results of bench=layer, with their "section"."""
+    results = [json.loads(Path(file).read_text()) for file in files]
+    runs = [run for result in results for run in result.get("runs", [result])]
+    return [row | {"section": section} for run in runs for section, rows in run["sections"].items() for row in rows]
 
 
 def fit(rows: Sequence[Row]) -> Rates:
