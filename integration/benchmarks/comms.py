@@ -125,7 +125,7 @@ def _alternatives(p: Problem, transport: Transport, section: str, peer: str) -> 
             found[name + suffix] = Alternative(functools.partial(list, [one]), check=transport.check)
     bf16 = Collective(p)
     peers = {f"{peer} bf16": bf16.dispatch, f"{peer} bf16, combine": bf16.combine}
-    return found | {name: Alternative(functools.partial(list, [call]), "may") for name, call in peers.items()}
+    return found | {name: Alternative(functools.partial(list, [call])) for name, call in peers.items()}
 
 
 BLOCK = 32  # elements that share a scale; groups are padded to a multiple of it

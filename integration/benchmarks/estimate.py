@@ -21,7 +21,6 @@ T tokens a rank, D model dim, F hidden dim, E experts, K a token, e of a rank, N
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import math
 import statistics
@@ -287,11 +286,14 @@ def memory(layout: Layout) -> Memory:
 
 def estimate(config: Config) -> Report:
     """Estimate the config's model. Raises ConfigError for a model or rates that cannot be used."""
-    begin, wanted = time.monotonic(), config.estimate
-    with _json_of("estimate.rates"):
+    begin, wanted, key = time.monotonic(), config.estimate, "estimate.rates"
+    try:
         rates = fit(read(wanted.rates or [str(RATES / f"{name}-h200.json") for name in ("host", "layer")]))
-    with _json_of("estimate.model"):
+        key = "estimate.model"
         shape, layers = model_of(config)
+    except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        message = f"{key}: {type(error).__name__}: {error}: wanted JSON as docs/guides/scaling.md says"
+        raise ConfigError(message) from error
     layers = wanted.layers or layers
     speeds = {"NVLink GB/s": wanted.nvlink, "network GB/s": wanted.network, "GiB": wanted.memory}
     report = Report(f"mxep estimate, {wanted.nodes} x {wanted.gpus_per_node} GPUs", speeds, {"layouts": TABLE.empty()})
@@ -318,15 +320,6 @@ def sentence(found: list[Row], config: Config) -> str:
     said += f", {'fits with' if fit else 'takes'} {gib} ({best['layout']}, {best['ktok/s']:.0f} ktok/s)"
     cure = "take more GPUs, or fewer tokens a rank"
     return said if fit else f"Nothing fits in {config.estimate.memory:g} GiB; the least is {said}: {cure}"
-
-
-@contextlib.contextmanager
-def _json_of(key: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        message = f"{key}: {type(error).__name__}: {error}: wanted JSON as docs/guides/scaling.md says"
-        raise ConfigError(message) from error
 
 
 def model_of(config: Config) -> tuple[Shape, int]:

@@ -134,7 +134,7 @@ class At:
         self, layer: Layer, call: Call, inspect: Callable[[Tensors], None] | None = None, seconds: float | None = None
     ) -> Run:
         """Prepare a layer for timing, in a graph if possible. Collective. Raises FailedOnRanks."""
-        graph = "may" if layer.in_graph and self.section != "eager" else "never"
+        graph = layer.in_graph and self.section != "eager"
         return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, inspect))
 
 
@@ -151,7 +151,6 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             step = at.prepare(layer, layer.step, functools.partial(_compare, case, reference, row))
             runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
             layers[name] = layer
-            row |= {"note": step.note} if step.note else {}
         except FailedOnRanks as error:
             if name == BASELINE:
                 raise

@@ -167,7 +167,8 @@ def make_mxep(p: Problem, case: Case) -> Layer:
         out: Tensor = moe(x, expert_ids=p.ids, weights=weights)
         return out
 
-    return Layer(p, call, leaves, moe.close, moe.check, KEPT if case.kept else 1, in_graph=True)
+    in_graph = case.dispatcher in ("local", "symmetric") and case.suffix != "exact"
+    return Layer(p, call, leaves, moe.close, moe.check, KEPT if case.kept else 1, in_graph)
 
 
 def make_baseline(p: Problem, case: Case) -> Layer:

@@ -51,15 +51,14 @@ class Alternative:
 
     make: prepares and returns the calls, one for each set of inputs, to run in turn. Raises ImportError or
         NotImplementedError if they cannot run here.
-    graph: whether calls "must", "may" or "never" run in a CUDA graph. If the capture of a "may" fails, the host
-        launches the calls, and a note says so.
+    graph: whether calls run in a CUDA graph. False: the host launches them.
     seconds: length of a stretch, instead of the timer's.
     check: raises errors that happened on the device.
     inspect: called with the last result before timing. Collective, may raise FailedOnRanks.
     """
 
     make: Callable[[], Sequence[Call]]
-    graph: str = "must"
+    graph: bool = True
     seconds: float | None = None
     check: Call = nothing
     inspect: Callable[[Any], None] | None = None
@@ -76,7 +75,6 @@ class Run:
     repeats: int
     kept: Sequence[Call]
     lead: int = 0
-    note: str | None = None
 
 
 @dataclass
@@ -116,17 +114,14 @@ class Timer:
         """Warm up and capture. Collective. Raises FailedOnRanks."""
         run = Run(alternative, nothing, 1, REPEATS if self.host and self.cuda else 1, ())
         result = on_all_ranks(lambda: self._warm(run))
-        if self.cuda and not self.host and alternative.graph != "never":
+        if self.cuda and not self.host and alternative.graph:
             result = None  # it may be large: free it
             us = max(from_all_ranks(lambda: self._stretch(run)))
             try:
                 result = self._capture(run, max(1, min(self.graph_calls, round(GRAPH_SECONDS * 1e6 / us))))
-            except FailedOnRanks as error:
-                if alternative.graph == "must":
-                    raise
+            except FailedOnRanks:
                 self._graphs.clear()  # a pool in which a capture failed cannot be used again
-                run.note = f"not in a graph: {error}"
-                result = on_all_ranks(lambda: self._warm(run))
+                raise
         if alternative.inspect is not None:  # before another call changes the result
             alternative.inspect(result)
         if self.cuda and not self.host:
@@ -196,7 +191,6 @@ class Timer:
         for name, us in times.items():
             if name not in rows:
                 rows[name] = {"us": statistics.median(us), "spread": max(us) / min(us) - 1}
-                rows[name] |= {"note": runs[name].note} if runs[name].note else {}
         return rows
 
     def _stretch(self, run: Run) -> float:
@@ -233,7 +227,7 @@ def copy_tb_s(timer: Timer) -> float:
     instead of 4.25 TB/s on an H200."""
     a = torch.ones(COPY_BYTES, dtype=torch.uint8, device=timer.device)
     b = torch.empty_like(a)
-    row = timer.compare({"copy": Alternative(lambda: [lambda: b.copy_(a)] * COPIES, "never")})["copy"]
+    row = timer.compare({"copy": Alternative(lambda: [lambda: b.copy_(a)] * COPIES, graph=False)})["copy"]
     return float(2 * COPY_BYTES / row["us"] / 1e6)
 
 
