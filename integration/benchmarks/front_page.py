@@ -3,6 +3,7 @@
     front-page.svg    eager-*-h200.json       section "eager": ms of forward + backward of a layer of six models
                       step-qwen3-h200.json    section "model": tokens/s of a model's training step
     losses.svg        parity-h200.json        losses in training, three seeds of bf16 and MXFP8
+    peers-h100.svg    peers-*-h100.json       ms of a layer by peer. A later file's time replaces an earlier one's
 
 The same results give the same bytes, which a test compares. A browser picks colours for the reader's scheme.
 """
@@ -42,6 +43,9 @@ SERIES = {
     "mxep mxfp8": ("mxfp8", "mxep MXFP8"),
 }
 """Series -> CSS class, legend."""
+PEERS = {"mxep bf16": "bf16", "mxep fp8": "fp8", "mxep mxfp8": "mxfp8", "mxep mxfp8, kept": "mxfp8"}
+"""CSS class of our rows among peers."""
+PEER_TOKENS = 4096
 
 # Okabe and Ito's colours, for colour-blind readers. Series also have a fixed order.
 STYLE = """
@@ -187,12 +191,40 @@ def losses(result: Row) -> str:
     return "\n".join([head, f"<style>{STYLE}</style>", *placed, "</svg>"]) + "\n"
 
 
+def peers(results: Sequence[Row]) -> str:
+    """The SVG with a bar for each peer and shape, at PEER_TOKENS. dB is that of the least exact result, without the
+    gradient of routing weights, which some peers return in bf16."""
+    page, shapes = Page(), dict[str, dict[str, Row]]()
+    for row in (row for result in results for row in result["rows"]):
+        if row["tokens"] == PEER_TOKENS and "ms" in row:
+            shapes.setdefault(row["shape"], {})[row["peer"]] = row
+    where = f"{results[-1]['device']}, runs until {results[-1]['date']}"
+    title = "One MoE layer on one GPU, forward + backward: ms"
+    page.title(title, f"{where}, {PEER_TOKENS} tokens a rank. dB: SNR against fp64.")
+    for name, by_peer in shapes.items():
+        rows = sorted(by_peer.values(), key=lambda row: float(row["ms"]))
+        page.y += 16
+        page.text(MARGIN, f"{name}, {rows[0]['rows an expert']:.0f} rows an expert", "name")
+        page.y += 6
+        for row in rows:
+            width = row["ms"] / rows[-1]["ms"] * (WIDTH - MARGIN - ROOM - LEFT)
+            worst = min(db for result, db in row["dB"].items() if result != "d_weights")
+            page.text(MARGIN, row["peer"], "best" if row["peer"] in PEERS else "dim", y=page.y + 10)
+            page.box(LEFT, page.y, width, BAR, PEERS.get(row["peer"], "base"))
+            page.text(LEFT + width + 6, f"{row['ms']:.3g} ms, {worst:.0f} dB", "dim", y=page.y + 11)
+            page.y += STEP
+    page.y += MARGIN
+    return page.svg("Times of one MoE layer on one GPU, mxep and its peers")
+
+
 def pictures(folder: Path) -> dict[str, str]:
     """File name -> SVG, from the results in a folder."""
     *layers, model, parity = (
         json.loads((folder / f"{name}-h200.json").read_text()) for name in (*LAYERS, MODEL, "parity")
     )
-    return {"front-page.svg": front_page(layers, model), "losses.svg": losses(parity)}
+    files = sorted(folder.glob("peers-*-h100.json"), key=lambda file: int(file.name.split("-")[1]))
+    runs = [json.loads(file.read_text()) for file in files]
+    return {"front-page.svg": front_page(layers, model), "losses.svg": losses(parity), "peers-h100.svg": peers(runs)}
 
 
 if __name__ == "__main__":

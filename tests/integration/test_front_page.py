@@ -52,6 +52,9 @@ def test_the_pictures_have_every_figure() -> None:
     for row in steps:
         assert f">{row['tokens/s a GPU'] / 1e3:.1f}k{front_page.times(row)}<" in pictures["front-page.svg"]
     assert pictures["losses.svg"].count("<polyline") == 6, "two means, a line at zero and three seeds"
+    for row in results("peers-10", "h100")["rows"]:
+        if row["tokens"] == front_page.PEER_TOKENS and "ms" in row and "235B" in row["shape"]:
+            assert f">{row['ms']:.3g} ms, " in pictures["peers-h100.svg"]
 
 
 def test_the_page_is_read_in_a_minute() -> None:
@@ -74,7 +77,7 @@ def test_the_text_has_the_figures_of_the_results() -> None:
     rate = flops_of_layers(48) * 8 * 8192 / 1e9 / whole
     assert f"48 layers, experts balanced by force | {rate:.0f} TFLOP/s per GPU | NVIDIA" in TEXT
 
-    files = (results(f"peers-{run}", "h100")["layers"] for run in (2, 4, 10))  # a later one replaces times
+    files = (results(f"peers-{run}", "h100")["rows"] for run in (2, 4, 10))  # a later one replaces times
     timed = [row for rows in files for row in rows if "30B" in row["shape"] and "ms" in row]
     peers = {(row["peer"], row["rows an expert"]): row["ms"] for row in timed}
     mine = "MXFP8 {:.2f} ms, bf16 {:.2f}".format(*(peers[f"mxep {recipe}", 2048] for recipe in ("mxfp8", "bf16")))
