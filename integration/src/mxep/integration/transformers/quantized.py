@@ -95,7 +95,7 @@ class FrozenExperts(nn.Module):
                 "model.set_experts_implementation('mxep_mxfp8')"
             )
         how = {} if lora is None else {"lora": lora}  # the old class calls mxep; LongCat's runs its zero experts, too
-        return super().forward(hidden_states, top_k_index, top_k_weights, **how)  # type: ignore[no-any-return, misc]
+        return super().forward(hidden_states, top_k_index, top_k_weights, **how)  # type: ignore[no-any-return]
 
     __reduce_ex__ = pickled
 
