@@ -201,3 +201,12 @@ def test_a_graph_computes_with_another_mask_at_each_replay(ctx: Context) -> None
         graph.replay()
         assert torch.equal(out, moe(x, mask=mask))
         assert not out[~mask].any()
+
+
+def test_a_routing_of_another_length_is_refused_with_a_mask_too() -> None:
+    moe = MoE(32, 32, 4, 2, dispatcher="local")
+    x, mask = torch.randn(4, 32, dtype=torch.bfloat16), torch.tensor([True, True, False, True])
+    for length in (1, 3):  # the ids of one token would be broadcast
+        ids, weights = torch.zeros(length, 2, dtype=torch.int32), torch.ones(length, 2)
+        with pytest.raises(ValueError, match=r"dispatch wants x \(T, D\), expert_ids \(T, K\)"):
+            moe(x, mask=mask, expert_ids=ids, weights=weights)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mxep.ep import LocalDispatcher, MoE, SymmetricDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
+from ranks import Context, distributed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -110,3 +111,14 @@ def test_micro_batches_share_quantized_weights() -> None:
         for optimizer in optimizers:
             optimizer.step()
         assert torch.equal(moe(x), alone(x))
+
+
+@distributed(2)
+def test_a_write_to_experts_over_ranks_is_noticed(ctx: Context) -> None:
+    moe = MoE(32, 32, 4, 2, device=ctx.device, group=ctx.group)
+    x = torch.randn(8, 32, dtype=torch.bfloat16, device=ctx.device)
+    with quantize_weights_once(), torch.no_grad():
+        moe(x)
+        moe.experts.down_proj.mul_(1.5)
+        with pytest.raises(RuntimeError, match=r"a weight \(2, 32, 32\) was written to within"):
+            moe(x)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gemm.problem import snr
-from mxep.gemm import Linear, Recipe, convert, grouped_mm, linear, linear_together
+from mxep.gemm import Linear, Recipe, convert, grouped_mm, linear, linear_together, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.gemm.tensor_parallel import QuantizedColwiseParallel
 from ranks import Context, distributed
@@ -121,6 +121,18 @@ def test_replicated_weights_take_tokens_of_every_rank(ctx: Context) -> None:
         error = 20 * 2.0**-24 if select("auto", ctx.device).name == "reference" else HALF_ULP_BF16
         bound = 2 * error * x.abs().sum((0, 1))  # a rank's part, both, and one product
         assert ((whole(dw) - wanted).abs() <= bound).all()
+
+
+@distributed(2)
+def test_a_write_to_a_sharded_weight_is_noticed(ctx: Context) -> None:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    w = distribute_tensor(torch.randn(64, 64, device=ctx.device), mesh, [Shard(0)])
+    x = DTensor.from_local(torch.randn(4, 64, device=ctx.device), mesh, [Replicate()])
+    with quantize_weights_once():
+        linear(x, w, recipe="mxfp8")
+        w.mul_(1.5)
+        with pytest.raises(RuntimeError, match=r"was written to within"):
+            linear(x, w, recipe="mxfp8")
 
 
 @distributed(2)

@@ -17,12 +17,13 @@ pytest.importorskip("peft")
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from integration.test_transformers_parallel import of_mean_loss, of_one_process
+from integration.test_transformers_served import longcat
 from integration.tiny_models import step, tiny, token_ids, worst
 from mxep.ep import parameter_groups
 from mxep.ep.dtensors import local_tensor
 from mxep.gemm import convert, convert_mode
 from mxep.integration.metrics import snr
-from mxep.integration.transformers import expert_parallel
+from mxep.integration.transformers import check, expert_parallel, freeze_experts, record_routing, route_experts
 from mxep.integration.transformers.experts import layers
 from ranks import Context, distributed
 
@@ -63,6 +64,31 @@ def test_lora_on_experts_leaves_them_fused(kind: str) -> None:
     assert None not in activations[1]
     with torch.no_grad(), model.disable_adapter():
         assert torch.equal(model(input_ids=token_ids()).logits, plain(input_ids=token_ids()).logits)
+
+
+def test_lora_on_experts_runs_the_hooks_of_experts() -> None:
+    model = tiny(implementation="mxep_mxfp8")
+    adapted = get_peft_model(model, LoraConfig(r=8, init_lora_weights=False, **TARGETS["experts"]))
+    with record_routing(adapted) as found:
+        adapted(input_ids=token_ids())
+    assert [len(calls) for calls in found] == [1, 1]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_lora_on_longcats_experts_equals_lora_over_its_own_code(frozen: bool) -> None:
+    lora, model = LoraConfig(r=8, init_lora_weights=False, **TARGETS["experts"]), longcat().eval()
+    if frozen:
+        route_experts(model, "mxep_bf16")
+        freeze_experts(model)
+        step(get_peft_model(model, lora))
+        check(model)
+        return
+    expected = get_peft_model(copy.deepcopy(model), lora)
+    route_experts(model, "mxep_bf16")
+    adapted = get_peft_model(model, lora)
+    adapted.load_state_dict(expected.state_dict())
+    lowest, name = worst(step(expected), step(adapted))
+    assert lowest > 110, name
 
 
 @distributed(2)

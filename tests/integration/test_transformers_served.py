@@ -25,6 +25,7 @@ from transformers import (
 
 from integration.tiny_models import CONFIGS, step, tiny, token_ids, worst
 from mxep.gemm import Recipe
+from mxep.integration.metrics import snr
 from mxep.integration.transformers import (
     Implementation,
     MxepCallback,
@@ -158,6 +159,19 @@ def test_longcats_experts_equal_their_own_code_with_those_that_give_tokens_back(
     check(routed)
     assert load_report(routed)[names[0]]["rows"] < token_ids().numel() * 3, "zero experts are no rows"
     assert routed.state_dict().keys() == model.state_dict().keys()
+
+
+def test_longcats_frozen_experts_give_tokens_back_too() -> None:
+    routed = longcat().eval()
+    expected = copy.deepcopy(routed)
+    route_experts(routed, "mxep_bf16")
+    freeze_experts(routed)
+    frozen, own = (model.model.layers[0].mlp.experts for model in (routed, expected))
+    with torch.no_grad():
+        own.gate_up_proj[:4] = frozen.gate_up_proj.dequantize(torch.float32)  # the zero experts' rows are unused
+        own.down_proj.copy_(frozen.down_proj.dequantize(torch.float32))
+        assert snr(expected(token_ids()).logits, routed(token_ids()).logits) > 50
+    check(routed)
 
 
 @pytest.mark.parametrize("limits", [None, [0.7]])

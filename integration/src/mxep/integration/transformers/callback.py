@@ -148,7 +148,7 @@ def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]
     none_called = not any(layer.called for _, layer in layers(model))
     for name, module, config in _modules_of_experts(model):
         layer: Layer | None = module.__dict__.get(KEY)
-        if layer is not None and layer.called and _reaches_mxep(module.forward):
+        if layer is not None and layer.called and reaches_mxep(module.forward):
             continue
         own = getattr(module, "config", config)
         wanted, named = implementation_of(config), implementation_of(own)
@@ -164,7 +164,7 @@ def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]
             has_gradients = any(p.grad is not None for p in module.parameters())
             implementation = named or (layer and layer.made_for)
             assert isinstance(implementation, Implementation)
-            if not _reaches_mxep(module.forward) or has_gradients:
+            if not reaches_mxep(module.forward) or has_gradients:
                 yield name, kind, implementation.name, _REPLACED
             elif ran and none_called:
                 yield name, kind, implementation.name, f"run a forward first, or {_REPLACED}"
@@ -193,7 +193,7 @@ def _modules_of_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]
             yield name, module, configs[name]
 
 
-def _reaches_mxep(forward: Any, depth: int = 6) -> bool:
+def reaches_mxep(forward: Any, depth: int = 6) -> bool:
     """Whether a forward is transformers' decorated one, mxep's, or a wrapper of either.
 
     Wrappers are those of functools, accelerate, torch.compile and transformers' expert parallelism.
@@ -207,7 +207,7 @@ def _reaches_mxep(forward: Any, depth: int = 6) -> bool:
     inner = [getattr(forward, name, None) for name in ("__func__", "func", "__wrapped__", "_torchdynamo_orig_callable")]
     inner += [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
     inner += vars(forward).values()
-    return any(_reaches_mxep(each, depth - 1) for each in inner if each is not None)
+    return any(reaches_mxep(each, depth - 1) for each in inner if each is not None)
 
 
 class MxepCallback(TrainerCallback):  # type: ignore[misc]

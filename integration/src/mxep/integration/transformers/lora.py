@@ -41,7 +41,8 @@ from mxep.ep.lora import RANK_MULTIPLE, LoRAWeights
 from mxep.gemm import FrozenWeight, freeze
 from mxep.gemm.frozen import FORMATS, FrozenFormat
 
-from .experts import Implementation, implementation_of, is_experts, weight_names
+from .callback import reaches_mxep
+from .experts import implementation_of, is_experts, weight_names
 from .parallel import check_adapters, replicate
 from .quantized import FrozenExperts, forget_layer, naming, own_names, thaw
 
@@ -76,23 +77,23 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
             return super().forward(x, *args, **kwargs)
         if isinstance(experts, FrozenExperts):
             active = [name for name in active if name not in self.merged_adapters]
-            return experts(x, *args, lora=self._weights(active) if active else None, **kwargs)
-        run = self._low_rank(experts, active)
-        return (
-            super().forward(x, *args, **kwargs) if run is None else run(experts, x, *args, lora=self._weights(active))
-        )
+        elif not self._is_low_rank(experts, active):
+            return super().forward(x, *args, **kwargs)
+        return experts(x, *args, lora=self._weights(active) if active else None, **kwargs)
 
-    def _low_rank(self, experts: Any, active: list[str]) -> Implementation | None:
-        """The implementation that runs unfrozen experts with low-rank GEMMs. None: PEFT adds B A to weights."""
+    def _is_low_rank(self, experts: Any, active: list[str]) -> bool:
+        """Whether mxep runs unfrozen experts with low-rank GEMMs. Otherwise PEFT adds B A to weights."""
         run, layers = implementation_of(experts.config), _wrappers(self)
         if run is None or len(layers) < 2 or len(active) > 1 or self.merged:
-            return None
+            return False
+        if (own := experts.__dict__.get("forward")) is not None and not reaches_mxep(own):  # as Liger replaces it
+            return False
         if any(layer.r[active[0]] % RANK_MULTIPLE or layer.get_param().requires_grad for layer in layers.values()):
-            return None
-        if len({layer.scaling[active[0]] for layer in layers.values()}) > 1:
-            return None
+            return False
+        if len({(layer.scaling[active[0]], layer.num_experts) for layer in layers.values()}) > 1:  # LongCat's differ
+            return False
         layer = run.ready_layer(experts)
-        return None if layer.parallel or layer.activation is None else run
+        return not layer.parallel and layer.activation is not None
 
     def _weights(self, active: list[str]) -> LoRAWeights:
         if len(active) > 1:

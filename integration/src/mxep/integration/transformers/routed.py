@@ -45,15 +45,17 @@ def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[
     return names
 
 
-def _run(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **lora: Any) -> Tensor:
     run = ALL_EXPERTS_FUNCTIONS[experts.config._experts_implementation]
-    return run(experts, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    return run(experts, hidden_states, top_k_index, top_k_weights, **lora)  # type: ignore[no-any-return]
 
 
-def _run_with_zero_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run_with_zero_experts(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **lora: Any
+) -> Tensor:
     """Run experts if ids >= num_routed_experts are zero experts, which return their input."""
     zero = top_k_index >= experts.num_routed_experts
-    out = _run(experts, hidden_states, top_k_index.masked_fill(zero, -1), top_k_weights)
+    out = _run(experts, hidden_states, top_k_index.masked_fill(zero, -1), top_k_weights, **lora)
     back = top_k_weights.masked_fill(~zero, 0).sum(1, keepdim=True)
     return out + (hidden_states * back).to(out.dtype)
 

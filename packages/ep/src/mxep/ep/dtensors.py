@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mxep.gemm.quantize_once import see_writes
+
 
 def ep_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     """Return the 1-D mesh of the group's ranks, for tensors on `device`. Not collective."""
@@ -84,7 +86,10 @@ def local_tensor(x: _OrNone) -> _OrNone:
     """Return this rank's part of `x`, not a copy; None for None. It is differentiable only under torch.compile."""
     if not isinstance(x, DTensor):
         return x
-    return x.to_local() if torch.compiler.is_compiling() else x._local_tensor
+    if torch.compiler.is_compiling():
+        return x.to_local()
+    see_writes(x)
+    return x._local_tensor
 
 
 class Share:

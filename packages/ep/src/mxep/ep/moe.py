@@ -256,7 +256,8 @@ class MoE(nn.Module):
             expert_ids, weights = self.router(tokens, mask) if masked else self.router(tokens)
         if expert_ids is None or weights is None:
             raise ValueError("a routing from outside is expert_ids and weights, got one of them")
-        if padding is not None:
+        # Ids or weights of another length would be broadcast here. The experts refuse them.
+        if padding is not None and expert_ids.shape[:1] == weights.shape[:1] == tokens.shape[:1]:
             expert_ids, weights = expert_ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
         if torch.is_autocast_enabled(x.device.type):  # cast x as a linear does; the router has seen it uncast
             tokens = tokens.to(torch.get_autocast_dtype(x.device.type))

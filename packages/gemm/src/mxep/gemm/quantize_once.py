@@ -88,7 +88,7 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
     raised at the next use of a weight whose values were changed in place. To find out, a weight that was written to is
     quantized again and compared, which waits for the device. PEFT causes such comparisons: it adds adapters to experts'
     weights and restores them. Writes that do not increase the tensor's version counter are not noticed: through
-    `.data`, raw pointers, or a replayed CUDA graph.
+    `.data`, raw pointers, a replayed CUDA graph, or `torch._foreach_...` functions of DTensors.
 
     Memory: one byte per element rowwise, another colwise, and scales. Under FSDP2 these are all gathered weights.
 
@@ -324,6 +324,19 @@ def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
 def weights_are_held() -> bool:
     """True if `quantize_weights_once` is open."""
     return _open is not None
+
+
+def see_writes(w: Tensor) -> None:
+    """Let `quantize_weights_once` notice in-place writes to w, a DTensor. Call it before w's local tensor is used.
+
+    They change the version counter of w only. This changes the local tensor's, too, if there was a write.
+    """
+    local = w._local_tensor  # type: ignore[attr-defined]
+    if _open is None or torch.compiler.is_compiling() or w.is_inference() or local.is_inference():
+        return
+    if w.__dict__.get("_mxep_version", w._version) != w._version:
+        torch.autograd.graph.increment_version(local)
+    w.__dict__["_mxep_version"] = w._version
 
 
 def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from mxep.gemm.quantize_once import see_writes
 from mxep.gemm.recipe import AUTO, Recipe, recipe_for
 from mxep.quant import MXTensor
 
@@ -110,6 +111,7 @@ def sharded_linear(
     elif type(given) not in (Replicate, Partial):
         x, given = x.redistribute(mesh, [Replicate()]), Replicate()
     options["main_grad"] = getattr(main_grad, "_local_tensor", main_grad)
+    see_writes(w)
     shape = torch.Size([*x.shape[:-1], w.shape[0]])
     if weight == Shard(0):
         bias = None if bias is None else bias.redistribute(mesh, [Shard(0)]).to_local()
