@@ -5,7 +5,7 @@
 A layer with all its experts on one GPU and fixed, balanced routing, as a LoRA fine-tune runs it: no weight gradients.
 
 - "grouped_mm" is `baseline.py`, "bf16" is `run_experts` with the same weights.
-- "mxfp8", "mxfp4" and "fp8_block" are `run_experts` with the weights frozen in that format, recipe mxfp8.
+- "mxfp8", "mxfp4", "fp8_block" and "fp8_row" are `run_experts` with the weights frozen in that format, recipe mxfp8.
 - "+ lora" adds LoRA of rank 16 on both weights, and its gradients.
 - "GEMMs" is microseconds of gate_up_proj's forward and dgrad alone, with quantized rows and expanded weights.
 - "expand" is microseconds of one expansion of gate_up_proj, and its speed / that of a copy of as many bytes.
@@ -45,7 +45,7 @@ SHAPES = {  # D, F, experts, top-k, tokens
     "qwen3-235b/8, 512 rows": (4096, 1536, 16, 8, 1024),
     "gpt-oss-20b, 512 rows": (2880, 2880, 32, 4, 4096),
 }
-FROZEN = ("mxfp8", "mxfp4", "fp8_block")
+FROZEN = ("mxfp8", "mxfp4", "fp8_block", "fp8_row")
 
 
 def microseconds(calls: Mapping[str, Call]) -> dict[str, float]:
@@ -113,7 +113,7 @@ def measure(name: str) -> dict[str, Any]:
     a, dy = (quantize(normal(rows, width), block_size=None) for width in (dim, 2 * hidden))
     offs = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32).mul_(rows // experts)
     gemms: dict[str, Call] = {}
-    for fmt in ("mxfp8", "fp8_block"):
+    for fmt in ("mxfp8", "fp8_block", "fp8_row"):
         w, w_t = hopper.expand_rowwise(pairs[fmt][0]), hopper.expand_colwise(pairs[fmt][0])
         out: dict[str, Any] = {"out_dtype": torch.bfloat16}
         gemms[f"{fmt} forward"] = functools.partial(hopper.forward, a, w, offs, bias=None, **out)

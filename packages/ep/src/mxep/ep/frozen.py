@@ -30,7 +30,7 @@ would load folded qdata into a model with unfolded ones.
 
 
 class FrozenExperts(nn.Module):
-    """All experts of a layer in MXFP8, MXFP4, block FP8 or row-scaled FP8. With a mesh, each rank holds its share of them.
+    """All experts of a layer in MXFP8, MXFP4, block or row-scaled FP8. With a mesh, each rank holds its share of them.
 
     Parameters of ``gate_up_proj``, and likewise of ``down_proj``, without gradients, as in
     `mxep.gemm.frozen.FrozenWeight`:
