@@ -20,6 +20,7 @@ from mxep.ep.dispatchers import LocalDispatcher
 from mxep.ep.dtensors import local_tensor
 from mxep.ep.frozen import PARTS
 from mxep.gemm import Recipe, freeze, quantize_weights_once
+from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.reference import Reference
 from mxep.gemm.frozen import FP32_SCALES
 from mxep.quant import SwiGLU, quantize
@@ -139,6 +140,31 @@ def test_it_is_replayed(monkeypatch: pytest.MonkeyPatch, fmt: str, held: bool) -
     with replays_on_the_cpu(monkeypatch):
         assert_replays_are_alike(lambda x: step(frozen, x), [tokens(seed) for seed in range(5)], held=held)
         assert [each.replays for each in frozen.dispatcher.passes.values()] == [3, 3]
+
+
+class HopperAnywhere(Hopper):
+    """hopper by the references of its kernels."""
+
+    recordable = True
+
+    def unsupported_reason(self, device: torch.device) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_e5m2"])
+def test_hopper_is_replayed_with_scales_of_rows(monkeypatch: pytest.MonkeyPatch, recipe: str, lora: bool) -> None:
+    frozen, exact = make_layers("fp8_row", recipe=recipe, bias=True)
+    frozen.backend = HopperAnywhere()
+    if lora:  # B is zero
+        frozen.experts = LoRAExperts(frozen.experts, 8)
+    with replays_on_the_cpu(monkeypatch):
+        assert_replays_are_alike(lambda x: step(frozen, x), [tokens(seed) for seed in range(5)], held=False)
+        assert [each.replays for each in frozen.dispatcher.passes.values()] == [3, 3]
+        gots, wants = (step(moe, tokens(9)) for moe in (frozen, exact))
+    bounds = (1e-3, 0.06, 0.06) if recipe == "mxfp8" else (1e-3, 0.12, 0.12)  # dy is rounded twice
+    for got, want, bound in zip(gots, wants, bounds, strict=True):
+        assert (got.float() - want.float()).norm() < bound * want.float().norm()
 
 
 def test_its_parameters_are_bytes_that_nothing_trains_or_casts() -> None:
