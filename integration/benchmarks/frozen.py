@@ -43,7 +43,7 @@ SHAPES = {  # D, F, experts, top-k, tokens
     "qwen3-235b/8, 512 rows": (4096, 1536, 16, 8, 1024),
     "gpt-oss-20b, 512 rows": (2880, 2880, 32, 4, 4096),
 }
-FROZEN = ("mxfp8", "mxfp4", "fp8_block")
+FROZEN = ("mxfp8", "mxfp4", "fp8_block", "fp8_row")
 HOPPER = BACKENDS["hopper"]
 
 
@@ -115,7 +115,7 @@ def gemms(pairs: dict[str, Any], rows: int) -> dict[str, float]:
     a, dy = (quantize(normal(rows, width), block_size=None) for width in (dim, wide))
     offs = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32).mul_(rows // experts)
     calls: dict[str, Call] = {}
-    for fmt in ("mxfp8", "fp8_block"):
+    for fmt in ("mxfp8", "fp8_block", "fp8_row"):
         w, w_t = HOPPER.expand_rowwise(pairs[fmt][0]), HOPPER.expand_colwise(pairs[fmt][0])
         out: dict[str, Any] = {"out_dtype": torch.bfloat16}
         calls[f"{fmt} forward"] = functools.partial(HOPPER.forward, a, w, offs, bias=None, **out)

@@ -82,7 +82,7 @@ def test_so_they_have_with_biases_and_another_activation(recipe: str, kind: str)
     assert_same_bits(lambda capacity: layer(kind, capacity, recipe=recipe, bias=True, activation=GPT_OSS))
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "mxfp8", "mxfp4", "fp8_block"])
+@pytest.mark.parametrize("fmt", ["bf16", "mxfp8", "mxfp4", "fp8_block", "fp8_row"])
 def test_so_they_have_over_frozen_experts_with_lora(fmt: str) -> None:
     def make(capacity: Capacity) -> MoE:
         made = layer("symmetric", capacity, recipe="mxfp8")

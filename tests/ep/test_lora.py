@@ -94,7 +94,7 @@ def test_over_plain_experts_it_is_the_merged_layer() -> None:
     compare(make_layer(None, dtype=torch.float32, recipe="bf16"), tokens(torch.float32), 1e-5)
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_row"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -111,7 +111,7 @@ def test_over_frozen_experts_it_is_the_merged_layer_but_for_fp8_activations(fmt:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_row"])
 @pytest.mark.parametrize(
     "options", [{}, {"bias": True, "activation": SwiGLU(1.702, 7.0, 1.0, interleaved=True)}], ids=str
 )
@@ -165,12 +165,12 @@ def check_ranks(ctx, fmt: str, dispatcher: str) -> None:
         assert error < 0.02, (name, float(error))
 
 
-@distributed(2, device="cpu", fmt=("mxfp8", "mxfp4"), dispatcher=("symmetric", "all_to_all"))
+@distributed(2, device="cpu", fmt=("mxfp8", "mxfp4", "fp8_row"), dispatcher=("symmetric", "all_to_all"))
 def test_ranks_hold_their_experts_lora_and_have_mean_gradients(ctx, fmt: str, dispatcher: str) -> None:
     check_ranks(ctx, fmt, dispatcher)
 
 
-@distributed(2, device="cuda", fmt=("mxfp8", "mxfp4"), dispatcher=("symmetric", "all_to_all"))
+@distributed(2, device="cuda", fmt=("mxfp8", "mxfp4", "fp8_row"), dispatcher=("symmetric", "all_to_all"))
 def test_gpus_hold_their_experts_lora_and_have_mean_gradients(ctx, fmt: str, dispatcher: str) -> None:
     check_ranks(ctx, fmt, dispatcher)
 

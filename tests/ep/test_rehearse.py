@@ -71,7 +71,7 @@ def test_a_rehearsal_wants_the_kernels_of_both_passes(walked: Walked, recipe: st
     assert names.count("swiglu_kernel") == 2
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_block"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_block", "fp8_row"])
 def test_frozen_experts_with_lora_are_rehearsed_too(walked: Walked, fmt: FrozenFormat) -> None:
     layer = MoE(64, 64, 4, 2, recipe="mxfp8", dispatcher="local")
     freeze_experts(layer, fmt)

@@ -21,6 +21,13 @@ def blocks() -> None:
     hopper.grouped_mm(a, scales[0], w, scales[1], ends(), None, torch.bfloat16)
 
 
+def row_scales(bias: torch.dtype | None = None, out_dtype: torch.dtype = torch.bfloat16) -> None:
+    a, w = torch.empty(M, K, dtype=E4M3), torch.empty(G, N, K, dtype=E4M3)
+    scales = torch.empty(M, 1, dtype=E8M0), torch.empty(G, N, 1, dtype=torch.float32)
+    given = None if bias is None else torch.empty(G, N, dtype=bias)
+    hopper.grouped_mm(a, scales[0], w, scales[1], ends(), given, out_dtype)
+
+
 def linear(rows: int, bias: torch.dtype | None = None) -> None:
     a, w = torch.empty(rows, K, dtype=E4M3), torch.empty(1, N, K, dtype=E4M3)
     scales = torch.empty(rows, 1, dtype=E8M0), torch.empty(1, N, 1, dtype=E8M0)
@@ -57,6 +64,9 @@ LAUNCHES = {
     "forward E5M2, fp32": lambda: mm(E5M2, out_dtype=torch.float32),
     "forward bias": lambda: mm(bias=torch.bfloat16),
     "forward blocks": blocks,
+    "forward row scales": row_scales,
+    "forward row scales, bias": lambda: row_scales(torch.bfloat16),
+    "forward row scales, fp32": lambda: row_scales(out_dtype=torch.float32),
     "linear": lambda: linear(8192),
     "linear of one row, bias": lambda: linear(1, torch.float32),
     "wgrad E5M2": lambda: wgrad(E5M2),

@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from gemm.problem import snr
-from mxep.gemm import FrozenWeight, Recipe, freeze
+from mxep.gemm import FrozenWeight, Recipe, freeze, grouped_mm
 from mxep.gemm.backends import BACKENDS
-from mxep.quant import BLOCK, MXTensor, fold, fold_for_dgrad, quantize, quantize_blocks
+from mxep.quant import BLOCK, BlockFP8, MXTensor, fold, fold_for_dgrad, quantize, quantize_blocks
 from mxep.quant.fold import column_scales
 from mxep.runtime.bundle import tensors_in
+from quant.inputs import ends_of
 
 GROUPS, N, K = 3, 64, 96
 
@@ -124,11 +125,90 @@ def test_products_with_block_fp8_are_those_of_its_values_both_ways(name: str) ->
             assert snr(x.dequantize(torch.float32)[rows] @ w, got[rows]) > 90
 
 
+def rows(seed: int = 0, *, n: int = 160, k: int = 288) -> BlockFP8:
+    """E4M3 with one scale per row, not powers of two. Scales of rows lie up to 2^8 apart."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(GROUPS, n, k, generator=generator) * 2.0 ** torch.randint(-4, 5, (1, n, 1), generator=generator)
+    return quantize_blocks(w, block_size=(1, k), scale_dtype=torch.bfloat16)
+
+
+def test_row_scaled_fp8_keeps_its_bytes() -> None:
+    shipped = rows()
+    frozen = freeze(shipped, "fp8_row")
+    assert (frozen.format, tuple(frozen.shape), len(frozen.parts)) == ("fp8_row", (GROUPS, 160, 288), 2)
+    assert frozen.nbytes == GROUPS * 160 * (288 + 4)
+    back = frozen.shipped()
+    assert torch.equal(back.qdata.view(torch.uint8), shipped.qdata.view(torch.uint8))
+    assert torch.equal(back.scale, shipped.scale.float())
+    assert torch.equal(frozen[1:].dequantize(torch.float32), shipped.dequantize(torch.float32)[1:])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 64), (2, 4, 32), (2, 160, 128)])
+def test_values_and_matrices_of_one_scale_freeze_to_rows(shape: tuple[int, ...]) -> None:
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    want = quantize_blocks(w, block_size=(1, shape[-1]))
+    frozen = freeze(w, "fp8_row")
+    assert frozen.format == "fp8_row"
+    assert torch.equal(frozen.along_k().qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+    assert torch.equal(frozen.along_k().scale, w.abs().amax(-1, keepdim=True) / 448)
+    tensor = quantize_blocks(w, block_size=shape[1:])
+    got = freeze(tensor, "fp8_row")
+    assert got.format == "fp8_row"
+    assert torch.equal(got.dequantize(torch.float32), tensor.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("name", ["reference", "dequant", "hopper"])
+@pytest.mark.parametrize("block_size", [BLOCK, None])
+def test_products_with_row_scaled_fp8_are_those_of_its_values_both_ways(name: str, block_size: int | None) -> None:
+    """hopper by the reference of its kernels: dgrad rounds dy times the scales once more, to E4M3."""
+    frozen, backend = freeze(rows(k=2880), "fp8_row"), BACKENDS[name]
+    values, offs = frozen.dequantize(torch.float32), ends_of(32, 0, 61)
+    bias = torch.randn(GROUPS, 160, generator=torch.Generator().manual_seed(3))
+    a, dy = (
+        quantize(torch.randn(96, width, generator=torch.Generator().manual_seed(1)), block_size=block_size)
+        for width in (2880, 160)
+    )
+    out = backend.forward(a, backend.expand_rowwise(frozen), offs, bias=bias, out_dtype=torch.float32)
+    da = backend.dgrad(dy, backend.expand_colwise(frozen), offs, out_dtype=torch.float32)
+    group = torch.tensor([0] * 32 + [2] * 61)
+    x, d = (each.dequantize(torch.float32)[:93].double() for each in (a, dy))
+    want = torch.einsum("mk,mnk->mn", x, values.double()[group]) + bias.double()[group]
+    exact = 45 if name == "dequant" else 90  # dB: bf16 weights and results
+    assert snr(want, out[:93].double()) > exact
+    want = torch.einsum("mn,mnk->mk", d, values.double()[group])
+    assert snr(want, da[:93].double()) > (28 if name == "hopper" else exact)
+    if name == "hopper":
+        scale = frozen.along_k().scale.double()
+        qdata = frozen.along_k().qdata.double()
+        scaled = quantize((d * scale[group, :, 0]).float(), block_size=None).dequantize(torch.float32).double()
+        assert snr(torch.einsum("mn,mnk->mk", scaled, qdata[group]), da[:93].double()) > 90
+        assert backend.expand_rowwise(frozen).qdata.data_ptr() == frozen.qdata.data_ptr(), "no copy"
+        assert backend.expand_colwise(frozen).qdata.mT.is_contiguous()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_e5m2", "fp8", "bf16"])
+@pytest.mark.parametrize("name", ["reference", "hopper"])
+def test_grouped_mm_takes_row_scaled_fp8(recipe: str, name: str) -> None:
+    if name == "hopper" and not torch.cuda.is_available():
+        name = "dequant"
+    device = "cuda" if name == "hopper" else "cpu"
+    frozen = freeze(rows().by_rows().dequantize(torch.float32).to(device), "fp8_row")
+    offs, values = ends_of(32, 0, 64).to(device), frozen.dequantize(torch.float32)
+    x = torch.randn(96, 288, device=device, dtype=torch.bfloat16, requires_grad=True)
+    out = grouped_mm(x, frozen, offs, recipe=recipe, backend=name)
+    d_out = torch.randn_like(out)
+    out.backward(d_out)
+    group = torch.tensor([0] * 32 + [2] * 64, device=device)
+    assert snr(torch.einsum("mk,mnk->mn", x.detach().float(), values[group]), out.float()) > 25
+    assert snr(torch.einsum("mn,mnk->mk", d_out.float(), values[group]), x.grad.float()) > 20
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "fp8_row"])
 @pytest.mark.parametrize("name", ["triton", "blackwell"])
-def test_backends_without_such_blocks_quantize_them_for_mxfp8_alone(name: str) -> None:
+def test_backends_without_such_blocks_quantize_them_for_mxfp8_alone(name: str, fmt: str) -> None:
     n, k = 160, 96
     device = "cuda" if torch.cuda.is_available() and name == "triton" else "cpu"
-    frozen, backend = freeze(torch.randn(2, n, k, device=device), "fp8_block"), BACKENDS[name]
+    frozen, backend = freeze(torch.randn(2, n, k, device=device), fmt), BACKENDS[name]
     values, offs = frozen.dequantize(torch.float32), torch.tensor([32, 96], dtype=torch.int32, device=device)
 
     def products(a: Tensor, dy: Tensor) -> list[float]:
@@ -188,11 +268,13 @@ def test_no_cast_changes_a_byte() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: freeze(weight(), "fp8"), "expected fmt mxfp8 or mxfp4 or fp8_block, got 'fp8'"),
+        (lambda: freeze(weight(), "fp8"), "expected fmt mxfp8 or mxfp4 or fp8_block or fp8_row, got 'fp8'"),
         (lambda: freeze(weight()[0]), r"expected w \(G, N, K\) with K a multiple of 32, got \(64, 96\)"),
         (lambda: freeze(quantize(weight()), "mxfp4"), "expected mxfp4, blocks of 32 along K, got MXTensor"),
         (lambda: freeze(quantize(weight()), "fp8_block"), r"expected fp8_block, blocks of \(128, 128\), got MXTensor"),
         (lambda: freeze(quantize_blocks(weight(), block_size=(64, 64)), "fp8_block"), "fp8_block, .* got BlockFP8"),
+        (lambda: freeze(quantize(weight()), "fp8_row"), r"expected fp8_row, blocks of \(1, 96\), got MXTensor"),
+        (lambda: freeze(quantize_blocks(weight(), block_size=(1, 32)), "fp8_row"), "fp8_row, .* got BlockFP8"),
         (lambda: freeze(quantize(weight(), axis=-2)), "expected mxfp8, blocks of 32 along K, got MXTensor"),
     ],
 )

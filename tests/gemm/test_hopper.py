@@ -13,7 +13,7 @@ from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.base import AlongTokens
 from mxep.gemm.backends.hopper import bf16_grouped_mm, bf16_grouped_wgrad, fp8_grouped_mm, fp8_grouped_wgrad
 from mxep.gemm.kernels import HOPPER_BLOCK_K
-from mxep.quant import MXTensor, fold_for_wgrad, quantize, quantize_blocks
+from mxep.quant import BlockFP8, MXTensor, fold_for_wgrad, quantize, quantize_blocks, scale_columns
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if ON_HOPPER else "cpu")
@@ -184,6 +184,35 @@ def test_kernels_scale_blocks_of_128_x_128_both_ways(
     da = BACKEND.dgrad(dy, BACKEND.expand_colwise(frozen), p.offs, out_dtype=out_dtype)
     group = torch.searchsorted(p.offs, torch.arange(p.valid, device=DEVICE), right=True)
     assert error(out[valid], want.out + bias.double()[group]) < bound
+    assert error(da[valid], want.da) < bound
+
+
+@needs_hopper
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("sizes", "n", "k"),
+    [((1, 0, 127, 129, 64, 3), 272, 416), ((300, 700), 1056, 32), ((0, 5000, 0), 768, 2880), ((64,) * 9, 128, 2048)],
+)
+def test_kernels_scale_rows_of_weights_by_fp32_both_ways(
+    sizes: tuple[int, ...], n: int, k: int, out_dtype: torch.dtype
+) -> None:
+    """Scales of rows lie up to 2^12 apart, so that another row's shows. dgrad is compared with the same rounded dy."""
+    bound = 4e-4 if out_dtype == torch.float32 else 4e-3
+    p = here(problem(sizes, n=n, k=k, unused=64, seed=sum(sizes)))
+    blocks = quantize_blocks(p.w, block_size=(1, k))
+    blocks.scale.mul_(torch.rand_like(blocks.scale).mul_(12).exp2_())
+    frozen, valid = freeze(blocks, "fp8_row"), slice(0, p.valid)
+    a, dy = quantize(p.a, block_size=None), quantize(p.dy)
+    qdata = BlockFP8(blocks.qdata, torch.ones_like(blocks.scale), blocks.block_size)
+    scaled = scale_columns(dy, blocks.scale.squeeze(-1), offs=p.offs)
+    bias = torch.randn(p.w.shape[:2], device=DEVICE)
+    torch.full((p.a.shape[0] * n,), torch.nan, device=DEVICE, dtype=out_dtype)  # what empty memory may hold
+    out = BACKEND.forward(a, BACKEND.expand_rowwise(frozen), p.offs, bias=bias, out_dtype=out_dtype)
+    da = BACKEND.dgrad(dy, BACKEND.expand_colwise(frozen), p.offs, out_dtype=out_dtype)
+    group = torch.searchsorted(p.offs, torch.arange(p.valid, device=DEVICE), right=True)
+    want = p.product(*(x.dequantize(torch.float32) for x in (a, blocks, scaled)))
+    assert error(out[valid], want.out + bias.double()[group]) < bound
+    want = p.product(*(x.dequantize(torch.float32) for x in (a, qdata, scaled)))
     assert error(da[valid], want.da) < bound
 
 

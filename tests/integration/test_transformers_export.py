@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from integration.quantized_checkpoints import write
+from integration.quantized_checkpoints import change, write
 from integration.tiny_models import step, tiny
 from mxep.gemm import Recipe
 from mxep.gemm.backends.reference import Reference
@@ -57,10 +57,11 @@ def equal(a: Any, b: Any) -> bool:
         ("qwen3_moe", "ct-mxfp4", "mxfp4", "compressed-tensors"),
         ("deepseek_v4", "deepseek-v4", "mxfp4", "deepseek-v4"),
         ("qwen3_moe", "ue8m0", "fp8_block", "fp8"),
+        ("qwen3_moe", "ct-fp8-row", "fp8_row", "compressed-tensors"),
     ],
 )
 def test_experts_leave_as_they_came(tmp_path: Path, model: str, kind: str, fmt: Any, layout: str) -> None:
-    """Byte for byte under the same names; scales of fp8_block become fp32."""
+    """Byte for byte under the same names; scales of fp8_block and fp8_row become fp32."""
     write(tmp_path / "in", model, kind)
     loaded = load_quantized(tmp_path / "in")
     ratios = save_quantized(loaded, tmp_path / "out", fmt, layout=layout)
@@ -68,7 +69,7 @@ def test_experts_leave_as_they_came(tmp_path: Path, model: str, kind: str, fmt: 
     came, left = ({n: x for n, x in stored(tmp_path / each).items() if ".experts." in n} for each in ("in", "out"))
     assert came.keys() == left.keys()
     for name, x in came.items():
-        if fmt == "fp8_block" and left[name].dtype == torch.float32:
+        if fmt in ("fp8_block", "fp8_row") and left[name].dtype == torch.float32:
             assert torch.equal(x.float(), left[name])
         else:
             assert x.dtype == left[name].dtype
@@ -91,6 +92,30 @@ def test_scales_that_do_not_fold_leave_as_they_came(tmp_path: Path) -> None:
     freeze_experts(unaligned, "fp8_block")
     ratios = save_quantized(unaligned, tmp_path / "unaligned", "fp8_block")
     assert min(ratios.values()) > 28, "gate and up, which shared a block, have their own"
+    assert min(save_quantized(unaligned, tmp_path / "rows", "fp8_row").values()) > 28
+
+
+def test_row_scales_leave_as_they_came_also_from_bf16_and_powers_of_two(tmp_path: Path) -> None:
+    write(tmp_path / "in", "qwen3_moe", "ct-fp8-row")
+    change(tmp_path / "in", **{n: x.log2().round().exp2() for n, x in stored(tmp_path / "in").items() if "scale" in n})
+    loaded = load_quantized(tmp_path / "in")
+    assert loaded.model.layers[0].mlp.experts.down_proj.format == "mxfp8"
+    assert set(save_quantized(loaded, tmp_path / "out", "fp8_row").values()) == {math.inf}
+    came, left = ({n: x for n, x in stored(tmp_path / each).items() if ".experts." in n} for each in ("in", "out"))
+    assert came.keys() == left.keys()
+    assert all(torch.equal(x.float(), left[n].float()) for n, x in came.items())
+    model = trained("qwen3_moe")
+    weights = experts_of(model)
+    freeze_experts(model, "fp8_row")
+    assert set(save_quantized(model, tmp_path / "bf16", "fp8_row").values()) == {math.inf}
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert (config["format"], group["weights"]["strategy"]) == ("float-quantized", "channel")
+    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
+    again = load_quantized(tmp_path / "bf16")
+    assert equal(dict(again.state_dict()), dict(model.state_dict()))
+    for name, x in experts_of(again).items():
+        assert 28 < snr(weights[name], x) < 40
 
 
 def trained(kind: str, implementation: str = "mxep_mxfp8", **changes: Any) -> Any:
@@ -99,15 +124,21 @@ def trained(kind: str, implementation: str = "mxep_mxfp8", **changes: Any) -> An
 
 @pytest.mark.parametrize(
     ("kind", "fmt"),
-    [("qwen3_moe", "mxfp8"), ("qwen3_moe", "fp8_block"), ("gpt_oss", "mxfp4"), ("deepseek_v4", "mxfp4")],
+    [
+        ("gpt_oss", "mxfp4"),
+        ("deepseek_v4", "mxfp4"),
+        *(("qwen3_moe", fmt) for fmt in ("mxfp8", "fp8_block", "fp8_row")),
+    ],
 )
 def test_transformers_reads_it(tmp_path: Path, kind: str, fmt: Any) -> None:
     """Sizes are multiples of 128: transformers dequantizes others wrongly."""
+    if fmt == "fp8_row":
+        pytest.importorskip("compressed_tensors")
     model = trained(kind, hidden_size=128, moe_intermediate_size=128, intermediate_size=128)
     save_quantized(model, tmp_path, fmt)
     how = {"quantization_config": transformers.Mxfp4Config(dequantize=True)} if kind == "gpt_oss" else {}
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how)
-    ours = load_quantized(tmp_path, rescale=True)
+    ours = load_quantized(tmp_path, rescale=fmt != "fp8_row")
     if fmt == "fp8_block":
         assert min(snr(x, experts_of(model)[name]) for name, x in experts_of(read).items()) > 28
     else:
@@ -116,7 +147,7 @@ def test_transformers_reads_it(tmp_path: Path, kind: str, fmt: Any) -> None:
     assert all(torch.equal(p.float(), read.get_parameter(n)) for n, p in rest.items())
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_row"])
 def test_compressed_tensors_reads_it(tmp_path: Path, fmt: Any) -> None:
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -180,6 +211,7 @@ def test_a_model_trained_with_mxfp4_weights_is_exported_at_the_same_loss(tmp_pat
     [
         ("bf16", "mxfp4", 15),
         ("bf16", "fp8_block", 28),
+        ("bf16", "fp8_row", 28),
         ("mxfp4", "mxfp8", math.inf),
         ("mxfp8", "mxfp4", 15),
         ("mxfp8", "fp8_block", 28),
@@ -215,7 +247,7 @@ def test_files_are_split_and_tied_embeddings_written_once(tmp_path: Path, monkey
 def test_errors_name_the_cure_before_anything_is_written(tmp_path: Path) -> None:
     model, gpt = trained("qwen3_moe"), trained("gpt_oss")
     for given, how, message in (
-        (model, {"fmt": "fp8"}, "expected fmt mxfp8, mxfp4, fp8_block, got 'fp8'"),
+        (model, {"fmt": "fp8"}, "expected fmt mxfp8, mxfp4, fp8_block, fp8_row, got 'fp8'"),
         (model, {"layout": "fp8"}, "expected mxfp8 or modelopt or compressed-tensors for mxfp8 .*, got 'fp8'"),
         (model, {"fmt": "mxfp4", "layout": "mxfp4"}, "expected compressed-tensors for mxfp4"),
         (gpt, {"fmt": "mxfp8"}, "expected fmt mxfp4 for .*gate_up_proj, stored stacked as gpt-oss's, got mxfp8"),

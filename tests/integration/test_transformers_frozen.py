@@ -198,7 +198,7 @@ def test_a_layer_is_freed_before_the_next_is_frozen() -> None:
 
 def test_errors_name_the_cure_and_change_nothing() -> None:
     model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
-    with pytest.raises(ValueError, match="expected fmt mxfp8 or mxfp4 or fp8_block, got 'fp8'"):
+    with pytest.raises(ValueError, match="expected fmt mxfp8 or mxfp4 or fp8_block or fp8_row, got 'fp8'"):
         freeze_experts(model, "fp8")
     with pytest.raises(ValueError, match="expected a model with experts that mxep runs, got Linear"):
         freeze_experts(torch.nn.Linear(2, 2))

@@ -245,13 +245,14 @@ def test_merged_into_bf16_it_is_the_models_own_class_again(kind: str, tmp_path: 
         assert torch.equal(again.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_block"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_block", "fp8_row"])
 def test_merged_into_the_quantized_format_it_tells_what_was_lost(fmt: str) -> None:
     ours, theirs = both("gpt_oss", fmt)
     wanted = step_logits(theirs.merge_and_unload())
     merged, errors = merge_and_freeze(ours)
     assert len(errors) == 4
-    lowest, dB = min(each.snr for each in errors.values()), {"mxfp8": 30, "mxfp4": 17, "fp8_block": 31}[fmt]
+    dB = {"mxfp8": 30, "mxfp4": 17, "fp8_block": 31, "fp8_row": 31}[fmt]
+    lowest = min(each.snr for each in errors.values())
     assert dB < lowest < dB + 3
     assert all(0.5 < each.changed <= 1 for each in errors.values())
     experts = merged.model.layers[0].mlp.experts
@@ -263,7 +264,7 @@ def test_merged_into_the_quantized_format_it_tells_what_was_lost(fmt: str) -> No
         merge_and_freeze(get_peft_model(merged, LoraConfig(target_modules=["q_proj"])))
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "fp8_block"])
+@pytest.mark.parametrize("fmt", ["mxfp4", "fp8_block", "fp8_row"])
 def test_formats_that_are_never_folded_merge_into_folded_mxfp8(fmt: str) -> None:
     merged, _ = merge_and_freeze(with_lora(pair("qwen3_moe", fmt)[0]), "mxfp8")
     assert merged.model.layers[0].mlp.experts.down_proj.row_scale is not None
@@ -280,7 +281,7 @@ def test_experts_that_do_not_fold_are_merged_as_they_are_stored() -> None:
             parameter.data *= 1e-6
     whole = copy.deepcopy(adapted)
     wanted = step_logits(adapted)
-    with pytest.raises(ValueError, match="expected fmt mxfp8 or mxfp4 or fp8_block, got 'fp8'"):
+    with pytest.raises(ValueError, match="expected fmt mxfp8 or mxfp4 or fp8_block or fp8_row, got 'fp8'"):
         merge_and_freeze(adapted, "fp8")
     with pytest.raises(ValueError, match=r"do not fold exactly, got \d+: pass folded=False") as caught:
         merge_and_freeze(adapted, folded=True)

@@ -72,7 +72,9 @@ def pair(kind: str, fmt: Any) -> tuple[Any, Any]:
     return adapted(frozen), theirs
 
 
-@pytest.mark.parametrize(("kind", "fmt"), [("qwen3_moe", "mxfp8"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "mxfp8")])
+@pytest.mark.parametrize(
+    ("kind", "fmt"), [("qwen3_moe", "mxfp8"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "mxfp8"), ("qwen3_moe", "fp8_row")]
+)
 def test_lora_on_a_gpu_equals_plain_peft_on_the_values(kind: str, fmt: str) -> None:
     """Rows are in E4M3 in both passes: 23 to 26 dB a GEMM."""
     ours, theirs = pair(kind, fmt)

@@ -26,7 +26,7 @@ from quant.checkpoints import KINDS
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-RESCALED = ("deepseek-v3", "qwen3-fp8", "ct-fp8-row")
+RESCALED = ("deepseek-v3", "qwen3-fp8")
 CASES = [
     ("gpt_oss", "gpt-oss"),
     ("mixtral", "minimax-m3"),
@@ -63,7 +63,9 @@ def test_a_checkpoint_becomes_the_model_of_its_values(tmp_path: Path, model: str
     for name, experts in frozen.items():
         other = reference.get_submodule(name)
         for each in weight_names(experts):
-            assert getattr(experts, each).format == ("mxfp4" if KINDS[kind][0] == "mxfp4" else "mxfp8")
+            assert getattr(experts, each).format == (
+                KINDS[kind][0] if KINDS[kind][0] in ("mxfp4", "fp8_row") else "mxfp8"
+            )
             got, want = getattr(experts, each).shipped().dequantize(torch.float32), getattr(other, each)
             got = got.mT if other.is_transposed else got
             assert snr(want.detach(), got) > 28 if rescale else torch.equal(want, got)
@@ -110,11 +112,35 @@ def test_one_scale_that_does_not_fold_keeps_the_bytes_of_its_whole_weight(tmp_pa
             assert torch.equal(got, BlockFP8(state[name], state[f"{name}_scale_inv"]).dequantize(torch.float32))
 
 
-@pytest.mark.parametrize(("kind", "block"), [("ct-fp8-block", r"\(64, 128\)"), ("ct-fp8-row", r"\(1, 256\)")])
-def test_scales_of_other_blocks_that_do_not_fold_are_refused(tmp_path: Path, kind: str, block: str) -> None:
-    write(tmp_path, "qwen3_moe", kind, hidden_size=256, moe_intermediate_size=128)
-    with pytest.raises(ValueError, match=rf"whole blocks of \(128, 128\), got \(128, 256\) in blocks of {block}"):
+def test_scales_of_other_blocks_that_do_not_fold_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "ct-fp8-block", hidden_size=256, moe_intermediate_size=128)
+    with pytest.raises(ValueError, match=r"blocks of \(128, 128\), got \(128, 256\) in blocks of \(64, 128\)"):
         load_quantized(tmp_path)
+
+
+def test_matrices_of_one_scale_become_rows(tmp_path: Path) -> None:
+    """Gate and up, which are joined, have a scale each. The second layer's scales are powers of two."""
+    reference = write(tmp_path, "qwen3_moe", "ct-fp8-tensor")
+    state = load_file(tmp_path / "model.safetensors")
+    folds = {n: state[n].log2().round().exp2() for n in state if n.endswith("weight_scale") and ".layers.1." in n}
+    change(tmp_path, **folds)
+    first, second = (layer.mlp.experts for layer in load_quantized(tmp_path).model.layers)
+    assert (first.gate_up_proj.format, second.gate_up_proj.format) == ("fp8_row", "mxfp8")
+    assert len(first.gate_up_proj.shipped().scale[0].unique()) == 2
+    for each in ("gate_up_proj", "down_proj"):
+        want = getattr(reference.model.layers[0].mlp.experts, each)
+        assert torch.equal(getattr(first, each).dequantize(torch.float32), want)
+
+
+@distributed(2, device="cpu")
+def test_ranks_read_row_scaled_experts(ctx: Context, tmp_path: Path) -> None:
+    if ctx.rank == 0:
+        write(tmp_path, "qwen3_moe", "ct-fp8-row")
+    dist.barrier(ctx.group)
+    whole = load_quantized(tmp_path)
+    model = load_quantized(tmp_path, mesh=init_device_mesh("cpu", (2,)))
+    assert model.model.layers[1].mlp.experts.gate_up_proj.format == "fp8_row"
+    assert snr(logits(whole), logits(model)) > 40
 
 
 def test_a_model_that_is_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from mxep.integration.transformers import (
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CASES = [("gpt_oss", "gpt-oss"), ("qwen3_moe", "minimax-m3"), ("qwen3_moe", "ct-mxfp4"), ("deepseek_v3", "deepseek-v3")]
+CASES += [("qwen3_moe", "ct-fp8-row")]
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
 
 

@@ -88,6 +88,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Any], Callable[[s
                             with_scale("scale")),
     "ct-fp8-block": ("fp8_block", CT | {"config_groups": {"g": {"weights": {"block_structure": [64, 128]}}}},
                      blocks(torch.bfloat16, (64, 128)), with_scale("weight_scale")),
+    "ct-fp8-tensor": ("fp8_tensor", CT | {"format": "float-quantized"}, lambda x: blocks(torch.float32, (*x.shape,))(x),
+                      lambda name, q: {name: q.qdata, f"{name}_scale": q.scale.flatten()}),
     "ct-fp8-row": ("fp8_row", CT | {"format": "float-quantized"}, rows(torch.bfloat16), with_scale("weight_scale")),
 }  # fmt: skip
 STACKED = ("gpt-oss", "gpt-oss-original")

@@ -133,6 +133,12 @@ LAUNCHES = {
         )
         for d in (768, 2048, 2880, 4096, 7168, 16384)
     },
+    **{
+        f"scale_columns {d}": lambda d=d: fold.fold(*slots(d), index(), ends(), x(32, d, dtype=torch.float32))  # type: ignore[misc]
+        for d in (1536, 2880, 4096, 7168)
+    },
+    "scale_columns E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends(), x(32, 7168, dtype=torch.float32)),
+    "scale_columns of rows": lambda: fold.fold(*mx(D), None, ends(256), x(256, D, dtype=torch.float32)),
     "fold E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends()),
     "fold rows of one scale": lambda: fold.fold(*mx(D), None, ends()),
     "fold odd blocks": lambda: fold.fold(*mx(4), None, None),

@@ -245,3 +245,11 @@ def test_pickles_files_and_copies_have_the_same_bytes(scale_dtype: torch.dtype) 
         assert (again.block_size, again.scale.dtype) == (x.block_size, scale_dtype)
         assert (raw(again.qdata) == raw(x.qdata)).all()
         assert torch.equal(again.scale_values(), x.scale_values())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_blocks_of_whole_rows_become_scales_of_rows(rows: int) -> None:
+    blocks = quantize_blocks(gaussian(3, 5, 96), block_size=(rows, 96), scale_dtype=torch.bfloat16)
+    got = blocks.by_rows()
+    assert (got.block_size, tuple(got.scale.shape), got.scale.dtype) == ((1, 96), (3, 5, 1), torch.float32)
+    assert torch.equal(got.dequantize(torch.float32), blocks.dequantize(torch.float32))

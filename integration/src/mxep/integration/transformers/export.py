@@ -8,6 +8,7 @@
                 deepseek-v4          X.weight i8 (N, K/2), X.scale e8m0, for that model only   transformers, both
                 compressed-tensors   X.weight_packed u8 (N, K/2), X.weight_scale u8            transformers, vLLM
     fp8_block   fp8                  X.weight E4M3, X.weight_scale_inv fp32, one for 128x128   transformers, both
+    fp8_row     compressed-tensors   X.weight E4M3, X.weight_scale fp32 (N, 1)                 transformers, both
 
 "both" are vLLM and SGLang. Only experts are quantized; the config lists all other weights as unquantized. Tensors get
 the original checkpoint's names, by transformers' conversions reversed. docs/guides/quantized-models.md has the layouts'
@@ -46,7 +47,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from mxep.ep.frozen import PARTS, frozen_weight
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
-from mxep.gemm.frozen import FORMATS, FP8_BLOCK
+from mxep.gemm.frozen import FORMATS, FP8_BLOCK, FP32_SCALES, block_of
 from mxep.quant import BLOCK, E2M1, E4M3, BlockFP8, MXTensor, quantize, quantize_blocks, to_mxfp8
 from mxep.quant.checkpoint import INDEX
 
@@ -54,11 +55,12 @@ from ..metrics import LIMIT, snr
 from .experts import experts_in, implementation_of, weight_names
 from .quantized import CONVERSIONS, FrozenExperts
 
-Format = Literal["mxfp8", "mxfp4", "fp8_block"]
+Format = Literal["mxfp8", "mxfp4", "fp8_block", "fp8_row"]
 LAYOUTS = {
     "mxfp8": ("mxfp8", "modelopt", "compressed-tensors"),
     "mxfp4": ("mxfp4", "deepseek-v4", "compressed-tensors"),
     "fp8_block": ("fp8",),
+    "fp8_row": ("compressed-tensors",),
 }
 SHARD = 5 * 2**30
 """Approximate bytes of a file."""
@@ -78,7 +80,7 @@ def save_quantized(
 
     - Frozen experts in their own format: the bytes as they came, unless gate and up share a block of block FP8.
     - Frozen MXFP4 as MXFP8: the same values.
-    - Frozen MXFP8 experts as fp8_block, if they came in it with power-of-two scales.
+    - Frozen MXFP8 experts as fp8_block or fp8_row, if they came in it with power-of-two scales.
     - Trained experts as MXFP8, on the device where a recipe of MXFP8 ran them: forward's bytes. On Hopper, a row's one
       scale is written for each of its blocks.
 
@@ -199,8 +201,8 @@ def _pieces(
 ) -> dict[str, tuple[MXTensor | BlockFP8, float]]:
     """Name in the checkpoint -> (quantized weight, its SNR). Weights are (N, K), or (E, N, K) if stacked."""
     values = _split(model, name, source)
-    if fmt == "fp8_block":
-        made: dict[str, Any] = {piece: _blocks(x) for piece, x in values.items()}
+    if fmt in FP32_SCALES:
+        made: dict[str, Any] = {piece: _blocks(x, block_of(fmt, x.shape[-1])) for piece, x in values.items()}
     else:
         made = _split(model, name, _mx(source, fmt, module))
     ratios = {piece: snr(_float(values[piece]), _float(x)) for piece, x in made.items()}
@@ -249,18 +251,18 @@ def _mx(source: Weight, fmt: str, module: Any) -> MXTensor:
     return MXTensor.from_qdata_and_scales(forward.qdata, scale)
 
 
-def _blocks(x: Weight) -> BlockFP8:
-    """(N, K) in blocks of 128 x 128. Elements are not rounded again if all scales of each block are equal."""
-    if isinstance(x, BlockFP8):
+def _blocks(x: Weight, block: tuple[int, int]) -> BlockFP8:
+    """(N, K) in blocks of this size. Elements are not rounded again if all scales of each block are equal."""
+    if isinstance(x, BlockFP8) and x.block_size == block:
         return x
     if isinstance(x, MXTensor):
         e4m3 = to_mxfp8(x)
-        (n, k), (rows, columns) = x.shape, FP8_BLOCK
+        (n, k), (rows, columns) = x.shape, block
         scale, columns = e4m3.scale.view(torch.uint8), columns // BLOCK
         first = scale[::rows, ::columns]
         if torch.equal(first.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, : k // BLOCK], scale):
-            return BlockFP8(e4m3.qdata, first.contiguous().view(torch.float8_e8m0fnu).float(), FP8_BLOCK)
-    return quantize_blocks(_float(x), block_size=FP8_BLOCK)
+            return BlockFP8(e4m3.qdata, first.contiguous().view(torch.float8_e8m0fnu).float(), block)
+    return quantize_blocks(_float(x), block_size=block)
 
 
 def _float(x: Any) -> Tensor:
@@ -272,22 +274,22 @@ def _split(model: Any, name: str, x: Weight) -> dict[str, Any]:
     if isinstance(x, Tensor) and not isinstance(x, MXTensor):
         return dict(revert_weight_conversion(model, {name: x}))
     qdata = revert_weight_conversion(model, {name: x.qdata.view(torch.uint8)})
-    blocks = isinstance(x, BlockFP8)
-    if blocks and any(q.shape[-2] != x.shape[-2] and q.shape[-2] % FP8_BLOCK[0] for q in qdata.values()):
+    block = x.block_size if isinstance(x, BlockFP8) else None
+    height = 1 if block is None else block[0]
+    if any(q.shape[-2] != x.shape[-2] and q.shape[-2] % height for q in qdata.values()):
         return _split(model, name, x.dequantize(torch.float32))
     scales = revert_weight_conversion(model, {name: x.scale.view(torch.uint8)})
     made: dict[str, Any] = {}
     for piece, q in qdata.items():  # transformers 5.17 squeezes scales
-        rows = -(-q.shape[-2] // FP8_BLOCK[0]) if blocks else q.shape[-2]
-        scale = scales[piece].view(*q.shape[:-2], rows, -1).view(x.scale.dtype)
+        scale = scales[piece].view(*q.shape[:-2], -(-q.shape[-2] // height), -1).view(x.scale.dtype)
         q = q.view(x.qdata.dtype)
-        made[piece] = BlockFP8(q, scale, FP8_BLOCK) if blocks else MXTensor.from_qdata_and_scales(q, scale)
+        made[piece] = MXTensor.from_qdata_and_scales(q, scale) if block is None else BlockFP8(q, scale, block)
     return made
 
 
 def _stored(name: str, x: MXTensor | BlockFP8, layout: str) -> dict[str, Tensor]:
     if isinstance(x, BlockFP8):
-        return {name: x.qdata, f"{name}_scale_inv": x.scale}
+        return {name: x.qdata, f"{name}_scale{'_inv' if layout == 'fp8' else ''}": x.scale}
     scale = x.scale.view(torch.uint8)
     if x.qdata.dtype == E4M3.dtype:
         return {name: x.qdata, f"{name}_scale{'_inv' if layout == 'mxfp8' else ''}": scale}
@@ -370,11 +372,13 @@ def _quantization(layout: str, fmt: str, plain: list[str]) -> dict[str, Any]:
         group = {"dynamic": False, "num_bits": 8, "type": "float", "group_size": BLOCK}
         groups = {"group_0": {"input_activations": group, "weights": group, "targets": ["Linear"]}}
         return {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": plain, "config_groups": groups}
-    packing = "mxfp8-quantized" if fmt == "mxfp8" else "mxfp4-pack-quantized"
-    weights: dict[str, Any] = {"num_bits": 8 if fmt == "mxfp8" else 4, "type": "float", "strategy": "group"}
+    packing = {"mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized", "fp8_row": "float-quantized"}[fmt]
+    weights: dict[str, Any] = {"num_bits": 4 if fmt == "mxfp4" else 8, "type": "float", "strategy": "group"}
     weights |= {"group_size": BLOCK, "symmetric": True, "dynamic": False}
     weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-    inputs = weights | {"dynamic": True}
+    if fmt == "fp8_row":
+        weights |= {"strategy": "channel", "group_size": None, "scale_dtype": None, "zp_dtype": None}
+    inputs = weights | {"dynamic": True} | ({"strategy": "token"} if fmt == "fp8_row" else {})
     groups = {"group_0": {"format": packing, "targets": ["Linear"], "weights": weights, "input_activations": inputs}}
     return {
         "quant_method": "compressed-tensors",

@@ -255,7 +255,7 @@ def merge_and_freeze(
 
     Returns the model, and the error of each weight by name.
 
-    fmt: "mxfp8", "mxfp4" or "fp8_block". folded: as for `mxep.gemm.freeze`. None: as each weight was.
+    fmt: "mxfp8", "mxfp4", "fp8_block" or "fp8_row". folded: as for `mxep.gemm.freeze`. None: as each weight was.
 
     Raises ValueError for another fmt, and without active adapters on frozen experts. If `freeze` raises for a module,
     those before it are merged: call `merge_and_freeze` again with folded=False for the others.

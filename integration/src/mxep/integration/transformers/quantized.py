@@ -14,11 +14,11 @@ A FrozenWeight is (E, N, K): gpt-oss' weights (E, K, N) are transposed, and `is_
 transformers' quantizers have their own modules of experts. So `load_quantized` builds the model from the config
 without its `quantization_config`. transformers' conversions of the model rename tensors, as in `from_pretrained`.
 
-    mxfp4                                   FrozenWeight in MXFP4      `FrozenWeight.shipped` returns the bytes
-    mxfp8                                   FrozenWeight in MXFP8      the same
+    mxfp4, mxfp8                            FrozenWeight in the same   `FrozenWeight.shipped` returns the bytes
     fp8_*, scales that are powers of two    FrozenWeight in MXFP8      the elements as shipped, a scale for 32
     fp8_block, 128 x 128, other scales      FrozenWeight in fp8_block  the elements as shipped, scales in fp32
-    fp8_*, other scales                     refused, or with rescale=True quantized again (`mxep.quant.rescale_blocks`)
+    fp8_row, fp8_tensor, other scales       FrozenWeight in fp8_row    the same, one scale per row
+    fp8_block, others                       refused, or with rescale=True quantized again (`mxep.quant.rescale_blocks`)
 
 Peak memory is the frozen model plus one expert. E experts, N out, K in features.
 """
@@ -53,7 +53,7 @@ from mxep.ep.dtensors import check_not_fsdp, group_of, local_experts, local_tens
 from mxep.ep.frozen import PARTS, check_state, frozen_weight, register_frozen
 from mxep.ep.lora import LoRAWeights
 from mxep.gemm import FrozenWeight, freeze
-from mxep.gemm.frozen import FORMATS, FP8_BLOCK, FrozenFormat
+from mxep.gemm.frozen import FORMATS, FP8_BLOCK, FP32_SCALES, FrozenFormat, block_of
 from mxep.quant import BLOCK, BlockFP8, MXTensor, rescale_blocks, to_mxfp8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
 
@@ -239,14 +239,13 @@ def load_quantized(
     """Load the model of a folder (config.json, safetensors), with frozen experts (`FrozenExperts`), in evaluation mode.
 
     experts_implementation: a registered name of mxep. dtype: bf16 or fp32, for weights other than experts'.
-    device: None: the CPU.
-    mesh: 1-D, of ranks that share the experts. Each reads only its own, and `expert_parallel` is called at the end.
+    device: None: the CPU. mesh: 1-D, of ranks that share experts. Each reads only its own. Ends with `expert_parallel`.
     rescale: quantize experts to MXFP8 if their FP8 scales are no powers of two; random weights then have 31.5 dB SNR.
     folded: as for `mxep.gemm.freeze`, which raises for weights that fold badly. how: arguments of `from_pretrained`.
 
     Raises ValueError for unknown formats and quantization methods, for experts that are missing, not quantized or of
-    other shapes, for other tensors that are missing or unexpected, and, without `rescale`, for scales that are no
-    powers of two in blocks other than 128 x 128. The message names the tensor.
+    other shapes, for other tensors that are missing or unexpected, and, without `rescale`, for blocks other than
+    128 x 128 or rows whose scales are no powers of two. The message names the tensor.
     """
     registered(experts_implementation, "experts_implementation")
     if dtype not in (torch.bfloat16, torch.float32):
@@ -322,9 +321,8 @@ class _ExpertsWeight:
                 raise ValueError(f"{self.name}: expected {self.shape[0]} experts of {pattern}, got {count}")
             names = zip(*(each.name.split(".") for each in stored))
             if [each for each in names if len({*each}) > 1] not in ([], [tuple(map(str, range(count)))]):
-                raise ValueError(
-                    f"{self.name}: expected {count} experts of {pattern}, from 0 on, got {stored[-1].name}"
-                )
+                last = stored[-1].name
+                raise ValueError(f"{self.name}: expected {count} experts of {pattern}, from 0 on, got {last}")
             for each in stored:
                 if each.format == "plain":
                     raise ValueError(
@@ -347,6 +345,8 @@ class _ExpertsWeight:
             return "mxfp4"
         if rescale or (other := next((each for each in stored if not each.has_exponents()), None)) is None:
             return "mxfp8"
+        if all(each.format in ("fp8_row", "fp8_tensor") for each in stored):
+            return "fp8_row"
         rows = 1 if len(self.parts) == 1 else FP8_BLOCK[0]  # several parts are joined along N, where blocks begin
         if any(each.block_size != FP8_BLOCK or each.shape[-2] % rows for each in stored):
             raise ValueError(
@@ -375,9 +375,10 @@ class _ExpertsWeight:
             self._converted({pattern: getattr(x, name).view(torch.uint8) for pattern, x in read.items()})
             for name in ("qdata", "scale")
         )
-        if fmt == "fp8_block":
-            return BlockFP8(qdata.view(FORMATS[fmt].dtype), scale.view(torch.float32), FP8_BLOCK)
-        return MXTensor.from_qdata_and_scales(qdata.view(FORMATS[fmt].dtype), scale)
+        qdata = qdata.view(FORMATS[fmt].dtype)
+        if fmt in FP32_SCALES:
+            return BlockFP8(qdata, scale.view(torch.float32), block_of(fmt, qdata.shape[-1]))
+        return MXTensor.from_qdata_and_scales(qdata, scale)
 
     def _part(self, stored: list[StoredWeight], e: int, device: torch.device, fmt: str) -> MXTensor | BlockFP8:
         """Read a part of an expert: (N', K), or (1, N', K) from a stack."""
@@ -386,10 +387,10 @@ class _ExpertsWeight:
         if isinstance(x, MXTensor):
             qdata, scale = (part.view(torch.uint8).to(device) for part in (x.qdata, x.scale))
             return MXTensor.from_qdata_and_scales(qdata.view(x.qdata.dtype), scale)
-        x = BlockFP8(x.qdata.to(device), x.scale.to(device), x.block_size)
+        blocks = BlockFP8(x.qdata.to(device), x.scale.to(device), x.block_size)
         if fmt == "fp8_block":
-            return BlockFP8(x.qdata, x.scale_values(), x.block_size)
-        return to_mxfp8(rescale_blocks(x)[0])
+            return BlockFP8(blocks.qdata, blocks.scale_values(), blocks.block_size)
+        return blocks.by_rows() if fmt == "fp8_row" else to_mxfp8(rescale_blocks(blocks)[0])
 
     def _converted(self, parts: dict[str, Tensor]) -> Tensor:
         """Join the bytes of an expert's parts as the model does: (1, N, .)."""

@@ -8,7 +8,7 @@ Forward and the gradient of x are those of `Experts` with the quantized weights.
 E experts in all, e local experts, D model dim, F hidden dim.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ would load folded qdata into a model with unfolded ones.
 
 
 class FrozenExperts(nn.Module):
-    """All experts of a layer in MXFP8, MXFP4 or block FP8. With a mesh, each rank holds its share of them.
+    """All experts of a layer in MXFP8, MXFP4, block or row-scaled FP8. With a mesh, each rank holds its share of them.
 
     Parameters of ``gate_up_proj``, and likewise of ``down_proj``, without gradients, as in
     `mxep.gemm.frozen.FrozenWeight`:
@@ -119,10 +119,10 @@ def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
     Otherwise torch, with strict=False, would load such qdata and skip their scales. torch itself refuses other shapes.
     """
-    names = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
     for name in ("gate_up_proj", "down_proj"):
         qdata = state.get(f"{prefix}{name}_qdata")
-        own, got = _kind(names, name), _kind(state, prefix + name)
+        own, got = _kind(parameters, name), _kind(state, prefix + name)
         if qdata is not None and qdata.shape == getattr(module, f"{name}_qdata").shape and own != got:
             raise ValueError(
                 f"{prefix}{name}: expected a state of experts frozen with {own}, got {got}: freeze the model with "
@@ -130,11 +130,12 @@ def check_state(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
             )
 
 
-def _kind(names: Container[str], name: str) -> str:
-    """Return text that says how a weight was frozen. names: names in a state dict, or of parameters."""
-    if f"{name}_column_scale" not in names:
-        return '"fp8_block"'
-    return f"folded={f'{name}_row_scale' in names}"
+def _kind(tensors: Mapping[str, Any], name: str) -> str:
+    """Return text that says how a weight was frozen. tensors: a state dict, or parameters by name."""
+    if f"{name}_column_scale" in tensors:
+        return f"folded={f'{name}_row_scale' in tensors}"
+    qdata, scale = (tensors.get(f"{name}_{part}") for part in ("qdata", "scale"))
+    return '"fp8_block"' if qdata is None or scale is None else f'"{FrozenWeight(qdata, scale).format}"'
 
 
 def frozen_weight(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor] = local_tensor) -> FrozenWeight:

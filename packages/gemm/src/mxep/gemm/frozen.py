@@ -3,6 +3,7 @@
     freeze(w, "mxfp8")       E4M3, 1.04 bytes per element     blocks of 32 along K, scales in e8m0
     freeze(w, "mxfp4")       E2M1, 0.53 bytes per element     blocks of 32 along K, scales in e8m0
     freeze(w, "fp8_block")   E4M3, 1.00 bytes per element     blocks of 128 x 128, scales in fp32
+    freeze(w, "fp8_row")     E4M3, 1.00 bytes per element     one scale per row (out feature), in fp32
 
 What GEMMs multiply on Hopper, where no bf16 copy of the weight is made:
 
@@ -12,6 +13,8 @@ What GEMMs multiply on Hopper, where no bf16 copy of the weight is made:
                 per element
     fp8_block   qdata as stored, each sum over 128 elements     a transposed copy, likewise
                 multiplied by the fp32 scale of its block
+    fp8_row     qdata as stored, each column of the result      a transposed copy without scales; dy is multiplied by
+                multiplied by the fp32 scale of its row         them before (`mxep.quant.scale_columns`)
 
 A copy exists only during its GEMM. Copies for dgrad are made by `mxep.quant.fold_for_dgrad`.
 
@@ -47,10 +50,12 @@ from mxep.quant import (
 )
 from mxep.runtime.bundle import Bundle
 
-FrozenFormat = Literal["mxfp8", "mxfp4", "fp8_block"]
-FORMATS: dict[str, MXFormat] = {"mxfp8": E4M3, "mxfp4": E2M1, "fp8_block": E4M3}
+FrozenFormat = Literal["mxfp8", "mxfp4", "fp8_block", "fp8_row"]
+FORMATS: dict[str, MXFormat] = {"mxfp8": E4M3, "mxfp4": E2M1, "fp8_block": E4M3, "fp8_row": E4M3}
 FP8_BLOCK = (128, 128)
 """Rows and columns of a block of "fp8_block"."""
+FP32_SCALES = ("fp8_block", "fp8_row")
+"""Formats with fp32 scales, which are BlockFP8. The others are MX formats."""
 LOST = 1024
 """The original bytes of at most one element in LOST, per group, are kept separately."""
 _SCALE = torch.float8_e8m0fnu
@@ -63,8 +68,8 @@ class FrozenWeight(Bundle):
     Attributes:
         qdata: uint8, (G, N, K) of E4M3 or (G, N, K/2) of E2M1, two per byte.
         scale: the checkpoint's scales. MX formats: uint8 (G, N, K / 32), e8m0. fp8_block: uint8
-            (G, ceil(N / 128), 4 * ceil(K / 128)), each fp32 scale as 4 bytes.
-        column_scale: uint8 (G, K / 32), scales for dgrad. fp8_block: None.
+            (G, ceil(N / 128), 4 * ceil(K / 128)), each fp32 scale as 4 bytes. fp8_row: uint8 (G, N, 4), likewise.
+        column_scale: uint8 (G, K / 32), scales for dgrad. fp8_block and fp8_row: None.
         row_scale: uint8 (G, N, 1) if qdata are folded to one scale per row; None if qdata are as shipped.
         lost_index: if folded, int32 (G, N * K / 1024): the positions within a group of the elements that unfolding does
             not restore. Unused entries are -1.
@@ -96,12 +101,12 @@ class FrozenWeight(Bundle):
     @property
     def format(self) -> FrozenFormat:
         if self.column_scale is None:
-            return "fp8_block"
+            return "fp8_row" if self.scale.shape[-2:] == (self.qdata.shape[-2], 4) else "fp8_block"
         return "mxfp8" if self.qdata.shape[-1] == self.shape[-1] else "mxfp4"
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors of which it consists, in order: 2 for fp8_block, 3 for MX formats, 6 for folded MXFP8."""
+        """The tensors of which it consists, in order: 2 if scales are fp32, 3 for MX formats, 6 for folded MXFP8."""
         return [x for x in (getattr(self, name) for name in self.field_names) if x is not None]
 
     @property
@@ -111,13 +116,14 @@ class FrozenWeight(Bundle):
     def along_k(self) -> MXTensor | BlockFP8:
         """The quantized weight that GEMMs multiply. If folded, it has one scale per row, else one scale per block."""
         if self.column_scale is None:
-            return BlockFP8(self.qdata.view(E4M3.dtype), self.scale.view(torch.float32), FP8_BLOCK)
+            size = block_of(self.format, self.shape[-1])
+            return BlockFP8(self.qdata.view(E4M3.dtype), self.scale.view(torch.float32), size)
         scale, block = (self.scale, BLOCK) if self.row_scale is None else (self.row_scale, self.shape[-1])
         qdata = self.qdata.view(FORMATS[self.format].dtype)
         return MXTensor(qdata, scale.view(_SCALE), None, -1, block, self.dtype, trusted=True)
 
     def shipped(self) -> MXTensor | BlockFP8:
-        """The weight with the checkpoint's qdata and scales: blocks of 32 along K, or of 128 x 128."""
+        """The weight with the checkpoint's qdata and scales: blocks of 32 along K or of 128 x 128, or rows."""
         if self.row_scale is None or self.lost_index is None or self.lost_qdata is None:
             return self.along_k()
         qdata = _unfolded(self.qdata.view(E4M3.dtype), self.row_scale, self.scale)
@@ -134,6 +140,11 @@ class FrozenWeight(Bundle):
         """A FrozenWeight of the groups in this slice."""
         fields = (getattr(self, name) for name in self.field_names)
         return FrozenWeight(*(None if x is None else x[groups] for x in fields))  # type: ignore[arg-type]
+
+
+def block_of(fmt: str, k: int) -> tuple[int, int]:
+    """(rows, columns) per scale of a weight (N, k) in one of `FP32_SCALES`."""
+    return FP8_BLOCK if fmt == "fp8_block" else (1, k)
 
 
 def expanded(w: Any, expand: Callable[[FrozenWeight], Tensor]) -> Any:
@@ -153,8 +164,8 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
     Args:
         w: bf16 or fp32, to be quantized along K to `fmt`. Or already quantized, with `fmt` its format: an MXTensor of
             E4M3 ("mxfp8") or E2M1 ("mxfp4") with blocks of 32 along K; BlockFP8 with power-of-two scales ("mxfp8");
-            BlockFP8 in blocks of 128 x 128 ("fp8_block").
-        fmt: "mxfp8", "mxfp4" or "fp8_block".
+            BlockFP8 in blocks of 128 x 128 ("fp8_block"), or with one scale per row or per matrix ("fp8_row").
+        fmt: "mxfp8", "mxfp4", "fp8_block" or "fp8_row".
         folded: True to store "mxfp8" with one scale per row, as Hopper multiplies it. Other formats ignore it.
 
     If w is an MXTensor, the result shares its scales, and if not folded its qdata. Waits for the device.
@@ -164,7 +175,7 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
-    if isinstance(w, BlockFP8) and fmt != "fp8_block":
+    if isinstance(w, BlockFP8) and fmt not in FP32_SCALES:
         w = to_mxfp8(w)
     if len(w.shape) != 3 or w.shape[-1] % BLOCK:
         raise ValueError(f"freeze: expected w (G, N, K) with K a multiple of {BLOCK}, got {tuple(w.shape)}")
@@ -173,8 +184,8 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
 
 
 def _freeze(w: Tensor | BlockFP8, fmt: FrozenFormat, folded: bool) -> FrozenWeight:
-    if fmt == "fp8_block":
-        return _freeze_blocks(w)
+    if fmt in FP32_SCALES:
+        return _freeze_blocks(w, fmt)
     assert isinstance(w, Tensor)
     w = w.clone() if w.is_inference() else w
     mx = w if isinstance(w, MXTensor) else quantize(w.detach(), fmt=FORMATS[fmt])
@@ -190,10 +201,13 @@ def _freeze(w: Tensor | BlockFP8, fmt: FrozenFormat, folded: bool) -> FrozenWeig
     return FrozenWeight(rowwise.qdata.view(torch.uint8), scale, columns, row_scale, *lost)
 
 
-def _freeze_blocks(w: Tensor | BlockFP8) -> FrozenWeight:
-    if isinstance(w, MXTensor) or (isinstance(w, BlockFP8) and w.block_size != FP8_BLOCK):
-        raise ValueError(f"freeze: expected fp8_block, blocks of {FP8_BLOCK}, got {w}")
-    blocks = quantize_blocks(w, block_size=FP8_BLOCK) if isinstance(w, Tensor) else w
+def _freeze_blocks(w: Tensor | BlockFP8, fmt: str) -> FrozenWeight:
+    block = block_of(fmt, w.shape[-1])
+    if isinstance(w, BlockFP8) and fmt == "fp8_row" and w.block_size[1] == w.shape[-1]:
+        w = w.by_rows()
+    if isinstance(w, MXTensor) or (isinstance(w, BlockFP8) and w.block_size != block):
+        raise ValueError(f"freeze: expected {fmt}, blocks of {block}, got {w}")
+    blocks = quantize_blocks(w, block_size=block) if isinstance(w, Tensor) else w
     scale = blocks.scale_values().contiguous()
     return FrozenWeight(blocks.qdata.contiguous().view(torch.uint8), scale.view(torch.uint8))
 

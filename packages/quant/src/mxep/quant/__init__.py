@@ -23,6 +23,7 @@ from mxep.quant.quantize import (
     quantize_joined,
     quantize_with_amax,
     requantize,
+    scale_columns,
     to_mxfp8,
 )
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
@@ -67,6 +68,7 @@ __all__ = [
     "quantize_with_amax",
     "requantize",
     "rescale_blocks",
+    "scale_columns",
     "split_ends",
     "swiglu",
     "swiglu_backward",

@@ -77,6 +77,11 @@ class BlockFP8:
         """BlockFP8 (..., K, N) of transposed views of qdata and scale."""
         return BlockFP8(self.qdata.mT, self.scale.mT, self.block_size[::-1])
 
+    def by_rows(self) -> "BlockFP8":
+        """The same values with one fp32 scale per row, (..., N, 1). Blocks must span whole rows."""
+        scale = spread_scale(self.scale_values(), (self.block_size[0], 1), self.shape[-2], 1)
+        return BlockFP8(self.qdata, scale.contiguous(), (1, self.shape[-1]))
+
     def scale_values(self) -> Tensor:
         return _scale_values(self.scale)
 

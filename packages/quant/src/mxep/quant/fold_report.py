@@ -10,7 +10,7 @@ report prints these numbers as `*`. For each kind of weight, W (N, K) per expert
 
 Only power-of-two scales can be folded. Weights with other block scales are printed as "not folded": their GEMM applies
 the scales to its partial sums, which is exact. A weight with one scale per row needs no fold in forward. In dgrad
-it is printed as "scales dy", because dy is multiplied by the scale instead.
+it is printed as "scales dy", because dy is multiplied by the scales instead, and rounded once more.
 
 Tensors are counted as they are stored. Training joins gate and up, and then both share one scale per column in dgrad.
 If a checkpoint stores gate and up apart, the report does not count this effect.

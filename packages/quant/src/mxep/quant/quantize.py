@@ -5,6 +5,7 @@
     quantize_with_amax  x, or several x concatenated along N -> one scale per row, and the amax of each column
     quantize_columns_with_amax  the same x and that amax -> one scale per column, reading x once instead of twice
     requantize          an MXTensor -> blocks of 32 along its columns, in one pass, not rounded to bf16 in between
+    scale_columns       an MXTensor times a factor for each column of a group of rows -> one scale per row
     to_mxfp8            MXFP4 or block FP8 -> the same values in E4M3
 
 `mxep.quant.ops` explains how elements are rounded, `mxep.quant.formats` how scales are chosen. "Straight through"
@@ -35,9 +36,9 @@ from mxep.quant.checks import (
     check_values,
 )
 from mxep.quant.formats import BLOCK, E2M1, E4M3, MXFormat, ScaleMode
-from mxep.quant.groups import check_offs, fill_rows, valid_rows
-from mxep.quant.ops import bytewise, decode, quantize_columns
-from mxep.quant.shapes import empty_columns, num_rows, picked_shape, round_up
+from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
+from mxep.quant.ops import bytewise, decode, pick_mx, quantize_columns, quantize_rows
+from mxep.quant.shapes import empty_columns, empty_rows, num_rows, picked_shape, round_up
 from mxep.quant.tensor import MXParts, MXTensor, wrap
 from mxep.runtime.op import op
 
@@ -256,6 +257,54 @@ def _requantize(
     if valid < capacity:
         transposed = bytewise(lambda x: torch.nn.functional.pad(x, (0, capacity - valid)), transposed)
     return transposed, fill_rows(new_scale, capacity // BLOCK)
+
+
+def scale_columns(mx: MXTensor, factor: Tensor, *, offs: Tensor | None = None) -> MXTensor:
+    """Multiply each group's rows of `mx` (R, K) by that group's factors, column by column. No autograd.
+
+    This prepares dy for the dgrad of a weight that has one fp32 scale per row: dx = (dy * scale) @ qdata. Products are
+    computed in fp32, and quantized with one scale (RCEIL) per row.
+
+    Args:
+        mx: E4M3 or E5M2 with blocks along K. Its row index is applied, so the result has none.
+        factor: (G, K) fp32.
+        offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read, and unspecified in the
+            result. None: there is one group.
+    Returns:
+        MXTensor (R, K) with one scale per row. If a row has a NaN or Inf, all its elements become NaN.
+    Raises ValueError for other blocks, and for a wrong factor or offs.
+    """
+    expected = (1 if offs is None else offs.shape[0], mx.shape[-1])
+    if mx.ndim != 2 or mx.axis != -1 or factor.shape != expected or factor.dtype != torch.float32:
+        raise ValueError(
+            f"scale_columns: expected blocks along the rows of a matrix and an fp32 factor {expected}, got {mx} and "
+            f"{factor.dtype} {tuple(factor.shape)}"
+        )
+    check_byte_elements("scale_columns", mx)
+    check_offs(offs, mx)
+    qdata, scale = _scale_columns(mx.qdata, mx.scale, mx.row_index, offs, factor)
+    return MXTensor(qdata, scale, None, -1, mx.shape[1], mx.dtype, trusted=True)
+
+
+@op(
+    "mxep::scale_columns",
+    fake=lambda qdata, scale, row_index, offs, factor: empty_rows(
+        qdata, qdata.dtype, 0, picked_shape(qdata, row_index)
+    ),
+    launcher="mxep.quant.kernels.fold:fold",
+)
+def _scale_columns(
+    qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """qdata (S, K) fp8, scale (S, K/block_size) e8m0, factor (G, K) fp32 -> qdata (R, K), scale (R, 1)."""
+    capacity = num_rows(qdata, row_index)
+    valid = valid_rows(offs, capacity)
+    qdata, scale = pick_mx(qdata, scale, row_index, valid)
+    values = decode(qdata, scale, (1, qdata.shape[1] // scale.shape[1]), None)
+    group = 0 if offs is None else group_of_rows(offs, valid).clamp_(max=offs.shape[0] - 1)
+    scaled = quantize_rows.reference(values * factor[group], qdata.dtype, ScaleMode.RCEIL.value, qdata.shape[1])
+    qdata, scale = (fill_rows(x, capacity) for x in scaled)
+    return qdata, scale
 
 
 def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXTensor:

@@ -38,7 +38,7 @@ class Backend(Protocol):
 
     Operands are MXTensors if the recipe quantizes, else plain bf16 or fp32. Activations and gradients have blocks along
     their rows, and may have a row index, which points into receive slots. Weights are as this backend quantized them.
-    A frozen weight may also be BlockFP8 in blocks of 128 x 128.
+    A frozen weight may also be BlockFP8 in blocks of 128 x 128, or with one scale per row.
 
     M rows, N out features, K in features, G groups.
 

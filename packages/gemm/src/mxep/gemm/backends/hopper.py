@@ -5,8 +5,9 @@
     dgrad    dy like a, with w quantized to one scale per column                                         -> da
     wgrad    dy, a --fold for wgrad: transposed, tokens contiguous-------------> wgmma, * 2^e            -> dw, or += dw
 
-A frozen weight of block FP8 is not folded: each sum over 128 elements is multiplied by its scale. For dgrad the weight
-is transposed.
+A frozen weight of block FP8 is not folded: each sum over 128 elements is multiplied by its scale. A row-scaled one is
+not folded either: its fp32 scales multiply the columns of out. For dgrad both are transposed. The scales of rows then
+lie along the contraction, so dy is multiplied by them, and rounded a second time (`mxep.quant.scale_columns`).
 
 Folding moves the scales' exponents into qdata (`mxep.quant.fold`). It is exact, except for elements 2^-14 or more below
 the largest of their row. `mxep.gemm.fold_report` tells if that matters. Unquantized activations, gradients and weights
@@ -29,7 +30,7 @@ from mxep.gemm.backends.reference import ALIGNMENT, Dequant, as_bf16, check_alig
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.recipe import Recipe
-from mxep.quant import BlockFP8, MXTensor, WgradOperands, fold, fold_for_dgrad, fold_for_wgrad
+from mxep.quant import BlockFP8, MXTensor, WgradOperands, fold, fold_for_dgrad, fold_for_wgrad, scale_columns
 from mxep.runtime.op import op
 
 
@@ -63,7 +64,11 @@ class Hopper(Backend):
             out = bf16_grouped_mm(as_bf16(a), as_bf16(w), offs, bias, out_dtype)
         return out
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Any, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
+        if isinstance(dy, MXTensor) and isinstance(w, BlockFP8) and w.block_size == (1, w.shape[-1]):
+            dy = scale_columns(dy, w.scale.squeeze(-1), offs=offs)
+            one = w.qdata.new_full((len(w.qdata), 1, w.shape[-1]), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+            w = MXTensor(w.qdata, one, None, -2, w.shape[-2], dy.dtype, trusted=True)
         return self.forward(dy, _transposed(w), offs, bias=None, out_dtype=out_dtype)
 
     def expand_rowwise(self, w: FrozenWeight) -> Any:
@@ -144,7 +149,7 @@ def fp8_grouped_mm(
     """Compute a[rows of g] @ w[g].T, * scales, + bias[g] for each group g. Returns (M, N) in out_dtype.
 
     a: (M, K) fp8. a_scale: (M, 1) e8m0. w: (G, N, K) fp8. offs: (G,) int32 or None. bias: (G, N) or None.
-    w_scale: (G, N, 1) e8m0, or for blocks of 128 x 128 (G, ceil(N/128), ceil(K/128)) fp32.
+    w_scale: (G, N, 1) e8m0 or fp32, or for blocks of 128 x 128 (G, ceil(N/128), ceil(K/128)) fp32.
     """
     out: Tensor = grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
     return out

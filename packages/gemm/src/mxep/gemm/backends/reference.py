@@ -7,7 +7,7 @@ reference multiplies group by group, in fp32, from dequantized operands:
 fp32 holds every qdata element times its scale exactly. So the only errors are those of the fp32 sum and of the last
 rounding. With fp64 operands (recipe "bf16" only) everything is fp64. reference reads offs on the host. On a GPU this is
 a sync, so there it serves only to check other backends. Its ops take an operand as three arguments: qdata, scale and
-row index of an MXTensor, or a plain tensor, None and None. A weight of block FP8 is passed as qdata and fp32 scales.
+row index of an MXTensor, or a plain tensor, None and None. A BlockFP8 weight is passed as qdata and fp32 scales.
 
 dequant converts every operand to bf16 and calls torch's grouped mm, on any device:
 
@@ -133,7 +133,9 @@ def values_of_rows(parts: Parts, rows: int) -> Tensor:
     if scale is None:
         return x[:rows] if x.dtype == torch.float64 else x[:rows].float()
     if scale.dtype == torch.float32:
-        return BlockFP8(x, scale, FP8_BLOCK).dequantize(torch.float32)
+        rows, columns = x.shape
+        one = {(rows, 1): (1, columns), (1, columns): (rows, 1)}  # one scale per row, or per column if transposed
+        return BlockFP8(x, scale, one.get((*scale.shape,), FP8_BLOCK)).dequantize(torch.float32)
     block_rows = 1 if index is not None or rows == 0 else x.shape[0] // scale.shape[0]
     block_cols = x.shape[1] // scale.shape[1]
     if index is not None:

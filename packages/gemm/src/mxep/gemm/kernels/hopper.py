@@ -46,7 +46,8 @@ def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
     a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))
     if M:
         w = w if w.is_contiguous() else w.reshape(G * N, K)
-        scales, blocks = (a_scale.contiguous(), w_scale.contiguous()), w_scale.dtype == torch.float32
+        scales = a_scale.contiguous(), w_scale.contiguous()
+        blocks = w_scale.dtype == torch.float32 and w_scale.shape[1:] != (N, 1)
         bias = None if bias is None else bias.contiguous()
         _launch(out, a, w, *scales, bias, offs, M, N, K, ragged="rows", blocks=blocks)
     return out

@@ -18,6 +18,7 @@ are fp32 in the tensor core, and stay there.
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
     BLOCKS                  the same with fp32 s[g, n / 128, k / 128], one per block of b, instead of 2^sb
+    b_scale in fp32         the same with s[g, n] instead of 2^sb, if not BLOCKS
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
     HALVES                  out is (2, G, M / 2, N): rows m < M / 2 of all groups, then rows m >= M / 2 of all groups
 
@@ -256,7 +257,8 @@ def _before_and_after(scale):
 def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row, end, column, N, ADD: gl.constexpr):
     """Scale 64 rows of half a tile, add the bias, round, and store or add (ADD) to out.
 
-    row_scale: None, or two factors, to apply before and after the columns' scales. column_scale: e8m0 bytes, or None.
+    row_scale: None, or two factors, to apply before and after the columns' scales.
+    column_scale: e8m0 bytes, or fp32, or None.
     TMA stores bf16 results, except where a group ends within the 64 rows, and with ADD.
     """
     L: gl.constexpr = half.type.layout
@@ -265,7 +267,9 @@ def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row,
             half = half * row_scale[0] * row_scale[1]
     else:
         half = half * row_scale[0][:, None]
-        half = half * gl.convert_layout(_power(column_scale), gl.SliceLayout(0, L))[None, :]
+        if column_scale.dtype != gl.float32:
+            column_scale = _power(column_scale)
+        half = half * gl.convert_layout(column_scale, gl.SliceLayout(0, L))[None, :]
         half = half * row_scale[1][:, None]
     if bias is not None:
         half = half + gl.convert_layout(bias.to(gl.float32), gl.SliceLayout(0, L))[None, :]

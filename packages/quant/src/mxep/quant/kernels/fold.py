@@ -16,6 +16,9 @@ Starting a program takes 0.6 ns even if it has no valid rows. So the number of p
 capacity is. Speed on an H200 (65536 rows picked by an index): 0.93 of copy speed at 7168, 5120 and 4096 columns, 0.90
 at 2048.
 
+With factors (`mxep.quant.scale_columns`), a row's values are multiplied by its group's factors in fp32 and quantized to
+one scale instead.
+
 **fold_columns** replaces a weight's scales by given column scales, and transposes the weight.
 
     qdata (N, K), one scale per block of a row        a program takes a tile of BLOCK_M rows x BLOCK_N columns
@@ -53,7 +56,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import NAN_SCALE, group_bounds, half_of_e2m1, num_sms, rows_of, shifted, valid_rows
+from mxep.quant.device import (
+    NAN_SCALE,
+    abs_bits,
+    group_bounds,
+    half_of_e2m1,
+    num_sms,
+    power_of_two,
+    reciprocal,
+    rows_of,
+    scale_of_amax,
+    shifted,
+    valid_rows,
+)
 from mxep.quant.kernels.quantize import program_tile, store_transposed
 from mxep.quant.shapes import empty_rows, num_rows, padded_rows, picked_shape
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
@@ -79,9 +94,11 @@ def _is_nonzero(qdata):
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def fold_kernel(
-    qdata_ptr, scale_ptr, index_ptr, offs_ptr, folded_ptr, folded_scale_ptr, stride, scale_stride, rows, num_groups,
-    BLOCKS: tl.constexpr, SUB: tl.constexpr, PER_SCALE: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
+    qdata_ptr, scale_ptr, index_ptr, offs_ptr, factor_ptr, folded_ptr, folded_scale_ptr, stride, scale_stride, rows,
+    num_groups, BLOCKS: tl.constexpr, SUB: tl.constexpr, PER_SCALE: tl.constexpr, WORDS: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
+    """factor_ptr: (groups, BLOCKS * SUB) fp32, or None to fold. GROUPS: num_groups, padded to a power of two."""
     dtype: tl.constexpr = qdata_ptr.dtype.element_ty
     block = tl.arange(0, triton.next_power_of_2(BLOCKS))[None, :]
     block_mask = block < BLOCKS
@@ -99,15 +116,28 @@ def fold_kernel(
         scale = tl.load(scale_ptr + source * scale_stride + block // PER_SCALE, mask=mask, other=0).to(tl.int32)
         first = qdata_ptr + (source * stride)[:, :, None]
         qdata = tl.load(first + element, mask=mask[:, :, None], other=0.0)
-        if WORDS:  # this second load of the same bytes hits L1, or waits for the first load's line
-            word = block[:, :, None] * (SUB // 4) + tl.arange(0, SUB // 4)
-            words = tl.load(first.to(tl.pointer_type(tl.int32)) + word, mask=mask[:, :, None], other=0)
-            nonzero = _is_nonzero(words)
+        if factor_ptr is None:
+            if WORDS:  # this second load of the same bytes hits L1, or waits for the first load's line
+                word = block[:, :, None] * (SUB // 4) + tl.arange(0, SUB // 4)
+                words = tl.load(first.to(tl.pointer_type(tl.int32)) + word, mask=mask[:, :, None], other=0)
+                nonzero = _is_nonzero(words)
+            else:
+                nonzero = _is_nonzero(qdata)
+            max_scale = tl.max(tl.where(nonzero | (scale == NAN_SCALE), scale, 0), axis=1)
+            shift = tl.maximum(max_scale[:, None] - scale, 0)[:, :, None]
+            folded = shifted(qdata, shift, (max_scale == NAN_SCALE)[:, None, None]).to(dtype)
         else:
-            nonzero = _is_nonzero(qdata)
-        max_scale = tl.max(tl.where(nonzero | (scale == NAN_SCALE), scale, 0), axis=1)
-        shift = tl.maximum(max_scale[:, None] - scale, 0)[:, :, None]
-        folded = shifted(qdata, shift, (max_scale == NAN_SCALE)[:, None, None]).to(dtype)
+            group = tl.zeros((ROWS,), tl.int32)
+            if offs_ptr is not None:
+                ends = tl.arange(0, GROUPS)
+                ends = tl.load(offs_ptr + ends, mask=ends < num_groups, other=0x7FFFFFFF)
+                group = tl.minimum(tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1), num_groups - 1)
+            factors = factor_ptr + (group.to(tl.int64) * (BLOCKS * SUB))[:, None, None] + element
+            factor = tl.load(factors, mask=(row_mask[:, None] & block_mask)[:, :, None], other=0.0)
+            values = qdata.to(tl.float32) * power_of_two(scale)[:, :, None] * factor
+            bits = tl.max(tl.max(abs_bits(values), axis=2), axis=1)
+            max_scale = scale_of_amax(bits, "rceil", dtype)
+            folded = (values * reciprocal(max_scale)[:, None, None]).to(dtype)
 
         mask = (row_mask[:, None] & block_mask)[:, :, None]
         first = row.to(tl.int64)
@@ -115,7 +145,10 @@ def fold_kernel(
         tl.store(folded_scale_ptr + first, max_scale.to(tl.uint8), mask=row_mask)
 
 
-def fold(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None) -> tuple[Tensor, Tensor]:
+def fold(
+    qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launcher of mxep::fold, and of mxep::scale_columns, which passes factor."""
     folded, folded_scale = empty_rows(qdata, qdata.dtype, 0, picked_shape(qdata, row_index))
     if folded.numel():
         sub = math.gcd(qdata.shape[-1] // scale.shape[-1], 32)
@@ -125,12 +158,16 @@ def fold(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | 
         padded = next_power_of_2(blocks) * sub
         rows = max(1, TILE_ELEMENTS // padded)
         share = 1 if qdata.dtype == torch.float8_e4m3fn else 2  # E5M2 takes more registers
+        if factor is not None:
+            share, factor = 4, factor.contiguous()  # values are fp32
+        num_groups = 0 if offs is None else offs.shape[0]
         tiles = cdiv(folded_scale.numel(), rows)
         launch(fold_kernel, (min(tiles, PROGRAMS_PER_SM * num_sms(qdata.device)),),
-            qdata, scale, row_index, offs, folded, folded_scale, qdata.stride(0), scale.stride(0),
-            folded_scale.numel(), 0 if offs is None else offs.shape[0],
+            qdata, scale, row_index, offs, factor, folded, folded_scale, qdata.stride(0), scale.stride(0),
+            folded_scale.numel(), num_groups,
             BLOCKS=blocks, SUB=sub, PER_SCALE=per_scale,
             WORDS=all(n % 4 == 0 for n in (qdata.data_ptr(), qdata.stride(0), sub)), ROWS=rows,
+            GROUPS=1 if factor is None else next_power_of_2(max(1, num_groups)),
             num_warps=min(32, max(1, rows * padded * (32 // sub) * share // WARP_ELEMENTS)),
         )  # fmt: skip
     return folded, folded_scale
