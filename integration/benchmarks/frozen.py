@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import BaselineLayer
-from benchmarks.script import free_memory, run
+from benchmarks.script import free_memory, gradients, run
 from benchmarks.timer import Alternative, Call, Timer
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
@@ -95,7 +95,8 @@ def layers_at(name: str) -> dict[str, Any]:
     steps: dict[str, Call] = {}
 
     def gradient(call: Callable[..., Tensor], *adapters: Tensor) -> Tensor:
-        return torch.autograd.grad(call(x, ids, weights), [x, *adapters], d_out)[0]
+        dx: Tensor = gradients(call(x, ids, weights), [x, *adapters], d_out)[0]
+        return dx
 
     for kind, pair in pairs.items():
         steps[kind] = functools.partial(gradient, layer(kind, pair[0], pair[1]))

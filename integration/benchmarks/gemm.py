@@ -30,7 +30,7 @@ from mxep.quant import BLOCK, MXTensor, quantize
 
 from . import baseline
 from .runner import Bench, table
-from .script import free_memory
+from .script import free_memory, gradients
 from .timer import Alternative, Call, Timer, copy_tb_s, rotations
 
 DENSE = 8192  # size of the square GEMMs that are ceilings
@@ -254,7 +254,7 @@ def mxep_product(product: str, p: Problem, *, backend: Backend, name: str) -> Ca
 def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
     """A call that runs forward and backward of product(a, w), and returns both gradients."""
     leaves = p.a.detach().requires_grad_(), p.w.detach().requires_grad_()
-    return lambda: torch.autograd.grad(product(*leaves), leaves, p.dy)
+    return lambda: gradients(product(*leaves), leaves, p.dy)
 
 
 def import_torchao(name: str, device: torch.device) -> Any:

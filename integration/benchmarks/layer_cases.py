@@ -51,6 +51,7 @@ from mxep.quant import BLOCK
 from .baseline import PAD, BaselineLayer, Product, bf16_product
 from .comms import SLACK, WIRE, Routed, Traffic
 from .gemm import torchao_product
+from .script import gradients
 
 KEPT = 4
 BASELINE = "baseline bf16"
@@ -132,7 +133,7 @@ class Layer:
         with quantize_weights_once() if self.micro_batches > 1 else contextlib.nullcontext():
             for _ in range(self.micro_batches):
                 out = self.out()
-                found = torch.autograd.grad(out, self.leaves, self.p.d_out)
+                found = gradients(out, self.leaves, self.p.d_out)
         return Results(out.detach(), *(local(each) for each in found))
 
 

@@ -30,6 +30,7 @@ from mxep.integration.report import Row
 from . import gemm
 from .gemm import At, beside, sweep
 from .runner import table
+from .script import gradients
 from .timer import Call, Timer
 
 STEP = "us, TF, x bf16"
@@ -72,7 +73,7 @@ class Problem:
     def step(self, product: Callable[..., Sequence[Tensor]]) -> Call:
         """Forward and backward of product(x, *weights), which returns an output for each weight. Returns gradients."""
         leaves = [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights)]
-        return lambda: torch.autograd.grad(product(*leaves), leaves, self.gradients)
+        return lambda: gradients(product(*leaves), leaves, self.gradients)
 
 
 Maker = Callable[[Problem], Call]
@@ -101,7 +102,7 @@ def torchao(p: Problem) -> Call:
     leaves = [x, *(layer.weight for layer in layers)]
     torch.compiler.reset()  # else a second shape makes a program for any shape
     forward = torch.compile(lambda x: [layer(x) for layer in layers], dynamic=False)
-    return lambda: torch.autograd.grad(forward(x), leaves, p.gradients)
+    return lambda: gradients(forward(x), leaves, p.gradients)
 
 
 def steps(backend: Backend, several: bool) -> dict[str, Maker]:

@@ -39,7 +39,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import PAD, BaselineLayer, Product, bf16_product
-from benchmarks.script import free_memory, save, synchronize
+from benchmarks.script import free_memory, gradients, save, synchronize
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
@@ -237,7 +237,7 @@ class Worker:
         if self.cuda:
             out = layer.call()
             row["kept"] = torch.cuda.memory_allocated() - before - out.nbytes
-            torch.autograd.grad(out, layer.leaves, self.d_out)
+            gradients(out, layer.leaves, self.d_out)
         self._make_room()
         return row
 
@@ -268,7 +268,7 @@ class Worker:
     def step(self) -> list[Tensor]:
         assert self.layer is not None
         out = self.layer.call()
-        return [out.detach(), *torch.autograd.grad(out, self.layer.leaves, self.d_out)]
+        return [out.detach(), *gradients(out, self.layer.leaves, self.d_out)]
 
     def _make(self) -> Layer:
         assert self.at is not None

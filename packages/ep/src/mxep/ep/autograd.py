@@ -92,7 +92,7 @@ class Parameters(NamedTuple):
     down_B: Tensor | None = None
 
     def local(self) -> "Parameters":
-        return Parameters(*(local_tensor(each) for each in self))
+        return Parameters(*map(local_tensor, self))
 
 
 def parameter_needs(each: Sequence[bool]) -> Needs:
@@ -176,7 +176,7 @@ class Layer(torch.autograd.Function):
         tensors, ctx.form = take_apart((again, proj, made.saved, join_lora(mine, state.lora_scale), bias))
         ctx.save_for_backward(*tensors)
         given = x, weights, *parameters
-        ctx.places = [sum(each is not None for each in given[:i]) for i in range(len(given))]
+        ctx.places = [0, *itertools.accumulate(each is not None for each in given[:-1])]
         ctx.shares = Parameters(*(None if each is None else Share(each) for each in parameters))  # type: ignore[arg-type]
         ctx.dispatcher, ctx.config, ctx.main_grads = state.dispatcher, state.config, state.main_grads
         ctx.wgrad_scale, ctx.routing, ctx.saved_operands = state.wgrad_scale, made.routing, None
