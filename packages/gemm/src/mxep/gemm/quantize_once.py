@@ -221,6 +221,9 @@ class QuantizedOnce:
         if optimizer not in self._optimizers:
             return
         own: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in own:
+            if hasattr(p, "to_local"):
+                see_writes(p)  # the step's, which are in what is quantized here
         local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in own]
         storages = {x.untyped_storage()._cdata: x for x in local}
         used, self._used = self._used, {}
