@@ -5,7 +5,7 @@
 A layer with all its experts on one GPU and fixed, balanced routing, as a LoRA fine-tune runs it: no weight gradients.
 
 - "grouped_mm" is `baseline.py`, "bf16" is `run_experts` with the same weights.
-- "mxfp8", "mxfp4" and "fp8_block" are `run_experts` with the weights frozen in that format, recipe mxfp8.
+- "mxfp8", "mxfp4", "fp8_block" and "fp8_row" are `run_experts` with weights frozen in that format, recipe mxfp8.
 - "+ lora" adds LoRA of rank 16 on both weights, and its gradients.
 - "GEMMs" is microseconds of gate_up_proj's forward and dgrad alone, with quantized rows and expanded weights.
 - "expand" is microseconds of one expansion of gate_up_proj, and its speed / that of a copy of as many bytes.

@@ -7,7 +7,7 @@ Random weights of a published config. LoRA (PEFT, rank 16) on attention and on a
 AdamW on the adapters, one batch of --tokens in sequences of --length. For all kinds, head and loss are computed in
 chunks of rows (`optimize`), and norms and RoPE are transformers' own, eager.
 
-- `mxfp8`, `mxfp4`: Frozen experts, quantized one by one as they are made.
+- `mxfp8`, `mxfp4`, `fp8_block`, `fp8_row`: Frozen experts, quantized one by one as they are made.
 - `mxep_bf16`: Experts in bf16, computed by mxep, LoRA by its low-rank GEMMs.
 - `grouped_mm`: transformers' grouped_mm experts in bf16, LoRA by PEFT, which adds B A to the weights.
 
@@ -36,12 +36,11 @@ import mxep.integration.transformers  # registers names, and LoRA on experts
 from benchmarks.model import QWEN3
 from benchmarks.script import GIB, free_memory, save, seconds
 from mxep.ep.frozen import register_frozen
-from mxep.gemm import freeze
-from mxep.gemm.frozen import FORMATS
+from mxep.gemm import FrozenWeight, freeze
+from mxep.gemm.frozen import FORMATS, FrozenFormat
 from mxep.integration.results import shortened
 from mxep.integration.transformers.experts import is_experts, weight_names
 from mxep.integration.transformers.quantized import keep_names, strip
-from mxep.quant import MXTensor, quantize
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-30b": (Qwen3MoeConfig, QWEN3),
@@ -58,11 +57,10 @@ def normal(*shape: int, device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
 
 
-def quantized(experts: int, n: int, k: int, fmt: str, device: torch.device) -> MXTensor:
-    """Random (experts, n, k) in `fmt`, quantized expert after expert."""
-    each = [quantize(normal(n, k, device=device), fmt=FORMATS[fmt]) for _ in range(experts)]
-    qdata, scale = (torch.stack([getattr(x, name).view(torch.uint8) for x in each]) for name in ("qdata", "scale"))
-    return MXTensor.from_qdata_and_scales(qdata.view(each[0].qdata.dtype), scale.view(each[0].scale.dtype))
+def frozen(experts: int, n: int, k: int, fmt: FrozenFormat, device: torch.device) -> FrozenWeight:
+    """Random (experts, n, k), frozen expert after expert."""
+    each = [freeze(normal(1, n, k, device=device), fmt).parts for _ in range(experts)]
+    return FrozenWeight(*map(torch.cat, zip(*each)))
 
 
 def build(config: Any, kind: str, device: torch.device) -> Any:
@@ -76,7 +74,7 @@ def build(config: Any, kind: str, device: torch.device) -> Any:
         for name in weight_names(experts):
             e, *sizes = getattr(experts, name).shape
             n, k = reversed(sizes) if experts.is_transposed else sizes
-            weights[name] = freeze(quantized(e, n, k, kind, device), kind)  # type: ignore[arg-type]
+            weights[name] = frozen(e, n, k, kind, device)  # type: ignore[arg-type]
         strip(experts)
         for name, weight in weights.items():
             register_frozen(experts, name, weight, None)

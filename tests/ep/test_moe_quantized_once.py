@@ -2,13 +2,14 @@
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from mxep.ep import LocalDispatcher, MoE, SymmetricDispatcher
-from mxep.gemm import Recipe, quantize_weights_once
+from mxep.gemm import Recipe, quantize_after_step, quantize_once, quantize_weights_once
 from ranks import Context, distributed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,3 +123,18 @@ def test_a_write_to_experts_over_ranks_is_noticed(ctx: Context) -> None:
         moe.experts.down_proj.mul_(1.5)
         with pytest.raises(RuntimeError, match=r"a weight \(2, 32, 32\) was written to within"):
             moe(x)
+
+
+@distributed(2)
+def test_after_a_step_experts_over_ranks_are_quantized_once(ctx: Context) -> None:
+    """An optimizer writes to DTensors, and that is no write to what its step quantized."""
+    moe = MoE(32, 32, 4, 2, device=ctx.device, group=ctx.group)
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
+    once = quantize_after_step(optimizer)
+    for seed in range(3):
+        x = torch.randn(8, 32, dtype=torch.bfloat16, device=ctx.device)
+        with mock.patch.object(quantize_once, "_made", wraps=quantize_once._made) as made:
+            moe(x).float().square().sum().backward()
+        assert made.call_count == (4 if seed == 0 else 0)
+        optimizer.step()
+    once.close()

@@ -127,12 +127,17 @@ def test_replicated_weights_take_tokens_of_every_rank(ctx: Context) -> None:
 def test_a_write_to_a_sharded_weight_is_noticed(ctx: Context) -> None:
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     w = distribute_tensor(torch.randn(64, 64, device=ctx.device), mesh, [Shard(0)])
-    x = DTensor.from_local(torch.randn(4, 64, device=ctx.device), mesh, [Replicate()])
+    x = DTensor.from_local(torch.randn(4, 64, device=ctx.device, requires_grad=True), mesh, [Replicate()])
     with quantize_weights_once():
         linear(x, w, recipe="mxfp8")
         w.mul_(1.5)
         with pytest.raises(RuntimeError, match=r"was written to within"):
             linear(x, w, recipe="mxfp8")
+    w.mul_(1.5)
+    out = linear(x, w, recipe="bf16")
+    with quantize_weights_once():
+        linear(x, w, recipe="mxfp8")
+    out.sum().backward()  # of the weight as it is: the write came before
 
 
 @distributed(2)

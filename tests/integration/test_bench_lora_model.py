@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it takes the GPU")
 @pytest.mark.parametrize(
-    ("model", "kinds"), [("qwen3-30b", ["mxfp8", "mxep_bf16", "grouped_mm"]), ("gpt-oss-120b", ["mxfp4"])]
+    ("model", "kinds"),
+    [("qwen3-30b", ["mxfp8", "fp8_block", "mxep_bf16", "grouped_mm"]), ("gpt-oss-120b", ["mxfp4", "fp8_row"])],
 )
 def test_it_trains_and_tells_what_it_measured(model: str, kinds: list[str], tmp_path: Path) -> None:
     how = ["--layers", "1", "--tokens", "64", "--length", "32", "--rank", "8", "--steps", "1", "--warmup", "1"]

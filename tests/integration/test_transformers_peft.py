@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from integration.test_transformers_parallel import of_mean_loss, of_one_process
-from integration.test_transformers_served import longcat
+from integration.test_transformers_served import longcat, replaced_forwards
 from integration.tiny_models import step, tiny, token_ids, worst
 from mxep.ep import parameter_groups
 from mxep.ep.dtensors import local_tensor
@@ -72,6 +72,15 @@ def test_lora_on_experts_runs_the_hooks_of_experts() -> None:
     with record_routing(adapted) as found:
         adapted(input_ids=token_ids())
     assert [len(calls) for calls in found] == [1, 1]
+
+
+def test_lora_on_experts_whose_forward_something_replaced_is_pefts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lora, model = LoraConfig(r=8, init_lora_weights=False, **TARGETS["experts"]), tiny(implementation="mxep_bf16")
+    expected = get_peft_model(tiny(implementation="eager"), lora)
+    adapted = get_peft_model(replaced_forwards(model, monkeypatch), lora)
+    adapted.load_state_dict(expected.state_dict())
+    lowest, name = worst(step(expected), step(adapted))
+    assert lowest > 110, name
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ pytest.importorskip("transformers")
 from integration.quantized_checkpoints import change, write
 from integration.tiny_models import force_routing, token_ids
 from mxep.integration.metrics import snr
-from mxep.integration.transformers import FrozenExperts, load_quantized
+from mxep.integration.transformers import FrozenExperts, load_quantized, save_quantized
 from mxep.integration.transformers.experts import weight_names
 from mxep.quant import BlockFP8
 from quant.checkpoints import KINDS
@@ -141,6 +142,10 @@ def test_ranks_read_row_scaled_experts(ctx: Context, tmp_path: Path) -> None:
     model = load_quantized(tmp_path, mesh=init_device_mesh("cpu", (2,)))
     assert model.model.layers[1].mlp.experts.gate_up_proj.format == "fp8_row"
     assert snr(logits(whole), logits(model)) > 40
+    assert set(save_quantized(model, tmp_path / "out", "fp8_row").values()) == {math.inf}
+    dist.barrier(ctx.group)
+    again = load_quantized(tmp_path / "out").state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in whole.state_dict().items())
 
 
 def test_a_model_that_is_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_stacked_fp8_experts_have_scales_under_their_own_name(tmp_path: Path) ->
          r"a.weight: expected parts of a format .*, got I8 \[4, 32\] with a.weight_scale F32 \[4, 1\]"),
         ({"a.weight_packed": torch.zeros(4, 16).byte(), "a.weight_scale": codes(4, 2)}, "got U8 .* F8_E4M3"),
         ({"a.weight_packed": torch.zeros(4, 4).int(), "a.weight_shape": torch.ones(2).int()}, "got packed integers"),
-        ({"a_qdata": torch.zeros(4, 32).byte(), "a_column_scale": torch.zeros(1).byte()}, "mxep's frozen experts"),
+        ({"a_proj_qdata": torch.zeros(4, 32).byte(), "a_proj_scale": torch.zeros(4, 4).byte()}, "mxep's frozen"),
         ({"a.weight_scale": torch.zeros(4, 1).byte()}, r"a.weight_scale: expected a scale beside U8 \[4, 1\]"),
         ({"a_blocks": torch.zeros(4, 3, 16).byte(), "a_scales": torch.zeros(4, 2).byte()}, "a_blocks: expected parts"),
         ({"a.weight": codes(256, 256), "a.weight_scale": torch.ones(3, 2)}, r"a.weight: expected parts .* \[3, 2\]"),

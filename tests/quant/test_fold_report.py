@@ -87,6 +87,7 @@ def test_other_scales_are_not_folded(tmp_path: Path) -> None:
         ("deepseek-v3", False, False),
         ("qwen3-fp8", False, False),
         ("ct-fp8-row", True, False),
+        ("ct-fp8-tensor", True, False),
     ):
         write(tmp_path / kind, kind)
         for each in report(QuantizedCheckpoint(tmp_path / kind)):
@@ -95,13 +96,15 @@ def test_other_scales_are_not_folded(tmp_path: Path) -> None:
                 assert each.forward.exact == each.forward.total == EXPERTS * each.shape[0]
 
 
-def test_one_scale_a_tensor_needs_no_fold_at_all(tmp_path: Path) -> None:
-    codes = torch.zeros(40, 96, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    save(tmp_path, {"a.weight": codes, "a.weight_scale": torch.tensor(0.3)}, {})
-    (kind,) = report(QuantizedCheckpoint(tmp_path))
-    assert kind.forward is not None
-    assert kind.dgrad is not None
-    assert (kind.forward.exact, kind.dgrad.exact) == (40, 3)
+def test_scales_of_rows_and_tensors_fold_if_they_are_powers_of_two(tmp_path: Path) -> None:
+    qdata = torch.full((40, 96), 1.5).to(torch.float8_e4m3fn)
+    rows = torch.tensor([0.25, 2.0**-20]).repeat(20)[:, None]  # no column of both is exact
+    tensor = {"b.weight": qdata.clone(), "b.weight_scale": rows[0].clone()}
+    save(tmp_path, {"a.weight": qdata, "a.weight_scale": rows, **tensor}, {})
+    for kind, exact in zip(report(QuantizedCheckpoint(tmp_path)), (0, 3), strict=True):
+        assert kind.forward is not None
+        assert kind.dgrad is not None
+        assert (kind.forward.exact, kind.dgrad.exact, kind.dgrad.total) == (40, exact, 3)
 
 
 def test_experts_of_a_stack_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

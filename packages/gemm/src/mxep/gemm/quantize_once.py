@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.frozen import FrozenWeight
@@ -160,6 +161,7 @@ class QuantizedOnce:
         self._stepping = False  # True during an optimizer's step: its closures see weights change
         self._held: dict[tuple[Any, ...], _Held] = {}
         self._used: dict[tuple[Any, ...], _Used] = {}  # weights used since the last step
+        self._versions = WeakIdKeyDictionary()  # versions of DTensors at their last use
         self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers to quantize weights for
         self._hooks = [register_optimizer_step_pre_hook(_before_step)]
         if steps:
@@ -221,6 +223,9 @@ class QuantizedOnce:
         if optimizer not in self._optimizers:
             return
         own: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in own:
+            if hasattr(p, "to_local"):
+                see_writes(p)  # the step's, which are in what is quantized here
         local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in own]
         storages = {x.untyped_storage()._cdata: x for x in local}
         used, self._used = self._used, {}
@@ -329,14 +334,15 @@ def weights_are_held() -> bool:
 def see_writes(w: Tensor) -> None:
     """Let `quantize_weights_once` notice in-place writes to w, a DTensor. Call it before w's local tensor is used.
 
-    They change the version counter of w only. This changes the local tensor's, too, if there was a write.
+    They change the version counter of w only. This changes the local tensor's, too, if there was a write since the last
+    call.
     """
     local = w._local_tensor  # type: ignore[attr-defined]
-    if _open is None or torch.compiler.is_compiling() or w.is_inference() or local.is_inference():
+    if (once := _open) is None or torch.compiler.is_compiling() or w.is_inference() or local.is_inference():
         return
-    if w.__dict__.get("_mxep_version", w._version) != w._version:
+    if once._versions.get(w, w._version) != w._version:
         torch.autograd.graph.increment_version(local)
-    w.__dict__["_mxep_version"] = w._version
+    once._versions[w] = w._version
 
 
 def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, **how: Any) -> Any:

@@ -67,7 +67,7 @@ OTHERS = {
     ".weight_global_scale": "NVFP4 of compressed-tensors",
     ".weight_zero_point": "integers of compressed-tensors",
     ".weight_shape": "packed integers of compressed-tensors",
-    "_column_scale": "a state of mxep's frozen experts: load_state_dict takes it, save_quantized writes a checkpoint",
+    "_proj_qdata": "a state of mxep's frozen experts: load_state_dict takes it, save_quantized writes a checkpoint",
 }
 """Name endings of tensors in formats that this module cannot read, and what an error says about them."""
 USUAL_BLOCKS = ((128, 128), (32, 32))

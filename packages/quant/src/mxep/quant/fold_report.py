@@ -9,8 +9,8 @@ report prints these numbers as `*`. For each kind of weight, W (N, K) per expert
     changed   elements whose value changes, and the SNR in dB of the folded weight against the exact weight
 
 Only power-of-two scales can be folded. Weights with other block scales are printed as "not folded": their GEMM applies
-the scales to its partial sums, which is exact. A weight with one scale per row needs no fold in forward. In dgrad
-it is printed as "scales dy", because dy is multiplied by the scales instead, and rounded once more.
+the scales to its partial sums, which is exact. Weights with other scales per row or per tensor need no fold in
+forward. In dgrad they are printed as "scales dy", because dy is multiplied by the scales, and rounded once more.
 
 Tensors are counted as they are stored. Training joins gate and up, and then both share one scale per column in dgrad.
 If a checkpoint stores gate and up apart, the report does not count this effect.
@@ -152,12 +152,10 @@ def count_weight(weight: StoredWeight) -> tuple[Direction | None, Direction | No
 
     Returns the counts of forward and of dgrad; None for a direction in which nothing is folded.
     """
-    *_, n, k = weight.shape
-    size = math.prod(weight.shape)
-    rows, columns = size // max(k, 1), size // max(n * k, 1) * -(-k // BLOCK)
-    if weight.format in ("fp8_row", "fp8_tensor"):
-        one_scale = weight.format == "fp8_tensor"
-        return Direction(rows, rows, size), Direction(columns, columns, size) if one_scale else None
+    k, size = weight.shape[-1], math.prod(weight.shape)
+    rows = size // max(k, 1)
+    if weight.format in ("fp8_row", "fp8_tensor") and not weight.has_exponents():
+        return Direction(rows, rows, size), None
     forward, dgrad = Direction(), Direction()
     for expert in [slice(e, e + 1) for e in range(weight.shape[0])] if len(weight.shape) == 3 else [None]:
         part = weight.read(expert)
@@ -197,7 +195,7 @@ def text_of(kinds: Sequence[Kind]) -> str:
     lines = [("kind", "format", "weights", "shape", "forward: exact rows", changed, "dgrad: exact columns", changed)]
     for kind in kinds:
         shape = " x ".join(map(str, kind.shape))
-        unfolded = "scales dy" if kind.format == "fp8_row" else "not folded"
+        unfolded = "scales dy" if kind.format in ("fp8_row", "fp8_tensor") else "not folded"
         cells = *_cells(kind.forward, unfolded), *_cells(kind.dgrad, unfolded)
         lines.append((kind.name, kind.format, str(kind.weights), shape, *cells))
     widths = [max(map(len, column)) for column in zip(*lines)]
