@@ -51,6 +51,7 @@ CASES: dict[str, Any] = {
         mx()[0].view(torch.uint8).view(torch.float4_e2m1fn_x2), mx()[1], index(), torch.bfloat16,
     ),
     "fold": lambda: (*mx(), index(), ends()),
+    "scale_columns": lambda: (*mx(), index(), ends(), values()[:3]),
     "fold_for_wgrad": lambda: (*mx(), index(), *mx(), index(), ends(), 32),
     "requantize": lambda: (*mx(), 1, 32, index(), ends(), *HOW),
     "swizzle_scales": lambda: (mx()[1], ends()),

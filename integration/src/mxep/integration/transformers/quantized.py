@@ -89,11 +89,9 @@ class FrozenExperts(nn.Module):
         Raises ValueError if the config's experts_implementation is not mxep's: others need floating-point weights.
         """
         if implementation_of(self.config) is None:
-            name = getattr(self.config, "_experts_implementation", None)
-            raise ValueError(
-                f"experts_implementation: expected one of mxep for frozen experts, got {name!r}: "
-                "model.set_experts_implementation('mxep_mxfp8')"
-            )
+            got = repr(getattr(self.config, "_experts_implementation", None))
+            cure = "model.set_experts_implementation('mxep_mxfp8')"
+            raise ValueError(f"experts_implementation: expected one of mxep for frozen experts, got {got}: {cure}")
         how = {} if lora is None else {"lora": lora}  # the old class calls mxep; LongCat's runs its zero experts, too
         return super().forward(hidden_states, top_k_index, top_k_weights, **how)  # type: ignore[no-any-return]
 
