@@ -216,16 +216,15 @@ _NAMED: Final = {recipe.name: recipe for recipe in _all()}  # made at import: co
 
 
 AUTO: Final = "auto"
-LEAST: Final = {"linear": 470, "grouped_mm": 470, "experts": 240}
-"""Sizes above which `auto_recipe` chooses MXFP8, from speedups measured on an H200.
+LEAST: Final = {"linear": 470, "grouped_mm": 470, "experts": 290}
+"""Sizes above which `auto_recipe` chooses MXFP8, from measured speedups.
 
 A speedup is device time in bf16 / device time in MXFP8, of forward and backward, including all quantization.
 
 linear: a GEMM with one weight, or with q, k and v together. Speedup 1.23 at size 535, 1.04 at 362, 0.70 at 209.
 grouped_mm: T rows per group. Speedup 1.18 at size 473, the smallest measured.
-experts: a layer of mxep.ep, T rows per expert, model dim K, hidden dim N. Speedup 1.14 at size 267, 1 at 176.
-
-bf16 is torch's GEMM here. With the hopper backend's bf16 GEMM, the speedup at size 266 is 1.01 (experts, an H100).
+experts: a layer of mxep.ep, T rows per expert, model dim K, hidden dim N. Speedup 1.11 at size 324, 1.06 at 299, 1 at
+    267. bf16 is mxep's own GEMM here, and torch's in the others.
 """
 FIXED: Final = {"linear": 26e6, "grouped_mm": 0.0, "experts": 0.0}
 """Number of elements that take as long to quantize as the launches. 0 where launches are shared by unknown many groups.
@@ -252,7 +251,7 @@ def auto_recipe(rows: float, in_features: int, out_features: int, *, of: str = "
 def least_rows(in_features: int, out_features: int, *, of: str) -> float:
     """Return the number of rows T that has size LEAST[of]. With more rows MXFP8 pays. inf: it never pays.
 
-    Example: for experts with 2048 and 768 features, 240 * 2048 * 768 / (2048 * 768 - 240 * (2048 + 768)) = 420.9.
+    Example: for experts with 2048 and 768 features, 290 * 2048 * 768 / (2048 * 768 - 290 * (2048 + 768)) = 603.1.
     """
     if of not in LEAST:
         raise ValueError(f"of: got {of!r}, want one of {', '.join(LEAST)}")
