@@ -224,7 +224,7 @@ class QuantizedOnce:
             return
         own: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
         for p in own:
-            if hasattr(p, "to_local"):
+            if p in self._versions:
                 see_writes(p)  # the step's, which are in what is quantized here
         local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in own]
         storages = {x.untyped_storage()._cdata: x for x in local}
