@@ -133,8 +133,8 @@ def values_of_rows(parts: Parts, rows: int) -> Tensor:
     if scale is None:
         return x[:rows] if x.dtype == torch.float64 else x[:rows].float()
     if scale.dtype == torch.float32:
-        rows, columns = x.shape
-        one = {(rows, 1): (1, columns), (1, columns): (rows, 1)}  # one scale per row, or per column if transposed
+        n, k = x.shape
+        one = {(n, 1): (1, k), (1, k): (n, 1)}  # one scale per row, or per column if transposed
         return BlockFP8(x, scale, one.get((*scale.shape,), FP8_BLOCK)).dequantize(torch.float32)
     block_rows = 1 if index is not None or rows == 0 else x.shape[0] // scale.shape[0]
     block_cols = x.shape[1] // scale.shape[1]
