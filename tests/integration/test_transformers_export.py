@@ -331,3 +331,14 @@ def test_experts_that_fsdp_casts_leave_as_cast(ctx: Context, tmp_path: Path) -> 
         for name, w in wanted.items():
             want, _ = Reference().quantize_weight_rowwise(w, Recipe.mxfp8())
             assert torch.equal(found[name], want.dequantize(torch.float32)), (name, param_dtype)
+
+
+@distributed(2, device="cpu")
+def test_tied_embeddings_that_fsdp_shards_are_written_once(ctx: Context, tmp_path: Path) -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16, tie_word_embeddings=True)
+    embeddings = model.lm_head.weight.detach().clone()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    save_quantized(model, tmp_path)
+    torch.distributed.barrier()
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert torch.equal(load_quantized(tmp_path).lm_head.weight, embeddings)

@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
 
 from integration.test_transformers_frozen import pair
 from integration.test_transformers_parallel import of_mean_loss, of_one_process
 from integration.tiny_models import step, tiny, token_ids, worst
+from mxep.ep import clip_grad_norm_
 from mxep.integration.metrics import snr
 from mxep.integration.transformers import FrozenExperts, expert_parallel, freeze_experts, merge_and_freeze
 from ranks import Context, distributed
@@ -345,6 +346,20 @@ def test_lora_on_frozen_experts_over_ranks_equals_one_process(ctx: Context, firs
     for name, part in merged.model.layers[0].mlp.experts.named_parameters():
         stored = whole.get_parameter(f"model.layers.0.mlp.experts.{name}")
         assert torch.equal(part.full_tensor(), stored), name
+
+
+@distributed(2, device="cpu")
+def test_adapters_on_experts_that_are_spread_already_have_whole_gradients(ctx: Context) -> None:
+    if torch.__version__ < "2.13":
+        return
+    model = tiny("gpt_oss", "mxep_bf16", torch.bfloat16)
+    freeze_experts(model, "mxfp4")
+    expert_parallel(model, init_device_mesh("cpu", (2,)), "mxep_bf16")
+    model = get_peft_model(model, config("gpt_oss"))
+    of_mean_loss(ctx, model)
+    grads = [p.grad for p in model.parameters() if isinstance(p.grad, DTensor)]
+    assert {grad.placements for grad in grads} == {(Replicate(),)}
+    clip_grad_norm_(model.parameters(), 1.0)  # which refuses partial sums
 
 
 @distributed(2, device="cpu")

@@ -239,6 +239,17 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, kind: str, changes
         load_quantized(tmp_path)
 
 
+def test_an_expert_that_does_not_fold_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "minimax-m3")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"
+    scale = load_file(tmp_path / "model.safetensors")[name]
+    scale[:, 0] -= 40
+    change(tmp_path, **{name: scale})
+    with pytest.raises(ValueError, match=r"do not fold exactly, .*folded=False") as caught:
+        load_quantized(tmp_path)
+    assert caught.value.__notes__ == ["of expert 2 of model.layers.1.mlp.experts.gate_up_proj, which is not loaded"]
+
+
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", "minimax-m3")
     plain = tmp_path / "values"

@@ -113,6 +113,7 @@ def save_quantized(
             if k % BLOCK:
                 raise ValueError(f"{name}: expected input features in multiples of {BLOCK}, got {n} x {k}")
         parts = {f"{name}{part}" for name in held for part in ("", *(f"_{each}" for each in PARTS))}
+        parts |= _other_names(model)
         rest = {name: _whole(x) for name, x in model.state_dict().items() if name not in parts}
         rest = revert_weight_conversion(model, remove_tied_weights_from_state_dict(rest, model))
         writer = _Writer(folder)
@@ -190,6 +191,12 @@ def _layout(fmt: str, layout: str | None, stacked: list[str], kind: str) -> str:
     if layout is not None and layout not in possible:
         raise ValueError(f"layout: expected {' or '.join(possible)} for {fmt} of this model, got {layout!r}")
     return layout or possible[0]
+
+
+def _other_names(model: Any) -> set[str]:
+    """Second names of tied parameters. Once gathered, they would have storages of their own, and be written again."""
+    spread = {name for name, x in model.named_parameters(remove_duplicate=False) if isinstance(x, DTensor)}
+    return spread.difference(name for name, _ in model.named_parameters())
 
 
 def _whole(x: Any) -> Any:

@@ -33,7 +33,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils.other import _get_submodules, get_pattern_key
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mxep.ep.dtensors import local_experts, mesh_of
 from mxep.ep.frozen import register_frozen
@@ -333,4 +333,5 @@ def _local(weight: Tensor, num_experts: int) -> tuple[Tensor, slice]:
     if not isinstance(weight, DTensor):
         return weight, slice(num_experts)
     here = local_experts(num_experts, weight.device_mesh)
-    return weight.to_local(grad_placements=[Partial()]), slice(here.start, here.stop)
+    whole = weight.redistribute(placements=[Replicate()])  # its backward sums; casts of PEFT's lose a parameter's hooks
+    return whole.to_local(grad_placements=[Partial()]), slice(here.start, here.stop)

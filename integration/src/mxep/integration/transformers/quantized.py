@@ -148,12 +148,12 @@ def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: boo
 
 
 @contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Add a note to a ValueError: its module, and that modules before it are done."""
+def naming(name: str, now: str = "as it was. Modules before it are done; call again for the others") -> Iterator[None]:
+    """Add a note to a ValueError: its module or weight, and what has become of it."""
     try:
         yield
     except ValueError as error:
-        error.add_note(f"of {name}, which is as it was. Modules before it are done; a further call does the others")
+        error.add_note(f"of {name}, which is {now}")
         raise
 
 
@@ -358,7 +358,8 @@ class _ExpertsWeight:
         whole: dict[str, Any] = {}
         fmt = self.format(rescale)
         for i, e in enumerate(experts):
-            one = freeze(self._expert(e, device, fmt), fmt, folded=folded)
+            with naming(f"expert {e} of {self.name}", "not loaded"):
+                one = freeze(self._expert(e, device, fmt), fmt, folded=folded)
             for part in fields(one):
                 if (x := getattr(one, part.name)) is None:
                     whole[part.name] = None
