@@ -215,6 +215,25 @@ def test_weights_that_were_written_to_are_others() -> None:
     assert not attention.k_proj(x).any()
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_joined_linears_with_norms_of_weights_train_as_separate_ones_do(norm: Callable[[nn.Linear], nn.Linear]) -> None:
+    """weight_norm computes a weight right before its own linear's forward, spectral_norm at each read."""
+    models = [convert(Attention(), "mxfp8", backend="reference") for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    join_linears(models[1])
+    for attention in models:
+        for i, layer in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)):
+            torch.manual_seed(i)
+            norm(layer)
+        optimizer = torch.optim.SGD(attention.parameters(), lr=1.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            attention(given()).square().sum().backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values()))
+
+
 def test_revert_takes_siblings_apart_and_others_are_refused() -> None:
     attention = join_linears(convert(Attention(), "mxfp8"))
     revert(attention)
