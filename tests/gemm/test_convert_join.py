@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import snr
@@ -215,10 +216,16 @@ def test_weights_that_were_written_to_are_others() -> None:
     assert not attention.k_proj(x).any()
 
 
+def prune_bias(linear: nn.Linear) -> None:
+    if linear.bias is None:
+        linear.bias = nn.Parameter(torch.ones(linear.out_features))
+    prune.random_unstructured(linear, "bias", 0.5)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.spectral_norm])
-def test_joined_linears_with_norms_of_weights_train_as_separate_ones_do(norm: Callable[[nn.Linear], nn.Linear]) -> None:
-    """weight_norm computes a weight right before its own linear's forward, spectral_norm at each read."""
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.spectral_norm, prune_bias])
+def test_joined_linears_with_computed_parameters_train_as_separate_ones_do(norm: Callable[[nn.Linear], object]) -> None:
+    """weight_norm and pruning compute right before their own linear's forward, spectral_norm at each read."""
     models = [convert(Attention(), "mxfp8", backend="reference") for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     join_linears(models[1])
