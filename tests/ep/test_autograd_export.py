@@ -27,6 +27,13 @@ def test_an_exported_model_computes_what_the_model_does(strict: bool) -> None:
     assert any("layer_forward" in str(node.target) for node in exported.graph.nodes)
 
 
+@pytest.mark.parametrize("options", [{}, {"capacity": Capacity.factor(1.25, "drop")}])
+def test_an_exported_model_takes_any_number_of_tokens(options: dict) -> None:
+    model, tokens = make(**options), torch.export.Dim("tokens", min=2, max=4096)
+    exported = torch.export.export(model, (torch.randn(16, 64),), dynamic_shapes=({0: tokens},)).module()
+    assert all(torch.equal(exported(x), model(x)) for x in (torch.randn(7, 64), torch.randn(40, 64)))
+
+
 REFUSED: list[tuple[dict, str]] = [
     ({"capacity": Capacity.exact()}, "the dispatcher learns its sizes at run time"),
     ({"recipe": "mxfp8_wgrad_bf16"}, "has weight gradients of unquantized operands"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import snr
@@ -213,6 +214,31 @@ def test_weights_that_were_written_to_are_others() -> None:
     with torch.no_grad():
         attention.k_proj.weight.zero_()
     assert not attention.k_proj(x).any()
+
+
+def prune_bias(linear: nn.Linear) -> None:
+    if linear.bias is None:
+        linear.bias = nn.Parameter(torch.ones(linear.out_features))
+    prune.random_unstructured(linear, "bias", 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.spectral_norm, prune_bias])
+def test_joined_linears_with_computed_parameters_train_as_separate_ones_do(norm: Callable[[nn.Linear], object]) -> None:
+    """weight_norm and pruning compute right before their own linear's forward, spectral_norm at each read."""
+    models = [convert(Attention(), "mxfp8", backend="reference") for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    join_linears(models[1])
+    for attention in models:
+        for i, layer in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)):
+            torch.manual_seed(i)
+            norm(layer)
+        optimizer = torch.optim.SGD(attention.parameters(), lr=1.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            attention(given()).square().sum().backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values()))
 
 
 def test_revert_takes_siblings_apart_and_others_are_refused() -> None:

@@ -1,5 +1,6 @@
 """nn.Linear under convert: what is converted, what is left alone, and that the model is otherwise the model it was."""
 
+import copy
 import logging
 import re
 import warnings
@@ -149,6 +150,16 @@ def test_a_converted_linear_multiplies_by_the_weight_that_is_computed_later(
     assert torch.equal(out, linear(x, layer.weight, layer.bias, recipe="mxfp8"))
     out.sum().backward()
     assert any(p.grad is not None and p.grad.any() for name, p in layer.named_parameters() if name != "bias")
+
+
+def test_a_spectral_norm_takes_one_power_iteration_a_forward_as_in_f_linear() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(32, 32)
+    ours = convert(nn.Sequential(copy.deepcopy(plain)))[0]
+    for layer in (plain, ours):
+        torch.manual_seed(1)
+        nn.utils.parametrizations.spectral_norm(layer)(torch.ones(4, 32))
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), ours.buffers(), strict=True))
 
 
 def test_linears_with_a_forward_of_their_own_are_named_where_nothing_is_converted() -> None:

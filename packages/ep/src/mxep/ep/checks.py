@@ -24,7 +24,8 @@ FLOATS = torch.bfloat16, torch.float32
 
 def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
     """Check shapes and dtypes. Returns a copy of expert_ids, as int32, or if eager and on a CPU in its own dtype."""
-    fits = x.dim() == 2 and expert_ids.dim() == 2 and weights.shape == expert_ids.shape and len(x) == len(expert_ids)
+    # Not len(x): torch.export would make the number of tokens a constant.
+    fits = x.dim() == expert_ids.dim() == 2 and weights.shape == expert_ids.shape and x.shape[0] == expert_ids.shape[0]
     if not fits or expert_ids.shape[1] == 0:
         raise ValueError(
             "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), K at least 1, "

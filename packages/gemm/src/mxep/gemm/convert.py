@@ -424,8 +424,11 @@ class Joined:
     def forward(self, module: nn.Module, how: Converted, x: Tensor) -> Tensor | None:
         """Return the result of `module` for x. None if the module must compute it alone."""
         place = next((i for i, each in enumerate(self.modules) if each is module), None)
+        stored = all("weight" in each._parameters and "bias" in each._parameters for each in self.modules)
+        if place is None or not stored:  # a replica, or parameters that are computed for each linear's own forward
+            return None
         weights = [each.weight for each in self.modules]
-        if place is None or any(hasattr(w, "device_mesh") for w in weights):  # place is None for a replica
+        if any(hasattr(w, "device_mesh") for w in weights):
             return None
         held, circumstances = self.held, _circumstances(x, *weights)
         if held is not None and held[0] is x and held[1] == circumstances and place in held[2]:

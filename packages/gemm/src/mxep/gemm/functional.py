@@ -425,8 +425,9 @@ def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, r
 
 
 def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe | str, backend: str | Backend) -> Tensor:
-    main_grad = getattr(module.weight, "main_grad", None)
-    return linear(x, module.weight, module.bias, recipe=recipe, backend=backend, main_grad=main_grad)
+    weight = module.weight  # read once, as a parametrization computes it at each read
+    main_grad = getattr(weight, "main_grad", None)
+    return linear(x, weight, module.bias, recipe=recipe, backend=backend, main_grad=main_grad)
 
 
 def linear_together(
