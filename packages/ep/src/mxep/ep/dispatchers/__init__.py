@@ -73,7 +73,7 @@ class Dispatch:
             ``Capacity.worst_case()``. "all_to_all" ignores it: its buffers have each step's size, and it drops no row.
         max_tokens: maximum tokens that a rank brings to one call, equal on all ranks. None: the most tokens that any
             rank brings to the first batch. Before a batch with more tokens, all ranks must call :meth:`MoE.reserve`.
-            Otherwise it raises ValueError.
+            Otherwise it raises ValueError. "local" and "all_to_all" have no such limit and take more tokens, too.
         timeout: maximum seconds to wait for a peer, for all layers of the group. None: the process group's timeout,
             which all_to_all always uses.
         ranks_per_node, nodes_per_token: only for "hierarchical", see :class:`HierarchicalDispatcher`.
