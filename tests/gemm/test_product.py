@@ -64,7 +64,7 @@ def step(function: Callable[..., Tensor], *tensors: Tensor | None, wanted: tuple
         ("bf16", (1, 1, 1), "reference"),
         ("bf16", (1, 1, 1), "dequant"),
         pytest.param(
-            "mxfp8", (1, 1, 1), "triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's")
+            "mxfp8", (1, 1, 1), "triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
         ),
         ("mxfp8", (1, 1, 1), HOPPER),
     ],

@@ -133,13 +133,17 @@ def test_matrices_of_one_scale_become_rows(tmp_path: Path) -> None:
         assert torch.equal(getattr(first, each).dequantize(torch.float32), want)
 
 
+def load_on_ranks(ctx: Context, folder: Path, kind: str, layout: str) -> tuple[Any, Any]:
+    """A new checkpoint's model, whole, and spread over two ranks."""
+    if ctx.rank == 0:
+        write(folder, kind, layout)
+    dist.barrier(ctx.group)
+    return load_quantized(folder), load_quantized(folder, mesh=init_device_mesh("cpu", (2,)))
+
+
 @distributed(2, device="cpu")
 def test_ranks_read_row_scaled_experts(ctx: Context, tmp_path: Path) -> None:
-    if ctx.rank == 0:
-        write(tmp_path, "qwen3_moe", "ct-fp8-row")
-    dist.barrier(ctx.group)
-    whole = load_quantized(tmp_path)
-    model = load_quantized(tmp_path, mesh=init_device_mesh("cpu", (2,)))
+    whole, model = load_on_ranks(ctx, tmp_path, "qwen3_moe", "ct-fp8-row")
     assert model.model.layers[1].mlp.experts.gate_up_proj.format == "fp8_row"
     assert snr(logits(whole), logits(model)) > 40
     assert set(save_quantized(model, tmp_path / "out", "fp8_row").values()) == {math.inf}
@@ -290,11 +294,7 @@ def test_a_loaded_model_trains_the_rest_and_generates(tmp_path: Path) -> None:
 
 @distributed(2, device="cpu")
 def test_ranks_read_their_experts_alone(ctx: Context, tmp_path: Path) -> None:
-    if ctx.rank == 0:
-        write(tmp_path, "gpt_oss", "gpt-oss")
-    dist.barrier(ctx.group)
-    whole = load_quantized(tmp_path)
-    model = load_quantized(tmp_path, mesh=init_device_mesh("cpu", (2,)))
+    whole, model = load_on_ranks(ctx, tmp_path, "gpt_oss", "gpt-oss")
     experts, other = (each.model.layers[1].mlp.experts for each in (model, whole))
     here = slice(2 * ctx.rank, 2 * ctx.rank + 2)
     assert torch.equal(experts.down_proj.qdata, other.down_proj.qdata[here])
