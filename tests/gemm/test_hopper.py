@@ -191,7 +191,7 @@ def test_kernels_scale_blocks_of_128_x_128_both_ways(
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("sizes", "n", "k"),
-    [((1, 0, 127, 129, 64, 3), 272, 416), ((300, 700), 1056, 32), ((0, 5000, 0), 768, 2880), ((64,) * 9, 128, 2048)],
+    [((1, 0, 127, 129, 64, 3), 288, 416), ((300, 700), 1056, 32), ((0, 5000, 0), 768, 2880), ((64,) * 9, 128, 2048)],
 )
 def test_kernels_scale_rows_of_weights_by_fp32_both_ways(
     sizes: tuple[int, ...], n: int, k: int, out_dtype: torch.dtype
