@@ -11,9 +11,9 @@ from mxep.gemm import quantize_weights_once
 from mxep.runtime import graph, record, replay
 
 
-def poisoned(shape: Any, **how: Any) -> torch.Tensor:
+def poisoned(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
     """Memory in which every byte is wrong: NaN in all float formats, -1 in integers."""
-    x = torch.empty(shape, **how)
+    x = torch.empty_strided(shape, strides, dtype=dtype)
     x.untyped_storage().fill_(0xFF)
     return x
 
@@ -28,7 +28,7 @@ def replays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(replay, "LEAST_DEVICE", -1)
     monkeypatch.setattr(replay, "_stream", lambda device: 0)
     monkeypatch.setattr(replay, "_is_capturing", lambda: False)
-    monkeypatch.setattr(graph, "_empty", poisoned)
+    monkeypatch.setattr(graph, "_allocator", lambda device: poisoned)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     replay._reader.cache_clear()
     try:

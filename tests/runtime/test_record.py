@@ -243,7 +243,7 @@ def test_a_graphs_memory_is_that_which_is_alive_at_once() -> None:
     assert found is not None, why
     player = Player(found, torch.device("cpu"))
     (piece,) = player._pieces
-    assert sum(shape[0] for _, dtype, shape in piece.makes if dtype == torch.uint8) == 2 * 4096
+    assert sum(shape[0] for _, dtype, shape, _ in piece.makes if dtype == torch.uint8) == 2 * 4096
 
 
 def test_what_only_one_piece_uses_is_free_behind_it() -> None:
