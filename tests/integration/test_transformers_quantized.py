@@ -38,6 +38,21 @@ CASES = [
 ]
 
 
+def test_static_scales_of_activations_are_left_out(tmp_path: Path) -> None:
+    """As ModelOpt and compressed-tensors store them for serving. A router's, which is not quantized, is unexpected."""
+    write(tmp_path, "qwen3_moe", "ct-fp8-row")
+    expected = load_quantized(tmp_path).state_dict()
+    names = load_file(tmp_path / "model.safetensors").keys()
+    layers = [name.removesuffix("weight_scale") for name in names if name.endswith(".weight_scale")]
+    attention = [name.removesuffix("q_proj.") for name in layers if name.endswith("q_proj.")]
+    scales = [f"{x}input_scale" for x in layers] + [f"{x}{kv}_scale" for x in attention for kv in "kv"]
+    assert len(scales) > 16
+    change(tmp_path, **{name.replace(".", "__"): torch.tensor(0.1) for name in scales})
+    got = load_quantized(tmp_path).state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
 def same_routing(reference: Any, *models: Any) -> None:
     recorded = force_routing(reference)
     with torch.no_grad():

@@ -93,7 +93,8 @@ def codes(*shape: int) -> torch.Tensor:
 
 
 def open_with(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> QuantizedCheckpoint:
-    save(folder, tensors, {"quantization_config": config} if config else {})
+    apart = {name: x.clone() for name, x in tensors.items()}  # safetensors refuses shared memory
+    save(folder, apart, {"quantization_config": config} if config else {})
     return QuantizedCheckpoint(folder)
 
 
@@ -152,6 +153,24 @@ def test_stacked_fp8_experts_have_scales_under_their_own_name(tmp_path: Path) ->
 def test_what_is_not_read_is_refused_by_name(tensors: dict[str, torch.Tensor], text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=text):
         open_with(tmp_path, tensors)
+
+
+def test_scales_of_activations_are_no_weights(tmp_path: Path) -> None:
+    one, e4m3 = torch.ones(()), codes(4, 32)
+    linear = {"a.weight": e4m3, "a.weight_scale": one, "a.input_scale": one, "a.activation_scale": one}
+    stack = {"up_proj": codes(2, 4, 32), "up_proj_scale": torch.ones(2, 4, 1), "up_proj_input_scale": torch.ones(2)}
+    attention = {"attn.k_scale": one, "v_proj.v_scale": one}
+    with open_with(tmp_path / "fp8", linear | stack | attention) as found:
+        assert found.weights.keys() == {"a.weight", "up_proj"}
+        left_out = {"a.input_scale", "a.activation_scale", "up_proj_input_scale", *attention}
+        assert {*found.activation_scales} == left_out
+        assert found.weights["a.weight"].format == "fp8_tensor"
+    plain = {"b.weight": torch.ones(4, 32), "b.input_scale": one}
+    with open_with(tmp_path / "one", linear | plain) as found:  # a parameter's name may end alike
+        assert found.weights["b.input_scale"].format == "plain"
+    with open_with(tmp_path / "none", plain | attention) as found:
+        assert found.weights.keys() == plain.keys() | attention.keys()
+        assert not found.activation_scales
 
 
 def test_other_methods_and_broken_folders_are_refused(tmp_path: Path) -> None:

@@ -19,13 +19,16 @@ Who writes these formats:
     mxfp4                gpt-oss, compressed-tensors, DeepSeek-V4
     mxfp8                MiniMax-M3, ModelOpt, compressed-tensors
     fp8_block            DeepSeek-V3, Qwen3-FP8, MiniMax-M2, DeepSeek-V4's dense layers
-    fp8_row, fp8_tensor  compressed-tensors
+    fp8_row, fp8_tensor  compressed-tensors, ModelOpt
 
 A value is the element times the scale, even if the scale's name ends in "_inv".
 
 The format of a weight is decided by the names, dtypes and shapes of its tensors. config.json gives the block size and
 the quantization method. Dtypes in config.json are ignored, because `scale_fmt: ue8m0` occurs with scales stored as
 fp32, bf16 and e8m0. Other formats raise ValueError: NVFP4, GPTQ and AWQ integers, bitsandbytes, int8, E5M2.
+
+Scales of activations are not read: `X.input_scale` and `X.activation_scale` of a quantized weight X, and `k_scale`,
+`v_scale` and `q_scale` of attention. Serving engines use them; GEMMs of mxep compute the scales of activations.
 
 Opening a checkpoint reads only headers (names, dtypes, shapes). `StoredWeight.read` reads a weight's bytes. This module
 needs safetensors: `pip install mxep-quant[checkpoints]`. docs/guides/quantized-models.md links the definitions of the
@@ -36,7 +39,7 @@ Letters: N outputs, K inputs. Leading axes, "..", are experts.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +73,8 @@ OTHERS = {
     "_proj_qdata": "a state of mxep's frozen experts: load_state_dict takes it, save_quantized writes a checkpoint",
 }
 """Name endings of tensors in formats that this module cannot read, and what an error says about them."""
+OF_INPUTS, OF_ATTENTION = ("input_scale", "activation_scale"), (".k_scale", ".v_scale", ".q_scale")
+"""Name endings of scales of activations."""
 USUAL_BLOCKS = ((128, 128), (32, 32))
 
 
@@ -138,6 +143,7 @@ class QuantizedCheckpoint:
     Attributes:
         config: contents of config.json, or {} if there is none.
         weights: name -> StoredWeight, in the order of the files.
+        activation_scales: names of stored scales of activations, which are not in `weights`.
 
     Raises ValueError, naming the tensor, for another format, and if a weight and its scale do not fit. Raises
     ValueError if config.json names another quantization method. Raises FileNotFoundError if the folder has no
@@ -153,6 +159,7 @@ class QuantizedCheckpoint:
         if method not in METHODS:
             raise ValueError(f"{self.folder}: expected quant_method {METHODS[1:]}, got {method!r}")
         self.headers = dict(self._read_headers())
+        self.activation_scales: list[str] = []
         self.weights = {weight.name: weight for weight in _weights(self)}
 
     @property
@@ -243,7 +250,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _weights(checkpoint: QuantizedCheckpoint) -> Iterator[StoredWeight]:
-    """Yield a StoredWeight for each stored tensor that is not a scale."""
+    """Yield a StoredWeight for each stored tensor that is not a scale. Adds to `activation_scales`."""
     headers = checkpoint.headers
     scales = {weight: name for weight in headers if (name := _scale_of(weight, headers)) is not None}
     taken = set(scales.values())
@@ -255,10 +262,20 @@ def _weights(checkpoint: QuantizedCheckpoint) -> Iterator[StoredWeight]:
             continue
         if name in scales:
             yield _quantized(checkpoint, name, scales[name])
+        elif _is_of_activations(name, scales):
+            checkpoint.activation_scales.append(name)
         elif header.dtype in PLAIN:
             yield StoredWeight(name, "plain", header.shape, (name,), None, checkpoint)
         else:
             raise ValueError(f"{name}: expected a scale beside {header.dtype} {list(header.shape)}, got none")
+
+
+def _is_of_activations(name: str, quantized: Collection[str]) -> bool:
+    """True if `name` is a scale of activations. quantized: names of the quantized weights."""
+    if name.endswith(OF_ATTENTION):
+        return bool(quantized)
+    stem = next((name.removesuffix(end) for end in OF_INPUTS if name.endswith(end)), None)
+    return stem is not None and (f"{stem}weight" in quantized or stem.removesuffix("_") in quantized)
 
 
 def _scale_of(name: str, headers: dict[str, Header]) -> str | None:
