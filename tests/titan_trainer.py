@@ -17,12 +17,12 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.models import deepseek_v3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
+from benchmarks.titan import Logged, NoTokenizer
 from titan_on_cpu import reduce_over_gloo  # before torchtitan
 
 LENGTH, BATCH = 32, 2
@@ -54,20 +54,6 @@ class Tokens(BaseDataLoader):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.generator.set_state(state_dict[self.name])
-
-
-class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):  # type: ignore[misc]
-        pass
-
-    def __init__(self, config: Config, **_: Any) -> None:
-        super().__init__()
-
-    def encode(self, *_: Any) -> list[int]:
-        raise NotImplementedError
-
-    decode = get_vocab_size = encode
 
 
 def make_config(
@@ -105,19 +91,6 @@ def make_config(
     )
 
 
-class Logged:
-    """In the place of its TensorBoard: what it logs, step by step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.steps.append(metrics)
-
-    def close(self) -> None:
-        pass
-
-
 def train(config: Any, rank: int) -> tuple[list[float], Any]:
     """The losses that it logs, and the trainer, which is to be closed. torch.distributed is initialized."""
     os.environ["LOCAL_RANK"] = str(rank)
@@ -127,4 +100,4 @@ def train(config: Any, rank: int) -> tuple[list[float], Any]:
     clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)  # it sleeps 2 s at its end
     with mock.patch("torchtitan.trainer.time", clock):
         trainer.train()
-    return [metrics["loss_metrics/global_avg_loss"] for metrics in logged.steps], trainer
+    return logged.each("loss_metrics/global_avg_loss"), trainer

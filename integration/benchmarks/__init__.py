@@ -12,5 +12,5 @@ Scripts, `python integration/benchmarks/NAME.py`, each with its command in its d
     front_page                    the README's picture, from docs/results
     frozen, lora_model            experts frozen in MXFP8, MXFP4 or block FP8; LoRA of whole models
     peers, peer_exchange          layers and exchanges of peers and of mxep (docs/lab/peers.md, comms.md)
-    titan                         torchtitan 0.2's trainer
+    titan                         torchtitan's trainer
 """

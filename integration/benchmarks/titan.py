@@ -1,44 +1,71 @@
-"""torchtitan 0.2's own trainer on GPUs, with its experts and with mxep's: tokens/s and losses, one case a launch.
+"""torchtitan 0.3's own trainer on GPUs, with its experts and with mxep's: tokens/s and losses of each case.
 
-    torchrun --nproc-per-node 4 integration/benchmarks/titan.py --model qwen3-30b --case mxfp8 --out titan.jsonl
+    torchrun --nproc-per-node 2 integration/benchmarks/titan.py --layers 8 --out titan.json
 
 The model is torchtitan's with fewer layers. The text is Python's standard library, split into words, so that losses
 fall. Tokens/s, losses and memory are from the trainer's logs. docs/lab/models.md lists packages.
+
+Cases: torchtitan (its experts and all-to-all), a recipe of mxep's experts, and RECIPE-linear with linears in it, too.
 """
+
+from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
+import importlib
 import json
 import os
 import re
 import statistics
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.config.override import OverrideConfig, parse_cli_imports
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.trainer import Trainer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import mxep.integration.torchtitan  # noqa: F401  # torchtitan's own experts need it, too, with torch 2.13
+from benchmarks.script import free_memory, save
 from mxep.integration.launch import NO_MULTICAST
 
-MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 16), "deepseek-16b": ("deepseek_v3", "16B", 16)}
+MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 8), "deepseek-16b": ("deepseek_v3", "16B", 8)}
 MODELS |= {"qwen3-debug": ("qwen3", "debugmodel_moe", 2), "deepseek-debug": ("deepseek_v3", "debugmodel", 2)}
 """Name -> torchtitan's model, its flavor, default number of layers."""
-LINEAR = "-linear"
-CASES = ("torchtitan", "bf16", "mxfp8", "fp8", f"mxfp8{LINEAR}", f"fp8{LINEAR}")
-"""torchtitan's experts, mxep's recipes for experts, and for linears, too."""
-LOG_EVERY, WARM_UP = 10, 20
+OWN, LINEAR = "torchtitan", "-linear"
+CHECKPOINTS = {"none": None, "selective": SelectiveAC, "full": FullAC}
+LOG_EVERY, WARM_UP = 5, 20
 
 
-class Words:
+class Words(BaseDataLoader):  # type: ignore[misc]
     """A rank's dataloader: windows of a text, the same in every run."""
 
-    def __init__(self, text: Tensor, batch: int, length: int, rank: int) -> None:
-        self.text, self.batch, self.length = text, batch, length
-        self.generator = torch.Generator().manual_seed(rank)
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):  # type: ignore[misc]
+        vocabulary: int
+
+    def __init__(self, config: Config, *, dp_rank: int, local_batch_size: int, seq_len: int, **_: Any) -> None:
+        self.text, self.batch, self.length = read_words(config.vocabulary), local_batch_size, seq_len
+        self.generator, self.name = torch.Generator().manual_seed(dp_rank), f"rank{dp_rank}"
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
@@ -47,27 +74,40 @@ class Words:
             yield {"input": window[:, :-1]}, window[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
+        return {self.name: self.generator.get_state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.generator.set_state(state_dict[self.name])
+
+
+class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, *_: Any) -> list[int]:
+        raise NotImplementedError
+
+    decode = get_vocab_size = encode
 
 
 class Logged:
     """Replaces the trainer's TensorBoard and keeps the logged metrics by step."""
 
     def __init__(self) -> None:
-        self.steps: dict[int, dict[str, float]] = {}
+        self.steps: dict[int, dict[str, Any]] = {}
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        names = {"tokens": "throughput(tps)", "loss": "loss_metrics/global_avg_loss"}
-        names |= {"gib": "memory/max_reserved(GiB)", "active_gib": "memory/max_active(GiB)"}
-        self.steps[step] = {short: float(metrics[name]) for short, name in names.items()}
-        loads = [load for name, load in metrics.items() if name.startswith("moe_load/")]
-        self.steps[step]["load"] = max(loads, default=0.0)
+        self.steps[step] = metrics
 
     def close(self) -> None:
         pass
+
+    def each(self, name: str, after: int = 0) -> list[float]:
+        return [float(metrics[name]) for step, metrics in self.steps.items() if step > after]
 
 
 def read_words(vocabulary: int) -> Tensor:
@@ -79,88 +119,97 @@ def read_words(vocabulary: int) -> Tensor:
     return torch.tensor([number.get(word, 0) for word in words])
 
 
-def make_config(args: argparse.Namespace) -> Any:
+def make_config(args: argparse.Namespace, case: str) -> Any:
     """torchtitan's config for a case. torchrun has set the environment."""
-    from torchtitan.config import ConfigManager, JobConfig
-    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
-
-    from mxep.integration.torchtitan.converter import ConverterOptions, build_metrics_processor
-    from mxep.integration.torchtitan.converter import JobConfig as WithOptions
-
     name, flavor, layers = MODELS[args.model]
-    spec = get_train_spec(name)
-    sizes = dataclasses.replace(spec.model_args[flavor], n_layers=args.layers or layers)
-    sizes.attn_type, sizes.attn_mask_type = "sdpa", "causal"  # others want a tokenizer
+    spec = importlib.import_module(f"torchtitan.models.{name}").model_registry(flavor, moe_comm_backend="standard")
+    spec.model.layers = spec.model.layers[: args.layers or layers]
+    for layer in spec.model.layers:  # the others want documents' positions
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    vocabulary = decoder_vocab_size(spec)
+    imports = []
+    if case != OWN:
+        recipe = case.removesuffix(LINEAR)
+        how = {"recipe": recipe, "max_tokens": args.batch * args.length, "capacity": args.capacity}
+        imports.append(f"mxep.integration.torchtitan.routed_experts={json.dumps(how)}")
+        imports.append("mxep.integration.torchtitan.metrics")
+        if case.endswith(LINEAR):
+            imports.append(f"mxep.integration.torchtitan.linears={json.dumps({'recipe': recipe})}")
+    checkpoint = CHECKPOINTS[args.checkpoint]
+    return Trainer.Config(
+        model_spec=spec,
+        dump_folder=tempfile.mkdtemp(),
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocabulary)),
+        metrics=MetricsProcessor.Config(log_freq=args.log_every, disable_color_printing=True),
+        tokenizer=NoTokenizer.Config(),
+        dataloader=Words.Config(vocabulary=vocabulary),
+        optimizer=default_adamw(lr=3e-4),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=min(20, args.steps), total_steps=args.steps),
+        training=TrainingConfig(
+            local_batch_size=args.batch, seq_len=args.length, steps=args.steps, disable_cuda_graphs=True
+        ),
+        # Its default, "spmd_types", needs a newer torch than 2.13.
+        parallelism=ParallelismConfig(
+            expert_parallel_degree=int(os.environ["WORLD_SIZE"]), spmd_backend="partial_dtensor"
+        ),
+        checkpoint=CheckpointManager.Config(enable=False),
+        activation_checkpoint=None if checkpoint is None else checkpoint.Config(),
+        compile=CompileConfig(enable=args.compile),
+        debug=DebugConfig(seed=0),
+        override=OverrideConfig(imports=parse_cli_imports(imports)),
+    )
 
-    def make_words(dp_rank: int, **_: Any) -> Words:
-        return Words(read_words(sizes.vocab_size), args.batch, args.length, dp_rank)
 
-    ours = {"model_args": {"bench": sizes}, "build_dataloader_fn": make_words, "build_tokenizer_fn": None}
-    ours["build_metrics_processor_fn"] = build_metrics_processor
-    register_train_spec("bench", dataclasses.replace(spec, **ours))
-    config: Any = ConfigManager._merge_configs(JobConfig, WithOptions)()
-    config.model.name, config.model.flavor = "bench", "bench"
-    config.job.dump_folder = tempfile.mkdtemp()
-    config.training.local_batch_size, config.training.seq_len = args.batch, args.length
-    config.training.steps, config.metrics.log_freq, config.debug.seed = args.steps, LOG_EVERY, 0
-    config.optimizer.lr, config.lr_scheduler.warmup_steps = 3e-4, min(20, args.steps)
-    config.parallelism.expert_parallel_degree = int(os.environ["WORLD_SIZE"])
-    config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option = args.checkpoint, "op"
-    config.compile.enable = args.compile
-    if args.case != "torchtitan":
-        config.model.converters = ["mxep"]
-        recipe = args.case.removesuffix(LINEAR)
-        how: dict[str, Any] = {"recipe": recipe, "linear": recipe if args.case.endswith(LINEAR) else None}
-        how |= {"dtype": config.training.mixed_precision_param}
-        config.mxep = ConverterOptions(max_tokens=args.batch * args.length, capacity=args.capacity, **how)
-    return config
-
-
-def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure(trainer: Any, args: argparse.Namespace, case: str) -> dict[str, Any]:
     """Train. Returns a row of figures; tokens/s are of all ranks, the median of logs after the warm-up."""
     logged = trainer.metrics_processor.logger = Logged()
     trainer.train()
-    speeds = [found["tokens"] for step, found in logged.steps.items() if step > WARM_UP]
     world = int(os.environ["WORLD_SIZE"])
-    result = {name: getattr(args, name) for name in ("model", "case", "compile", "checkpoint", "batch", "length")}
-    result |= {"layers": trainer.model_args.n_layers, "ranks": world, "capacity": args.capacity}
-    result["tokens_per_second"] = world * statistics.median(speeds) if speeds else None
-    result["spread"] = [world * min(speeds), world * max(speeds)] if speeds else None
-    result |= {name: max(found[name] for found in logged.steps.values()) for name in ("gib", "active_gib")}
-    result["losses"] = {step: found["loss"] for step, found in logged.steps.items()}
-    result["loads"] = {step: found["load"] for step, found in logged.steps.items()}
-    return result
+    row = {name: getattr(args, name) for name in ("model", "compile", "checkpoint", "batch", "length", "capacity")}
+    row |= {"case": case, "layers": len(trainer.model_parts[0].layers), "ranks": world}
+    if speeds := [world * speed for speed in logged.each("throughput(tps)", after=min(WARM_UP, args.steps - 1))]:
+        row |= {"tokens/s": statistics.median(speeds), "spread": [min(speeds), max(speeds)]}
+    row |= {"reserved GiB": max(logged.each("memory/max_reserved(GiB)"))}
+    losses = logged.each("loss_metrics/global_avg_loss")
+    return row | {"losses": dict(zip(logged.steps, losses))}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="torchtitan 0.2's trainer with its experts or mxep's, under torchrun")
+    parser = argparse.ArgumentParser(description="torchtitan 0.3's trainer with its experts or mxep's, under torchrun")
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b")
-    parser.add_argument("--case", choices=CASES, default="mxfp8")
+    parser.add_argument("--cases", nargs="+", default=[OWN, "mxfp8"], help=f"{OWN}, RECIPE, or RECIPE{LINEAR}")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--log-every", type=int, default=LOG_EVERY)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="none", help="of activations")
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="none", help="of activations")
     parser.add_argument("--capacity", type=float, help="rows that fit, in balanced loads; default: the worst case")
-    parser.add_argument("--out", type=Path, default=Path("titan.jsonl"))
+    parser.add_argument("--commit", help="of these sources, where there is no git")
+    parser.add_argument("--out", type=Path, default=Path("titan.json"))
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     from torchtitan.tools.logging import init_logger
-    from torchtitan.train import Trainer
 
     args = parse()
     os.environ.update(NO_MULTICAST)
     init_logger()
-    trainer = Trainer(make_config(args))
-    result = measure(trainer, args)
-    trainer.close()
-    if int(os.environ["RANK"]) == 0:
-        with args.out.open("a") as stream:
-            stream.write(json.dumps(result) + "\n")
-    torch.distributed.destroy_process_group()
+    rows = []
+    for case in args.cases:
+        trainer = make_config(args, case).build()
+        rows.append(measure(trainer, args, case))
+        trainer.close()
+        del trainer
+        torch._dynamo.reset()
+        free_memory()
+        torch.cuda.reset_peak_memory_stats()
+        if os.environ["RANK"] == "0":
+            print(json.dumps(rows[-1]), flush=True)
+        save(args.out, rows, args.commit)  # after each case, because the next may fail
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

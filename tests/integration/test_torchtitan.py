@@ -386,9 +386,33 @@ def test_checkpoints_and_loads_are_torchtitans(ctx: Context, tmp_path: Path) -> 
 
     mxep = overridden("bf16", linear="bf16")
     _, (_, trainer) = run("own", None, 2), run("mxep", mxep, 2)
-    loads = [metrics["moe_load/layers.1"] for metrics in trainer.metrics_processor.logger.steps]
+    loads = trainer.metrics_processor.logger.each("moe_load/layers.1")
     assert all(1 <= load <= 8 for load in loads)  # of 8 experts
     # The fourth loss is behind a step of the optimizer, whose state is in the checkpoint, too.
     whole, _ = deepseek_v3(ctx.rank)
     for rest in (run("own", mxep, 4, 2)[0], run("mxep", None, 4, 2)[0]):
         torch.testing.assert_close(rest, whole[2:], rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_the_benchmark_measures_its_cases(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import titan
+    from titan_on_cpu import reduce_over_gloo
+
+    monkeypatch.setenv("LOCAL_RANK", str(ctx.rank))
+    monkeypatch.setenv("WORLD_SIZE", str(ctx.world_size))
+    sizes = ["--model", "qwen3-debug", "--layers", "1", "--length", "32", "--batch", "2"]
+    args = titan.parse([*sizes, "--steps", "3", "--log-every", "1"])
+    rows = []
+    for case in (titan.OWN, "mxfp8-linear"):
+        trainer = titan.make_config(args, case).build()
+        reduce_over_gloo(trainer.model_parts[0])
+        rows.append(titan.measure(trainer, args, case))
+        trainer.close()
+    for row in rows:
+        assert row["tokens/s"] > 0
+        assert list(row["losses"]) == [1, 2, 3]
+    own, ours = (list(row["losses"].values()) for row in rows)
+    assert own != ours
+    torch.testing.assert_close(ours, own, rtol=0, atol=2e-2)

@@ -1,20 +1,12 @@
-"""Routed experts for torchtitan: overrides for 0.3 (`overrides.py`), a model converter for 0.2 (`converter.py`).
+"""Routed experts for torchtitan 0.3, as overrides of its configs.
 
     --override.imports 'mxep.integration.torchtitan.routed_experts={"recipe": "mxfp8"}'
-
-    --job.custom_config_module mxep.integration.torchtitan.converter --model.converters mxep --mxep.recipe mxfp8
 
 `linears` is a second override, for the linears of attention, dense MLPs and shared experts. `metrics` is a third, which
 logs the experts' loads.
 """
 
-import importlib.util
-
 from .options import Options
+from .overrides import linears, metrics, routed_experts
 
-__all__ = ["Options"]
-
-if importlib.util.find_spec("torchtitan.config.override"):  # torchtitan 0.3
-    from .overrides import linears, metrics, routed_experts
-
-    __all__ += ["linears", "metrics", "routed_experts"]
+__all__ = ["Options", "linears", "metrics", "routed_experts"]

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import Configurable, derive
@@ -31,8 +32,10 @@ from mxep.gemm import Recipe
 from mxep.gemm.functional import module_forward
 from mxep.gemm.recipe import recipe_of
 
-from . import options
 from .options import Options, check_backend
+
+if not hasattr(dist, "set_timeout"):  # torchtitan 0.3.0 calls it; torch 2.13 has it under this name
+    dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 
 
 def override(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -176,13 +179,36 @@ def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
     return derive(config, QuantizedLinear.Config, recipe=chosen, backend=backend)
 
 
-class LoadMetrics(options.LoadMetrics):
+class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
+    """Also logs `loads` over the ep mesh."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
         pass
+
+    def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        mesh = self.parallel_dims.get_optional_mesh("ep")
+        found = loads(self.model_parts or [], None if mesh is None else mesh.get_group())
+        super().log(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
 
 
 @override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")
 def metrics(config: Any) -> Any:
     """torchtitan's metrics, and loads of the experts that mxep runs."""
     return derive(config, LoadMetrics.Config)
+
+
+def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
+    """Busiest expert's tokens / mean, by layer, since the last call: clears the experts' load_E. Collective."""
+    modules = [named for part in model_parts for named in part.named_modules()]
+    layers = {name: module.load_E for name, module in modules if isinstance(getattr(module, "load_E", None), Tensor)}
+    if not layers:
+        return {}
+    counts = torch.stack(list(layers.values()))
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    for load_E in layers.values():
+        load_E.zero_()
+    largest = counts.amax(1) / counts.double().mean(1).clamp_min(1e-9)
+    names = (name.replace("._checkpoint_wrapped_module", "").partition(".moe.")[0] for name in layers)
+    return {f"moe_load/{name}": load for name, load in zip(names, largest.tolist())}
