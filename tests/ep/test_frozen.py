@@ -240,6 +240,14 @@ def test_a_model_is_frozen_layer_by_layer() -> None:
         freeze_experts(model)
 
 
+def test_layers_that_share_experts_share_them_frozen() -> None:
+    one, other = (MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe="mxfp8", dispatcher="local") for _ in range(2))
+    other.experts = one.experts
+    assert freeze_experts(nn.Sequential(one, other)) == 1
+    assert isinstance(one.experts, FrozenExperts)
+    assert one.experts is other.experts
+
+
 def call(gate_up: Any, down: Any, dispatcher: LocalDispatcher | None = None, recipe: str = "mxfp8") -> None:
     ids, weights = torch.zeros(T, TOP_K, dtype=torch.int32), torch.ones(T, TOP_K)
     how: dict[str, Any] = {"dispatcher": dispatcher or LocalDispatcher(EXPERTS), "recipe": Recipe.named(recipe)}

@@ -1,5 +1,7 @@
 """FrozenWeight: what it stores, that nothing casts it, and that its bytes come back."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,6 +80,15 @@ def test_signs_of_zeros_and_nan_blocks_come_back() -> None:
     frozen = freeze(shipped, folded=False)
     assert torch.equal(frozen.shipped().qdata.view(torch.uint8), qdata)
     assert frozen.dequantize()[1, 2, 32:64].isnan().all()
+
+
+@pytest.mark.parametrize(("fmt", "block_size"), [("fp8_block", (128, 128)), ("fp8_row", (1, K))])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_fp32_scales_that_are_not_finite_are_refused(fmt: Any, block_size: tuple[int, int], bad: float) -> None:
+    blocks = quantize_blocks(weight(), block_size=block_size)
+    blocks.scale[1, 0, 0] = bad
+    with pytest.raises(ValueError, match="expected finite weights and scales, got 1 scales that are NaN or Inf"):
+        freeze(blocks, fmt)
 
 
 def test_block_fp8_freezes_with_its_values() -> None:

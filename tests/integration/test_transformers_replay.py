@@ -199,8 +199,20 @@ def test_errors_say_what_is_expected_and_leave_the_model() -> None:
     with pytest.raises(ValueError, match="mlp: expected ids of 48 tokens, got 24"), replay_routing(model, ids[:1]):
         model(input_ids=token_ids())
     with (
-        pytest.raises(ValueError, match=r"expected a router that calls torch\.topk over 4 experts"),
+        pytest.raises(ValueError, match=r"mlp: expected ids of 2 experts per token, got 1"),
         replay_routing(model, ids[..., :1]),
+    ):
+        model(input_ids=token_ids())
+    choose = model.model.layers[0].mlp.gate.forward
+
+    def unseen(*given: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return choose(*given)
+
+    model.model.layers[0].mlp.gate.forward = unseen
+    with (
+        pytest.raises(ValueError, match=r"mlp: expected a router that calls torch\.topk over 4 experts"),
+        replay_routing(model, ids),
     ):
         model(input_ids=token_ids())
     with record_routing(model) as calls:

@@ -106,25 +106,34 @@ def _replay(forward: Any, name: str, num_experts: int, ids: Tensor, *given: Any,
     """Forward of an MoE block with the router's choice replaced."""
     with (mode := _Chosen(name, num_experts, ids)):
         out = forward(*given, **how)
+    if not mode.done and mode.other_k is not None:
+        raise ValueError(f"{name}: expected ids of {mode.other_k} experts per token, got {ids.shape[-1]}")
     if not mode.done:
         raise ValueError(f"{name}: expected a router that calls torch.topk over {num_experts} experts")
     return out
 
 
 class _Chosen(TorchFunctionMode):
-    """Makes top k over experts return the given ids (T, K) and their scores."""
+    """Makes top k over experts return the given ids (T, K) and their scores.
+
+    done: True after that. other_k: the last K of a top k over experts that was left alone.
+    """
 
     def __init__(self, name: str, num_experts: int, ids: Tensor) -> None:
         super().__init__()
         self.name, self.num_experts, self.ids, self.done = name, num_experts, ids, False
+        self.other_k: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return out
         scores = args[0] if args else kwargs["input"]
-        if scores.shape[-1] != self.num_experts or out.indices.shape[-1] != self.ids.shape[-1] or scores.dim() != 2:
-            return out  # top k over groups of experts, or in an auxiliary loss
+        if scores.shape[-1] != self.num_experts or scores.dim() != 2:
+            return out  # top k over groups of experts
+        if (k := out.indices.shape[-1]) != self.ids.shape[-1]:
+            self.other_k = k
+            return out  # in an auxiliary loss
         if len(scores) != len(self.ids):
             raise ValueError(f"{self.name}: expected ids of {len(scores)} tokens, got {len(self.ids)}")
         self.done = True

@@ -162,16 +162,26 @@ def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: boo
     Raises ValueError, without changing anything, if the model has no `Experts`, or if FSDP2 has sharded any. If
     `freeze` raises later, some layers may already be frozen.
     """
-    found = [(m, name) for m in model.modules() for name, child in m.named_children() if isinstance(child, Experts)]
+    found: dict[Experts, list[tuple[nn.Module, str]]] = {}  # layers may share their experts
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, Experts):
+                found.setdefault(child, []).append((parent, name))
     if not found:
         raise ValueError("freeze_experts: expected a model with mxep.ep.Experts, got none")
-    for parent, name in found:
-        experts = getattr(parent, name)
+    for experts, places in found.items():
         check_not_fsdp(experts, "freeze_experts")
-        here, wanted = len(local_tensor(experts.down_proj.data)), getattr(parent, "dispatcher", None)
-        if wanted is not None and here != wanted.num_local_experts:
-            raise ValueError(f"freeze_experts: expected {wanted.num_local_experts} experts of this rank, got {here}")
-    for parent, name in found:
-        frozen = FrozenExperts.of(getattr(parent, name), fmt, folded=folded)
-        setattr(parent, name, frozen.train(parent.training))
-    return len(found)
+        here = len(local_tensor(experts.down_proj.data))
+        for parent, _ in places:
+            wanted = getattr(parent, "dispatcher", None)
+            if wanted is not None and here != wanted.num_local_experts:
+                expected = wanted.num_local_experts
+                raise ValueError(f"freeze_experts: expected {expected} experts of this rank, got {here}")
+    count = len(found)
+    del experts, places
+    while found:
+        experts, places = found.popitem()  # so that they are freed before the next
+        frozen = FrozenExperts.of(experts, fmt, folded=folded)
+        for parent, name in places:
+            setattr(parent, name, frozen.train(parent.training))
+    return count

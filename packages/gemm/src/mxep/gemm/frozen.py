@@ -171,7 +171,8 @@ def freeze(w: Tensor | BlockFP8, fmt: FrozenFormat = "mxfp8", *, folded: bool = 
     If w is an MXTensor, the result shares its scales, and if not folded its qdata. Waits for the device.
 
     Raises ValueError for other formats and shapes. If folded, it also raises ValueError if more than one in 1024
-    elements of a group do not fold exactly. This happens if norms within a row differ by 2^10.
+    elements of a group do not fold exactly. This happens if norms within a row differ by 2^10. In formats with fp32
+    scales, it raises ValueError if a scale is NaN or Inf.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
@@ -209,6 +210,8 @@ def _freeze_blocks(w: Tensor | BlockFP8, fmt: str) -> FrozenWeight:
         raise ValueError(f"freeze: expected {fmt}, blocks of {block}, got {w}")
     blocks = quantize_blocks(w, block_size=block) if isinstance(w, Tensor) else w
     scale = blocks.scale_values().contiguous()
+    if not scale.is_meta and (bad := int((~scale.isfinite()).sum())):
+        raise ValueError(f"freeze: expected finite weights and scales, got {bad} scales that are NaN or Inf")
     return FrozenWeight(blocks.qdata.contiguous().view(torch.uint8), scale.view(torch.uint8))
 
 
