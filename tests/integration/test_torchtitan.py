@@ -204,7 +204,7 @@ def test_options_are_checked_before_anything_is_made(options: dict[str, Any], me
 
 
 def test_options_of_nodes_reach_the_dispatcher() -> None:
-    from mxep.integration.torchtitan.options import Options
+    from mxep.integration.torchtitan import Options
 
     options = Options(dispatcher="hierarchical", ranks_per_node=2, nodes_per_token=1, capacity=1.25, overflow="drop")
     dispatch = options.dispatch()
@@ -219,7 +219,7 @@ def test_hugging_faces_names_and_tensors_stay(model: str, tmp_path: Path) -> Non
     from torchtitan.config.override import apply_overrides
     from torchtitan.models.common.linear import Linear
 
-    from mxep.integration.torchtitan.overrides import Experts, QuantizedLinear
+    from mxep.integration.torchtitan import Experts, QuantizedLinear
     from titan_trainer import make_config
 
     found, weights = [], None
