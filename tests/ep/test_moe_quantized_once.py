@@ -15,6 +15,9 @@ from ranks import Context, distributed
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+lookup = quantize_once.QuantizedOnce._get
+
+
 def layer(recipe: str = "mxfp8", seed: int = 0) -> MoE:
     torch.manual_seed(seed)
     return MoE(64, 64, 4, 2, recipe=recipe, dispatcher=LocalDispatcher(4), device=DEVICE)
@@ -112,6 +115,22 @@ def test_micro_batches_share_quantized_weights() -> None:
         for optimizer in optimizers:
             optimizer.step()
         assert torch.equal(moe(x), alone(x))
+
+
+def test_later_micro_batches_look_up_no_weight_until_one_changes() -> None:
+    moe, other = layer(), layer(seed=1)
+    with mock.patch.object(quantize_once.QuantizedOnce, "_get", autospec=True, side_effect=lookup) as seen:
+        with quantize_weights_once():
+            step(moe, moe, 3)
+            assert seen.call_count == 4, "two weights, both ways"
+            with torch.no_grad():
+                moe.experts.down_proj.mul_(1)  # as PEFT writes what was there
+            step(moe, moe, 3)
+            assert seen.call_count == 8
+            moe.experts.down_proj.data = other.experts.down_proj.data  # other memory: another weight
+            got = step(moe, moe)
+            assert seen.call_count == 12
+        assert all(torch.equal(*pair) for pair in zip(got, step(moe, moe), strict=True))
 
 
 @distributed(2)

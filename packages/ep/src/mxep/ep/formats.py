@@ -9,6 +9,7 @@ T tokens of this rank, S slots (rows of the receive buffer), R_max maximum rows 
 included, D model dim, F hidden dim, e local experts, r LoRA's rank.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.backends.base import is_transposed
 from mxep.gemm.frozen import FrozenWeight
-from mxep.gemm.quantize_once import SavedWeight, Weight, is_held, rowwise_and_saved
+from mxep.gemm.quantize_once import SavedWeight, Weight, is_held, remembered, rowwise_and_saved
 from mxep.quant import MXFormat, MXParts, MXTensor, SwiGLU
 from mxep.runtime.bundle import Bundle, Operands
 from mxep.runtime.replay import replayed
@@ -322,7 +323,8 @@ def held_rowwise(
     """Both weights quantized for forward, if `quantize_weights_once` holds them; else None."""
     if not is_held(gate_up_proj, config.recipe):
         return None
-    return quantize_rowwise.direct(gate_up_proj, down_proj, config=config, dgrad=dgrad)  # type: ignore[no-any-return]
+    make = functools.partial(quantize_rowwise.direct, gate_up_proj, down_proj, config=config, dgrad=dgrad)
+    return remembered(make, (gate_up_proj, down_proj), "rowwise", config, dgrad)  # type: ignore[no-any-return,arg-type]
 
 
 def held_colwise(
@@ -331,8 +333,12 @@ def held_colwise(
     """Both weights quantized for dgrad, if `quantize_weights_once` holds them; else None."""
     if not is_held(gate_up_proj, config.recipe):
         return None
-    both = saved_weights(gate_up_proj, down_proj, saved)
-    return quantize_colwise.direct(*both, config=config, recompute=recompute)  # type: ignore[no-any-return]
+
+    def make() -> ColwiseWeights:
+        both = saved_weights(gate_up_proj, down_proj, saved)
+        return quantize_colwise.direct(*both, config=config, recompute=recompute)  # type: ignore[no-any-return]
+
+    return remembered(make, (gate_up_proj, down_proj), "colwise", config, recompute)  # type: ignore[no-any-return,arg-type]
 
 
 class GradientForm(NamedTuple):
