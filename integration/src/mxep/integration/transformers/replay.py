@@ -117,12 +117,17 @@ class _Chosen(TorchFunctionMode):
     def __init__(self, name: str, num_experts: int, ids: Tensor) -> None:
         super().__init__()
         self.name, self.num_experts, self.ids, self.done = name, num_experts, ids, False
+        self.masked: tuple[Any, Any] = (None, None)  # the last masked tensor, and what it was before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func in (torch.masked_fill, Tensor.masked_fill):
+            self.masked = out, args[0]
         if func not in (torch.topk, Tensor.topk):
             return out
         scores = args[0] if args else kwargs["input"]
+        if scores is self.masked[0]:  # DeepSeek-V2 takes weights from scores that are 0 in groups it did not choose
+            scores = self.masked[1]
         if scores.shape[-1] != self.num_experts or out.indices.shape[-1] != self.ids.shape[-1] or scores.dim() != 2:
             return out  # top k over groups of experts, or in an auxiliary loss
         if len(scores) != len(self.ids):
