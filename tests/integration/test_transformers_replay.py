@@ -78,6 +78,22 @@ def test_weights_are_of_scores_in_all_groups() -> None:
         assert torch.equal(scores[layer].gather(1, ids.flatten(0, 1)[:, layer]), weights[layer])
 
 
+def test_layers_that_choose_by_the_token_alone_go_on_doing_so() -> None:
+    model, ids = tiny("deepseek_v4", "mxep_bf16", mlp_layer_types=["hash_moe", "moe"]), random_ids()
+    table = model.model.layers[0].mlp.gate.tid2eid
+    table.copy_(torch.rand(len(table), EXPERTS, generator=torch.Generator().manual_seed(5)).argsort(-1)[:, :TOP_K])
+    with replay_routing(model, ids):
+        step(model)
+    hashed, chosen = used(model).unbind(1)
+    assert torch.equal(hashed, table[token_ids().flatten()])
+    assert torch.equal(chosen, ids[:, :, 1].flatten(0, 1))
+    with record_routing(model) as calls:
+        wanted = step(model)
+    with replay_routing(model, joined_routing(calls, BATCH)):
+        got = step(model)
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_ids_come_in_any_shape_and_integer_type(dtype: torch.dtype) -> None:
     """SGLang's and vLLM's (T, L, K), verl's (batch, length, L, K), Megatron's (T, K) a layer; dense layers in L."""
