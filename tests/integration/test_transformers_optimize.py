@@ -238,6 +238,13 @@ def test_what_cannot_be_served_is_left_and_told() -> None:
     assert done == {"loss": "left: its lm_head has a bias", "attention": "left: GptOssForCausalLM has no SDPA"}
 
 
+def test_a_model_that_peft_wrapped_is_told_to_come_before() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model_of(), peft.LoraConfig(r=8, target_modules=["q_proj"]))
+    done = optimize(adapted, **NOTHING | {"loss": True})
+    assert done == {"loss": f"left: it is a {type(adapted).__name__}, not a PreTrainedModel: call optimize before PEFT"}
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_layers_are_compiled_too(use_reentrant: bool) -> None:
     model = model_of()

@@ -186,7 +186,9 @@ class DeferredHead(nn.Linear):
 def reason_to_keep_loss(model: nn.Module) -> str | None:
     """Say why `defer_head` does not work for a model. None if it does."""
     head: Any = getattr(model, "lm_head", None)
-    if not isinstance(model, PreTrainedModel) or type(head) not in (nn.Linear, DeferredHead):
+    if not isinstance(model, PreTrainedModel):
+        return f"it is a {type(model).__name__}, not a PreTrainedModel: call optimize before PEFT"
+    if type(head) not in (nn.Linear, DeferredHead):
         return f"its lm_head is {type(head).__name__}, not nn.Linear"
     if head.bias is not None:
         return "its lm_head has a bias"
