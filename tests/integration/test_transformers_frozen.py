@@ -20,7 +20,14 @@ from integration.test_transformers_experts import made, run
 from integration.tiny_models import force_routing, tiny, token_ids, worst
 from mxep.ep.lora import LoRAWeights
 from mxep.integration.metrics import snr
-from mxep.integration.transformers import FrozenExperts, MxepCallback, expert_parallel, freeze_experts, quantized
+from mxep.integration.transformers import (
+    FrozenExperts,
+    MxepCallback,
+    expert_parallel,
+    freeze_experts,
+    quantized,
+    save_quantized,
+)
 from mxep.integration.transformers.experts import is_experts, weight_names
 from ranks import Context, distributed
 
@@ -154,6 +161,19 @@ def test_weights_are_bytes_that_casts_and_states_keep(tmp_path: Path) -> None:
     assert torch.equal(step(other)["logits"], wanted)
     with pytest.raises(RuntimeError, match="floating point"):
         experts.requires_grad_(True)
+
+
+def test_weights_that_accelerate_offloaded_are_refused(tmp_path: Path) -> None:
+    """They are on meta until a forward. Frozen on meta, they would be missing from accelerate's map of weights."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny(implementation="mxep_mxfp8")
+    accelerate.cpu_offload(model.model.layers[1], torch.device("cpu"))
+    kinds = [type(module) for module in model.modules()]
+    for refused in (freeze_experts, lambda given: save_quantized(given, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"all weights in memory, got those of model\.layers\.1.* offloaded"):
+            refused(model)
+    assert kinds == [type(module) for module in model.modules()]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_trainer_saves_and_resumes_with_the_bytes(tmp_path: Path) -> None:

@@ -140,6 +140,37 @@ def test_each_part_alone_keeps_the_gradients() -> None:
         assert_close(gradients(model), expected, 40)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_causal_attention_continues_a_cache_as_sdpa_does(training: bool) -> None:
+    ids, models = token_ids(), [tiny("qwen3_moe", "mxep_bf16").train(training) for _ in range(2)]
+    optimize(models[1], **NOTHING | {"attention": "causal"})
+    optimize(models[1], **NOTHING | {"attention": "causal"})
+    assert len(models[1].model._forward_pre_hooks) == 1
+    for seen in ([10], [6, 1]):  # tokens of the forwards before; is_causal alone counts queries from the first key on
+        found = []
+        for model in models:
+            cache = None
+            for part in ids.tensor_split(torch.tensor(seen).cumsum(0), 1):
+                out = model(input_ids=part, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+            found.append(out.logits)
+        assert snr(*found) > 100
+
+
+def test_causal_attention_generates_from_padded_prompts_and_in_a_static_cache() -> None:
+    ids, models = token_ids(), [tiny("qwen3_moe", "mxep_bf16").eval() for _ in range(2)]
+    optimize(models[1], **NOTHING | {"attention": "causal"})
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    for more in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        one, other = (
+            model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **how, **more) for model in models
+        )
+        assert torch.equal(one.sequences, other.sequences)
+        assert snr(torch.stack(one.logits), torch.stack(other.logits)) > 100
+
+
 def test_experts_become_mxeps_unless_they_are() -> None:
     model = model_of(name="eager")
     assert optimize(model, **NOTHING | {"experts": "mxep_bf16"})["experts"] == "2 modules by mxep_bf16"
@@ -205,6 +236,13 @@ def test_what_cannot_be_served_is_left_and_told() -> None:
     model.lm_head = torch.nn.Linear(64, 64, bias=True, dtype=torch.bfloat16)
     done = optimize(model, compile=False)
     assert done == {"loss": "left: its lm_head has a bias", "attention": "left: GptOssForCausalLM has no SDPA"}
+
+
+def test_a_model_that_peft_wrapped_is_told_to_come_before() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model_of(), peft.LoraConfig(r=8, target_modules=["q_proj"]))
+    done = optimize(adapted, **NOTHING | {"loss": True})
+    assert done == {"loss": f"left: it is a {type(adapted).__name__}, not a PreTrainedModel: call optimize before PEFT"}
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

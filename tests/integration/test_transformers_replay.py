@@ -22,7 +22,7 @@ from mxep.integration.transformers.experts import layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, LENGTH, LAYERS, TOP_K, EXPERTS = 2, 24, 2, 2, 4
-KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v4", "gpt_oss")
+KINDS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v4", "gpt_oss")
 
 
 def random_ids(seed: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -63,6 +63,35 @@ def test_weights_are_the_routers_own_with_gradients(kind: str) -> None:
     router = next(name for name in wanted if ".mlp.gate.weight" in name or ".mlp.router.weight" in name)
     assert got[router].abs().sum() > 0
     assert worst(wanted, got)[0] > 90
+
+
+def test_weights_are_of_scores_in_all_groups() -> None:
+    """DeepSeek-V2's top k sees scores of 0 in groups that the router does not choose."""
+    model, ids = tiny("deepseek_v2", "mxep_bf16"), random_ids()
+    scores, weights = [], []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, given, out: scores.append(out[0].softmax(-1)))
+        layer.mlp.experts.register_forward_pre_hook(lambda _, given: weights.append(given[2]))
+    with replay_routing(model, ids):
+        step(model)
+    for layer in range(LAYERS):
+        assert torch.equal(scores[layer].gather(1, ids.flatten(0, 1)[:, layer]), weights[layer])
+
+
+def test_layers_that_choose_by_the_token_alone_go_on_doing_so() -> None:
+    model, ids = tiny("deepseek_v4", "mxep_bf16", mlp_layer_types=["hash_moe", "moe"]), random_ids()
+    table = model.model.layers[0].mlp.gate.tid2eid
+    table.copy_(torch.rand(len(table), EXPERTS, generator=torch.Generator().manual_seed(5)).argsort(-1)[:, :TOP_K])
+    with replay_routing(model, ids):
+        step(model)
+    hashed, chosen = used(model).unbind(1)
+    assert torch.equal(hashed, table[token_ids().flatten()])
+    assert torch.equal(chosen, ids[:, :, 1].flatten(0, 1))
+    with record_routing(model) as calls:
+        wanted = step(model)
+    with replay_routing(model, joined_routing(calls, BATCH)):
+        got = step(model)
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])

@@ -191,6 +191,18 @@ def test_step3s_experts_equal_their_own_code(limits: list[float] | None) -> None
     assert lowest > 112, name
 
 
+def test_route_experts_refuses_forwards_that_accelerate_replaced() -> None:
+    """A hook calls the old class's forward, so another class would change nothing."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = tiny("llama4")
+    hooks.add_hook_to_module(model.model.layers[1].feed_forward, hooks.AlignDevicesHook("cpu"))
+    before = step(model)["logits"]
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.feed_forward: got a forward that was replaced"):
+        route_experts(model, "mxep_mxfp8")
+    assert model.config._experts_implementation == "eager"
+    assert torch.equal(step(model)["logits"], before)
+
+
 def test_route_experts_refuses_other_models() -> None:
     with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM: got no experts of Llama 4, Step 3\.7 or"):
         route_experts(tiny(), "mxep_bf16")

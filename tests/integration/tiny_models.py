@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV4Config,
     GptOssConfig,
@@ -47,10 +48,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 _V4 = {"q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 1, "hc_mult": 2, "sliding_window": 64, "n_routed_experts": 4}
 _V4 |= {"layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["moe"] * 2, "partial_rotary_factor": 0.5}
+_V2 = {"moe_intermediate_size": 32, "n_routed_experts": 4, "topk_method": "group_limited_greedy", "n_group": 2}
 OTHERS: dict[str, Callable[[], Any]] = {
+    "deepseek_v2": lambda: DeepseekV2Config(**_BASE | _DEEPSEEK | _V2),
     "deepseek_v4": lambda: DeepseekV4Config(
         **_BASE | {"num_key_value_heads": 1}, **_V4, head_dim=32, moe_intermediate_size=32, num_nextn_predict_layers=0
-    )
+    ),
 }
 """Of which few tests are."""
 

@@ -53,6 +53,7 @@ from mxep.quant.checkpoint import INDEX
 
 from ..metrics import LIMIT, snr
 from .experts import experts_in, implementation_of, weight_names
+from .parallel import check_in_memory
 from .quantized import CONVERSIONS, FrozenExperts
 
 Format = Literal["mxfp8", "mxfp4", "fp8_block", "fp8_row"]
@@ -92,6 +93,7 @@ def save_quantized(
     if fmt not in LAYOUTS:
         raise ValueError(f"save_quantized: expected fmt {', '.join(LAYOUTS)}, got {fmt!r}")
     experts = experts_in(model, "save_quantized")
+    check_in_memory(model, "save_quantized")
     if not isinstance(model, PreTrainedModel):  # its tensors have other names
         raise ValueError(
             f"save_quantized: expected a PreTrainedModel, got {type(model).__name__}: merge PEFT's adapters"

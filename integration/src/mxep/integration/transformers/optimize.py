@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -185,7 +186,9 @@ class DeferredHead(nn.Linear):
 def reason_to_keep_loss(model: nn.Module) -> str | None:
     """Say why `defer_head` does not work for a model. None if it does."""
     head: Any = getattr(model, "lm_head", None)
-    if not isinstance(model, PreTrainedModel) or type(head) not in (nn.Linear, DeferredHead):
+    if not isinstance(model, PreTrainedModel):
+        return f"it is a {type(model).__name__}, not a PreTrainedModel: call optimize before PEFT"
+    if type(head) not in (nn.Linear, DeferredHead):
         return f"its lm_head is {type(head).__name__}, not nn.Linear"
     if head.bias is not None:
         return "its lm_head has a bias"
@@ -280,7 +283,11 @@ def _after(model: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
 CAUSAL = "mxep_causal"
 """SDPA with is_causal and no mask. transformers (5.17 to 5.23) makes no mask for a name that is not its own. For "sdpa"
 it makes one while a graph is captured, and attention takes longer with a mask."""
-ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
+MASKED = "mxep_masked"
+"""The same with SDPA's masks, for forwards of such a model that do not train, or that continue a cache."""
+for _name in (CAUSAL, MASKED):
+    ALL_ATTENTION_FUNCTIONS.register(_name, sdpa_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED, sdpa_mask)
 
 _COMPILED, _EAGER, _EXPERTS = "_mxep_compiled", "_mxep_eager", "_mxep_experts"
 """Attributes of a compiled decoder layer: whether its last training forward was compiled, whether the next ones must
@@ -308,8 +315,8 @@ def optimize(
     linears: a recipe, as "mxfp8"; None leaves them.
     loss: compute it by `linear_cross_entropy`, loss_rows tokens at a time, in training forwards with labels. These
         return no logits. head_gradient: dtype in which chunks sum the head's gradient, fp32 or bf16.
-    attention: "sdpa" replaces eager attention. "causal" also never makes a mask, nor syncs to see if one is needed: for
-        batches without padding on the left and without packing. None leaves attention.
+    attention: "sdpa" replaces eager attention. "causal" also makes no mask in training, nor syncs to see if one is
+        needed: for batches without padding on the left and without packing. None leaves attention.
     compile: `torch.compile` of each decoder layer, in training; one graph serves all layers. Compiled experts keep no
         routing, so `load_report` leaves them out. Layers checkpointed with use_reentrant=True stay eager.
 
@@ -354,8 +361,10 @@ def optimize(
         was = config._attn_implementation
         if was == "eager" and not model._supports_sdpa:
             done["attention"] = f"left: {type(model).__name__} has no SDPA"
-        elif was != implementation and (was == "eager" or attention == "causal"):
+        elif was not in (implementation, MASKED) and (was == "eager" or attention == "causal"):
             model.set_attn_implementation(implementation)
+            if attention == "causal":
+                model.base_model.register_forward_pre_hook(_choose_masks, with_kwargs=True)
             done["attention"] = f"{implementation} instead of {was}, cuDNN {torch.backends.cudnn.version()}"
     if compile:
         todo = [block for block in blocks if not hasattr(type(block), "_mxep_base")]
@@ -367,6 +376,15 @@ def optimize(
     for part, what in done.items():
         logging.getLogger("mxep.transformers").info("optimize: %s: %s", part, what)
     return done
+
+
+def _choose_masks(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Make masks in evaluation, and after a cache: without one, the first query sees the first key only."""
+    config = base.config.get_text_config()
+    if config._attn_implementation in (CAUSAL, MASKED):
+        given = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+        alone = base.training and torch.is_grad_enabled() and not given
+        config._attn_implementation = CAUSAL if alone else MASKED
 
 
 def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:

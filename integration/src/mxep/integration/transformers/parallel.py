@@ -128,6 +128,7 @@ def expert_parallel(
     how = registered(implementation)
     group_of(mesh)
     found = experts_in(model, "expert_parallel")
+    check_in_memory(model, "expert_parallel")
     for name, module in found.items():
         stacked = _stacked(module)
         read_apart = isinstance(stacked, DTensor) and stacked.device_mesh == mesh  # as `load_quantized` does
@@ -180,6 +181,16 @@ def adapters_on_experts(model: nn.Module) -> list[nn.Linear]:
     wrappers: list[Any] = [module for module in model.modules() if hasattr(module, "parameter_name")]
     wrappers = [module for module in wrappers if hasattr(module, "lora_A") and is_experts(module.get_base_layer())]
     return [linear for module in wrappers for pair in (module.lora_A, module.lora_B) for linear in pair.values()]
+
+
+def check_in_memory(model: nn.Module, who: str) -> None:
+    """Raise ValueError if accelerate holds weights back until a forward: nothing else can read or replace them."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook") and any(weight.is_meta for weight in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{who}: expected all weights in memory, got those of {name} offloaded by device_map: load without it, "
+                "on the CPU"
+            )
 
 
 def check_adapters(mesh: DeviceMesh) -> None:

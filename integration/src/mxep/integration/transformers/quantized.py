@@ -58,7 +58,7 @@ from mxep.quant import BLOCK, BlockFP8, MXTensor, rescale_blocks, to_mxfp8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
 
 from .experts import KEY, MADE, experts_in, implementation_of, is_experts, pickled, registered, weight_names
-from .parallel import adapters_on_experts, expert_parallel
+from .parallel import adapters_on_experts, check_in_memory, expert_parallel
 
 
 def _this_ranks(name: str) -> Any:
@@ -116,17 +116,18 @@ def _frozen_class(kind: type) -> type:
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> list[str]:
     """Freeze every module of experts of a transformers model in `fmt`. Returns their names.
 
-    model: with experts in bf16 or fp32. Modules are frozen in place, one after another, and the weights of one are
-    freed before the next. After `expert_parallel`, each rank freezes its own experts. Make the optimizer and call
-    fully_shard afterwards. folded: as for `mxep.gemm.freeze`.
+    model: with experts in bf16 or fp32. Modules are frozen in place, and the weights of one are freed before the next.
+    After `expert_parallel`, each rank freezes its own experts. Make the optimizer and call fully_shard afterwards.
+    folded: as for `mxep.gemm.freeze`.
 
     Raises ValueError, before any change, if transformers' registry reaches no experts, if all experts are frozen, if
-    FSDP2 has sharded them, and for sizes that are no multiples of 32. If `freeze` raises for a module, those before it
-    are frozen: call this again with folded=False for the others.
+    FSDP2 has sharded or accelerate offloaded them, and for sizes that are no multiples of 32. If `freeze` raises for a
+    module, those before it are frozen: call this again with folded=False for the others.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze_experts: expected fmt {' or '.join(FORMATS)}, got {fmt!r}")
     found = experts_in(model, "freeze_experts")
+    check_in_memory(model, "freeze_experts")
     if adapters_on_experts(model):
         raise ValueError("freeze_experts: expected experts without adapters, got PEFT's: merge_and_unload() first")
     todo = {name: experts for name, experts in found.items() if not isinstance(experts, FrozenExperts)}
@@ -461,8 +462,7 @@ def _config(checkpoint: QuantizedCheckpoint) -> Any:
     """The folder's config, without its quantization_config."""
     config = AutoConfig.from_pretrained(checkpoint.folder)
     for part in (config, config.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
+        part.__dict__.pop("quantization_config", None)
     return config
 
 

@@ -39,6 +39,7 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
         the number of MoE layers, or of all layers; ids of dense layers are then ignored. Or a sequence of (..., K), one
         for each MoE layer. -1: the router chooses for this token, for example the last one, which has no ids.
 
+    Layers that choose experts by the token alone (DeepSeek-V4's first three) ignore their ids.
     An id that a token has twice runs that expert twice, with both weights. Outputs are summed in the order of ids, so
     two forwards are bitwise equal only for the same order.
 
@@ -47,15 +48,16 @@ def replay_routing(model: nn.Module, ids: Ids) -> Iterator[None]:
     run eagerly.
     """
     blocks = _blocks(model)
-    given = _ids_by_layer(model, ids, blocks)
-    own = [block.__dict__.get("forward") for block in blocks.values()]
-    for (name, block), chosen in zip(blocks.items(), given):
-        block.forward = functools.partial(_replay, block.forward, name, _num_experts(block), chosen)
+    own: dict[Any, Any] = {}
+    for (name, block), chosen in zip(blocks.items(), _ids_by_layer(model, ids, blocks)):
+        if not getattr(block, "is_hash", False):
+            own[block] = block.__dict__.get("forward")
+            block.forward = functools.partial(_replay, block.forward, name, _num_experts(block), chosen)
     try:
         with eagerly(model):
             yield
     finally:
-        for block, forward in zip(blocks.values(), own):
+        for block, forward in own.items():
             if forward is None:
                 del block.forward
             else:
@@ -123,9 +125,12 @@ class _Chosen(TorchFunctionMode):
         super().__init__()
         self.name, self.num_experts, self.ids, self.done = name, num_experts, ids, False
         self.other_k: int | None = None
+        self.masked: tuple[Any, Any] = (None, None)  # the last masked tensor, and what it was before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func in (torch.masked_fill, Tensor.masked_fill):
+            self.masked = out, args[0]
         if func not in (torch.topk, Tensor.topk):
             return out
         scores = args[0] if args else kwargs["input"]
@@ -134,6 +139,8 @@ class _Chosen(TorchFunctionMode):
         if (k := out.indices.shape[-1]) != self.ids.shape[-1]:
             self.other_k = k
             return out  # in an auxiliary loss
+        if scores is self.masked[0]:  # DeepSeek-V2 takes weights from scores that are 0 in groups it did not choose
+            scores = self.masked[1]
         if len(scores) != len(self.ids):
             raise ValueError(f"{self.name}: expected ids of {len(scores)} tokens, got {len(self.ids)}")
         self.done = True

@@ -31,6 +31,11 @@ def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[
     routed = {name: kind for name, module in model.named_modules() if (kind := _routed(type(module)))}  # type: ignore[arg-type]
     if not routed:
         raise ValueError(f"{type(model).__name__}: got no experts of Llama 4, Step 3.7 or LongCat-Flash, want some")
+    if replaced := next((name for name in routed if "forward" in model.get_submodule(name).__dict__), None):
+        raise ValueError(
+            f"{replaced}: got a forward that was replaced, as device_map does over several devices, want its class's: "
+            "route_experts before accelerate's dispatch_model"
+        )
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     config._experts_implementation = implementation
     names = []
