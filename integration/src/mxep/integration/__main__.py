@@ -2,12 +2,8 @@
 
 import sys
 
-from .launch import end_on_signals
-
 
 def main() -> None:
-    """Run `app.main`. Ctrl-C is handled before anything slow is imported."""
-    end_on_signals()
     try:
         from .app import main as run
     except ModuleNotFoundError as error:

@@ -14,7 +14,6 @@ import torch in parallel.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import shlex
@@ -40,10 +39,7 @@ from .launch import (
     OUT_OF_MEMORY,
     STOPPED,
     RanksFailed,
-    end_fork_server,
-    end_on_signals,
     gpu_count,
-    raise_on_signals,
     reports,
     run_in_place,
     run_ranks,
@@ -63,7 +59,6 @@ def main() -> None:
         return
     if sys.argv[1:] == ["help"]:
         sys.argv[1] = "--help"
-    end_on_signals()
     register()
     done: list[tuple[Path, list[str]]] = []
 
@@ -86,7 +81,6 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(_failed(str(error)))
     finally:
-        raise_on_signals()
         if len(done) > 1 and reports():
             from .report import show_sweep
 
@@ -126,25 +120,25 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
     """
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
+    code = 1
     try:
-        end_on_signals(lambda: _remove_empty(folder))
         config, checkpoints = prepare(raw, overrides)
         if not under_torchrun() and config.task.name != "estimate":  # estimate has no ranks
             # Imports of transformers, such as torchao, may start CUDA. A forked rank could not use it then.
             early = config.model.transformers is not None and not gpu_count()
             start_fork_server(*["mxep.integration.transformers.model"] * early)
-            atexit.register(end_fork_server)  # so that the command leaves nothing behind
         checkpoints = _check(config, checkpoints)
-        raise_on_signals()  # a job handles signals itself
         with contextlib.ExitStack() as stack:
             if reports():
                 resumed = None if config.resume is None else Path(config.resume)
                 stack.enter_context(take(folder, OmegaConf.to_yaml(OmegaConf.create(to_json(config))), resumed=resumed))
             code = _run(config, checkpoints, folder)
     except (ValueError, OSError) as error:  # a ConfigError, of a bad checkpoint, or of a file that cannot be read
-        code = _failed(str(error))
+        _failed(str(error))
+    finally:
+        if code:
+            _remove_empty(folder)
     if code:
-        _remove_empty(folder)
         sys.exit(code)
     done.append((folder, overrides))
 
