@@ -8,9 +8,8 @@ and measure(Bench), which yields (section, row) pairs. `runner` checks a bench's
 
 Scripts, `python integration/benchmarks/NAME.py`, each with its command in its docstring:
 
-    first_step, lengths, padded   a first step; sequence lengths that never repeat, for a layer and for a model
-    front_page                    the README's picture, from docs/results
-    frozen, lora_model            experts frozen in MXFP8, MXFP4 or block FP8; LoRA of whole models
-    peers, peer_exchange          layers and exchanges of peers and of mxep (docs/lab/peers.md, comms.md)
-    titan                         torchtitan 0.2's trainer
+    front_page            the README's picture, from docs/results
+    frozen, lora_model    experts frozen in MXFP8, MXFP4 or block FP8; LoRA of whole models
+    peers                 layers of peers and of mxep (docs/lab/peers.md)
+    titan                 torchtitan 0.2's trainer
 """

@@ -14,6 +14,7 @@ Calls are launched by the host. Times are medians of five stretches.
 """
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import BaselineLayer
-from benchmarks.script import free_memory, gradients, run
+from benchmarks.script import free_memory, gradients, save
 from benchmarks.timer import Alternative, Call, Timer
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
@@ -33,6 +34,7 @@ from mxep.ep.lora import LoRAWeights
 from mxep.gemm import Recipe, freeze
 from mxep.gemm.backends import BACKENDS
 from mxep.integration.metrics import snr
+from mxep.integration.results import shortened
 from mxep.quant import quantize
 
 RANK = 16
@@ -74,7 +76,7 @@ def join_lora(gate_up: Tensor, down: Tensor) -> LoRAWeights:
     return LoRAWeights(made[0], made[1], made[2], made[3], 1.0)
 
 
-def measure(device: torch.device) -> Iterator[dict[str, Any]]:
+def measure() -> Iterator[dict[str, Any]]:
     """Yield a row for each shape."""
     for name in SHAPES:
         yield {"shape": name} | layers_at(name)
@@ -141,4 +143,8 @@ def expansions(pairs: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    run(measure)
+    rows = []
+    for row in measure():
+        rows.append(shortened(row))
+        print(json.dumps(rows[-1]), flush=True)
+        save(next(iter(sys.argv[1:]), None), rows)

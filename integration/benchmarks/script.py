@@ -1,14 +1,11 @@
-"""Helpers of scripts: ranks under torchrun, times over all ranks, a JSON file of results. Does not import hydra."""
+"""Helpers: times over all ranks, memory, a script's JSON file of results. Does not import hydra."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.integration.mesh import all_gather
-from mxep.integration.results import provenance, shortened, write_json
+from mxep.integration.results import provenance, write_json
 
 GIB = 1 << 30
 
@@ -28,21 +25,6 @@ def rank() -> int:
 
 def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-@contextlib.contextmanager
-def started_ranks() -> Iterator[torch.device]:
-    """Open a process group for the ranks that torchrun started, if there are several. Yields this rank's device."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized()
-    if several:
-        dist.init_process_group(device_id=device if device.type == "cuda" else None)
-    yield device
-    if several:
-        dist.destroy_process_group()
 
 
 def gradients(out: Tensor | Sequence[Tensor], leaves: Sequence[Tensor], d_out: Tensor | Sequence[Tensor]) -> list[Any]:
@@ -96,14 +78,3 @@ def save(file: str | Path | None, rows: Sequence[dict[str, Any]], commit: str | 
     if file and rank() == 0:
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         write_json(provenance(command, commit) | {"ranks": ranks()} | about | {"rows": rows}, [Path(file)])
-
-
-def run(measure: Callable[[torch.device], Iterable[dict[str, Any]]]) -> None:
-    """Print each row of measure(device) as it comes, and write all so far into the command's file, if it names one."""
-    rows = []
-    with started_ranks() as device:
-        for row in measure(device):
-            rows.append(shortened(row))
-            if rank() == 0:
-                print(json.dumps(rows[-1]), flush=True)
-            save(next(iter(sys.argv[1:]), None), rows)
