@@ -22,7 +22,6 @@ import copy
 import functools
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.core_model_loading import revert_weight_conversion
 
-from mxep.comms import PeersDisagree
 from mxep.ep import accumulate_in_place
 from mxep.gemm import quantize_weights_once
 
@@ -43,28 +41,20 @@ from ..mesh import local, part
 from .experts import (
     ALL_EXPERTS_FUNCTIONS,
     KEY,
-    Implementation,
     Layer,
     implementation_of,
     is_experts,
     layers,
-    say_where_max_tokens_is_set,
 )
 from .parallel import leave_to_ranks
 
 _OF_EXPERTS = re.compile(r"(Experts?|M[oO][eEA])$")
 """How class names of modules that hold experts end: `DbrxExperts`, `JetMoeMoE`, `DogeCDMoE`."""
 
-_ROUTED = "Llama4", "Step3p7Experts", "LongcatFlash"
-"""`route_experts` converts classes with one of these in their name."""
-_ROUTE = "mxep.integration.transformers.route_experts(model, {name!r})"
-_REPLACED = (
-    "leave out what replaced them or their block (Trainer: use_liger_kernel=False; Liger: swiglu=False; transformers: "
-    "use_kernels=False)"
-)
-_NO_WAY = (
-    "load the model without a name of mxep, which has no way to compute these; or, if another library put them there, "
-    "as Liger does, leave that out"
+_CURE = (
+    "mxep.integration.transformers.route_experts(model, {name!r}) prepares Llama 4, Step 3.7 and LongCat-Flash; if "
+    "another library replaced them or their block, leave that out (Trainer: use_liger_kernel=False; Liger: "
+    "swiglu=False; transformers: use_kernels=False); else load the model without a name of mxep"
 )
 
 
@@ -75,11 +65,7 @@ def check(model: nn.Module, *, ran: bool = False) -> None:
     """
     raise_unserved(model, ran=ran)
     for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
-        try:
-            dispatcher.check()
-        except PeersDisagree as error:
-            say_where_max_tokens_is_set(error)
-            raise
+        dispatcher.check()
 
 
 @torch.no_grad()
@@ -89,8 +75,8 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
     ``rows``: rows that this rank's experts computed. ``padding``: padding rows among these. ``busiest``: tokens of the
     busiest expert divided by the mean, over all ranks that share the experts. ``dead``: experts without a token.
 
-    Syncs with the device once. Collective over ranks that share experts. Leaves out modules without such a forward; if
-    none is left, warns and says why. Raises RuntimeError as `check` does, and if mxep never ran.
+    Syncs with the device once. Collective over ranks that share experts. Leaves out modules without such a forward,
+    as of compiled layers. Raises RuntimeError as `check` does, and if mxep never ran.
     """
     raise_unserved(model, ran=True)
     names, counted = [], []
@@ -106,24 +92,9 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
         names.append(name)
         counted.append(torch.stack((stats["computed"], stats["padding"], busiest, (tokens == 0).sum())))
     if not counted:
-        if why := _why_no_load(model):
-            warnings.warn(f"load_report: {why}", stacklevel=2)
         return {}
     keys = "rows", "padding", "busiest", "dead"
     return {name: dict(zip(keys, values)) for name, values in zip(names, torch.stack(counted).tolist())}
-
-
-def _why_no_load(model: nn.Module) -> str | None:
-    """Say why a load report is empty. None if mxep never ran the model."""
-    if not (found := list(layers(model))):
-        return None
-    configs = [model.get_submodule(name).config for name, layer in found if not layer.parallel]
-    if configs and not any(map(implementation_of, configs)):
-        name = getattr(configs[0], "_experts_implementation", None)
-        return f"experts_implementation is {name!r} now, of whose forwards mxep knows nothing"
-    if all(layer.last_routing is None for _, layer in found):
-        return "the last forwards were compiled, and a graph keeps no routing: call the model uncompiled for a report"
-    return "there was no forward in training, with gradients on"
 
 
 def raise_unserved(model: nn.Module, *, ran: bool = False) -> None:
@@ -134,63 +105,38 @@ def raise_unserved(model: nn.Module, *, ran: bool = False) -> None:
     found = list(_unserved(model, ran))
     if not found:
         return
-    modules = ", ".join(f"{name} ({kind})" for name, kind, _, _ in found[:3])
+    modules = ", ".join(f"{name} ({kind})" for name, kind, _ in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    name, cure = found[0][2:]
+    name = found[0][2]
     raise RuntimeError(
-        f"experts_implementation: got {name!r}, but mxep does not compute {modules}{more}, want it to: "
-        f"{cure.format(name=name)}"
+        f"experts_implementation: got {name!r}, but mxep does not compute {modules}{more}: {_CURE.format(name=name)}"
     )
 
 
-def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, class, implementation in its config, cure) of each module that mxep should compute but does not."""
-    none_called = not any(layer.called for _, layer in layers(model))
-    for name, module, config in _modules_of_experts(model):
-        layer: Layer | None = module.__dict__.get(KEY)
-        if layer is not None and layer.called and reaches_mxep(module.forward):
-            continue
-        own = getattr(module, "config", config)
-        wanted, named = implementation_of(config), implementation_of(own)
-        kind = type(module).__name__
-        if not is_experts(module):
-            if named is not None:
-                yield name, kind, named.name, _ROUTE if any(part in kind for part in _ROUTED) else _NO_WAY
-        elif named is None and (layer is None or not layer.parallel):
-            if wanted is not None:
-                got = getattr(own, "_experts_implementation", None)
-                yield name, kind, wanted.name, f"its config names {got!r}: model.set_experts_implementation({{name!r}})"
-        else:
-            has_gradients = any(p.grad is not None for p in module.parameters())
-            implementation = named or (layer and layer.made_for)
-            assert isinstance(implementation, Implementation)
-            if not reaches_mxep(module.forward) or has_gradients:
-                yield name, kind, implementation.name, _REPLACED
-            elif ran and none_called:
-                yield name, kind, implementation.name, f"run a forward first, or {_REPLACED}"
-
-
-def _modules_of_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (name, module, config of the model around it) of each outermost module that holds experts."""
-    configs: dict[str, Any] = {}
-    inside: list[str] = []
+def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, class, implementation in its config) of each module that mxep should compute but does not."""
+    never = ran and not any(layer.called for _, layer in layers(model))
     decorated = [name for name, module in model.named_modules() if is_experts(module)]
+    configs: dict[str, Any] = {}  # by module, its own or the nearest one around it
+    outer: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        config = configs.get(parent) if name else None
-        configs[name] = config
-        if any(name.startswith(f"{outer}.") for outer in inside):
-            continue
-        if is_experts(module):
-            yield name, module, config
-            continue
         own = getattr(module, "config", None)
-        if hasattr(own, "_experts_implementation"):
-            configs[name] = own
+        configs[name] = own if hasattr(own, "_experts_implementation") else configs.get(name.rpartition(".")[0])
+        how: Any = implementation_of(configs[name])
+        if is_experts(module):
+            layer: Layer | None = module.__dict__.get(KEY)
+            how = layer.made_for if how is None and layer is not None and layer.parallel else how
+            called = layer is not None and layer.called
+            skipped = not called and (never or any(p.grad is not None for p in module.parameters()))
+            if how is not None and (skipped or not reaches_mxep(module.forward)):
+                yield name, type(module).__name__, how.name
+            continue
         holds = name.rpartition(".")[2] == "experts" or _OF_EXPERTS.search(type(module).__name__)
-        if holds and name and not any(inner.startswith(f"{name}.") for inner in decorated):
-            inside.append(name)
-            yield name, module, configs[name]
+        inside = name.startswith(outer)
+        if holds and name and not inside and not any(inner.startswith(f"{name}.") for inner in decorated):
+            outer += (f"{name}.",)
+            if how is not None:
+                yield name, type(module).__name__, how.name
 
 
 def reaches_mxep(forward: Any, depth: int = 6) -> bool:
