@@ -21,7 +21,7 @@ from mxep.gemm import Recipe
 from mxep.integration import app
 from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.model import auto, make_recipe, recipes
-from mxep.integration.schema import TASKS, Config, Range, command_line_complaint, configs_dir, out_of_bounds
+from mxep.integration.schema import Config, Range, configs_dir, out_of_bounds
 from mxep.quant import E5M2, ScaleMode
 
 
@@ -68,16 +68,8 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["optimizer.lr=0.5", "optimizer.weight_decay=3"],
-            "weight_decay: got 3.0, wanted at most 2, which is 1 / optimizer.lr",
-        ),
         (["optimizer.lr=nan", "seed=-1"], "above 0 and at most 1; seed: got -1, wanted at least 0 and at most 4294"),
         (["compare.seeds=[0,-1]"], "compare.seeds[1]: got -1, wanted at least 0"),
-        (
-            ["model=qwen3_moe_tiny", "model.transformers.router_aux_loss_coef=-0.1"],
-            "model.transformers.router_aux_loss_coef: got -0.1, wanted at least 0",
-        ),
         (["model=qwen3_moe_tiny", "+model.transformers.x={a: [0.5, nan]}"], "x.a[1]: got nan, wanted a finite number"),
         (["dispatcher.name=pigeon"], "dispatcher.name: got 'pigeon', wanted one of local, all_to_all, symmetric"),
         (["dispatcher.capacity=none"], "dispatcher.capacity: got 'none', wanted one of worst_case"),
@@ -97,12 +89,6 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
             "got 99999999999999999999, wanted at least 1 and at most 9223372036854775807",
         ),
         (["dispatcher.nodes_per_token=0"], "dispatcher.nodes_per_token: got 0, wanted at least 1"),
-        (["dispatcher.nodes_per_token=2"], "nodes_per_token: got 2 with symmetric, want dispatcher=hierarchical"),
-        (["dispatcher.ranks_per_node=2"], "ranks_per_node: got 2 with symmetric, want dispatcher=hierarchical"),
-        (
-            ["dispatcher=hierarchical", "dispatcher.ranks_per_node=3"],
-            "ranks_per_node must divide 2 (parallel.ep), got 3",
-        ),
         (["train.graph=true", "dispatcher=all_to_all"], "train.graph=true: the host must read no sizes"),
         (["train.graph=true", "dispatcher.capacity=exact"], "train.graph=true: the host must read no sizes"),
         (["train.graph=true", "backend=reference"], "train.graph=true: the host must read no sizes"),
@@ -119,14 +105,6 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["task=compare", "compare.out=/no/such/file"], "compare.out: no such folder: /no/such"),
         (["verify.cases=[bf16/pigeon]"], "verify.cases: got 'bf16/pigeon'"),
         (["data.path=/no/such/file"], "data.path: no such file or folder: /no/such/file"),
-        (["model=deepseek_v3_proxy", "model.layers=1"], "model.layers must be at least 2 (first_k_dense_replace=1"),
-        (["task=verify", "verify.top_k=9"], "verify.top_k must lie in 1..8 (verify.experts), got 9"),
-        (["task=verify", "verify.experts=7"], "verify.experts must be a multiple of 2 (parallel.ranks), got 7"),
-        (["task=verify", "verify.dim=100"], "wants verify.dim and verify.hidden_dim in 32s, got 100 and 128"),
-        (
-            ["task=verify", "verify.dim=100", "verify.cases=[bf16/local,fp8/local]"],
-            "recipe fp8 wants verify.dim and verify.hidden_dim in 16s, got 100 and 128",
-        ),
         (["estimate.layers=0"], "estimate.layers: got 0, wanted at least 1"),
         (["data.vocabulary=255"], "data.vocabulary: got 255, wanted at least 256"),
         (["data.vocabulary=300", "data.tokenizer=x"], "data.vocabulary and data.tokenizer: got both, wanted one"),
@@ -219,9 +197,7 @@ def test_a_value_that_fits_passes(make_config: Callable[..., Config], overrides:
 @pytest.mark.parametrize(
     ("library", "given", "message"),
     [
-        ("tensorboard", "train.tensorboard=true", "pip install 'mxep-integration[tensorboard]'"),
         ("tokenizers", "data.vocabulary=300", "pip install 'mxep-integration[tokenizers]'"),
-        ("wandb", "train.wandb=true", "train.wandb=true wants wandb: pip install wandb"),
     ],
 )
 def test_without_a_library_it_says_what_to_install(
@@ -235,29 +211,19 @@ def test_without_a_library_it_says_what_to_install(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["recipe=mxfp8,fp8", "-m"], ["recipe=[a]"], ["recipe=mine", "--config-dir=d"], ["task=verify"]],
-)
-def test_what_hydra_reads_is_left_to_it(arguments: list[str]):
-    assert command_line_complaint(arguments, TASKS) is None
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["recipe=int3"], "no such choice: recipe=int3; wanted auto, bf16, fp8"),
-        (["recipe=mxpf8"], "no such choice: recipe=mxpf8; did you mean mxfp8?"),
-        (["recipe=mxfp8_32x32"], "no such choice: recipe=mxfp8_32x32; did you mean recipe.name=mxfp8_32x32?"),
-        (["model=null"], "no such choice: model=null; wanted deepseek_v3_proxy"),
+        (["recipe=int3"], "Could not find 'recipe/int3'"),
         (["-m", "model=tiny,null"], "override must be a string or a list. Got NoneType"),
         (["recipe.name=mxpf8"], "recipe: got 'mxpf8', want bf16, fp8, mxfp8; after fp8 and mxfp8 also _e5m2"),
         (["recipe.name=mxfp8_wgrad_bf16_e5m2"], "; did you mean mxfp8_e5m2_wgrad_bf16?"),
         (["recipe.linear=mxpf8_e5m2"], "recipe: got 'mxpf8_e5m2', want bf16, fp8, mxfp8"),
-        (["model.width=3"], "no such key: model.width; "),
-        (["train.step=3"], "no such key: train.step; did you mean train.steps?"),
-        (["lr=3"], "no such key: lr; did you mean optimizer.lr?"),
-        (["verify"], "verify: wanted KEY=VALUE, as task=verify"),
+        (["model.width=3"], "Key 'width' not in 'ModelConfig'"),
+        (["train.step=3"], "Key 'step' not in 'TrainConfig'"),
+        (["lr=3"], "Key 'lr' not in 'Config'"),
+        (["verify"], "missing EQUAL"),
         (["bench=layer"], "bench: task=train does not read it, task=bench does: add that"),
+        (["dispatcher.nodes_per_token=2"], "dispatcher 'symmetric' has no nodes_per_token"),
         (["hydra.run.dir=/dev/null/x"], "no run folder: [Errno 20] Not a directory: '/dev/null/x'"),
         (["+model.width=3"], "no such key: model.width"),
         (["model.dim=wide"], "Value 'wide' of type 'str' could not be converted to Integer"),

@@ -1,6 +1,5 @@
 """`mxep model=...` of transformers: it trains on one process and on more, resumes, starts from a folder, or refuses."""
 
-import importlib.metadata
 import itertools
 import json
 import re
@@ -247,22 +246,6 @@ def test_full_sizes_are_those_of_the_models(prepared: Callable[..., Config], nam
 def test_what_does_not_fit_is_named(prepared: Callable[..., Config], given: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         prepared("model=qwen3_moe_tiny", "parallel.device=cpu", *given)
-
-
-@pytest.mark.parametrize("found", [None, "4.57.1"])
-def test_without_transformers_it_says_what_to_install(
-    prepared: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, found: str | None
-):
-    def version(name: str) -> str:
-        if found is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found
-
-    prepared("model=tiny")
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ConfigError, match=rf"got {found or 'none'}: pip install -U 'mxep-integration\[transformers\]'"):
-        prepared("model=qwen3_moe_tiny")
-    prepared("model=qwen3_moe_tiny", "task=estimate")  # asks for sizes alone
 
 
 def test_routers_without_a_bias_refuse_a_rate(prepared: Callable[..., Config], tmp_path: Path):

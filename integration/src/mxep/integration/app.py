@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -46,7 +47,7 @@ from .launch import (
     start_fork_server,
     under_torchrun,
 )
-from .schema import TASKS, Config, command_line_complaint, configs_dir, override_key
+from .schema import Config, configs_dir, override_key
 
 if TYPE_CHECKING:
     from .report import Report
@@ -67,8 +68,6 @@ def main() -> None:
 
     run = hydra.main(config_path=str(configs_dir()), config_name="config", version_base="1.3")(job)
     try:
-        if complaint := command_line_complaint(sys.argv[1:], TASKS):
-            raise ConfigError(complaint)
         with contextlib.ExitStack() as stack:
             if not reports():  # every rank of torchrun composes the config, and one run folder is enough
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="mxep-"))
@@ -104,7 +103,7 @@ def _hydra_raises() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a group that is null
-        said = str(error).partition("Config search path:")[0].strip()
+        said = re.sub(r"\nTo append to.*", "", str(error).partition("Config search path:")[0]).strip()
         cause = str(error.__cause__ or "").partition("\n")[0]
         raise ConfigError("\n".join(filter(None, [said, cause if cause not in said else ""]))) from error
     except OSError as error:  # the run folder's; _job reports a job's own
@@ -155,12 +154,15 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
-    """The checkpoint that each run starts from, by run name. Raises ValueError for an unknown recipe."""
+    """The checkpoint that each run starts from, by run name. Raises ValueError for an unknown recipe, and for
+    limits that a dispatcher does not have."""
     import torch
 
-    from .model import linear_recipe, make_recipe, recipes
+    from .model import linear_recipe, make_dispatch, make_recipe, recipes
 
     linear_recipe(config, make_recipe(config))
+    if config.task.name in ("train", "compare"):
+        make_dispatch(config)
     names = [recipe.name for recipe in recipes(config)]
     if config.task.name == "bench" and config.bench.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(

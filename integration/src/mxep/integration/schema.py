@@ -10,10 +10,8 @@ dispatchers and recipes are copies, and a test compares them with the real table
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -72,8 +70,12 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]  # torch's generator on CPUs drops hi
 
 
 def out_of_bounds(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield a line for each value in ``section`` (a dataclass) that is out of bounds: key, value and bounds."""
-    for name, hint in get_type_hints(type(section), include_extras=True).items():
+    """Yield a line for each value in ``section`` (a dataclass) that is out of bounds: key, value and bounds. Also for
+    keys that it does not have, which Hydra adds for a `+`."""
+    hints = get_type_hints(type(section), include_extras=True)
+    for name in vars(section).keys() - hints.keys():
+        yield f"no such key: {prefix}{name}"
+    for name, hint in hints.items():
         yield from _out_of_bounds(f"{prefix}{name}", getattr(section, name), hint)
 
 
@@ -326,60 +328,6 @@ def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
     return hf_config["model_type"] in CAPTURED and attends_to_all(hf_config)
 
 
-def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
-    """Return the message for a task without `task=`, an unknown key or an unknown choice, or None.
-
-    For an unknown key, Hydra's own message would advise a `+`.
-    """
-    own = any(argument.startswith(("-cd", "--config-", "hydra.searchpath")) for argument in arguments)
-    for argument in arguments:
-        if argument in tasks:
-            return f"{argument}: wanted KEY=VALUE, as task={argument}"
-        if argument.startswith("-") or "=" not in argument or (key := override_key(argument)).startswith("hydra"):
-            continue
-        section: Any = Config
-        for name in key.split("."):
-            if dataclasses.is_dataclass(section):
-                if name not in (types := get_type_hints(section)):
-                    return f"no such key: {key}{_alike(key)}"
-                section = types[name]
-        if not own and (said := _unknown_choice(key, argument.partition("=")[2])):
-            return said
-    return None
-
-
-def _unknown_choice(group: str, choice: str) -> str | None:
-    """Return the message for an unknown choice of a group, such as recipe=mxpf8, or None. Hydra checks lists."""
-    known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
-    if not known or choice in known or not re.fullmatch(r"\w+", choice):
-        return None
-    if group == "recipe" and choice.partition("_")[0] in RECIPES:
-        return f"no such choice: recipe={choice}; did you mean recipe.name={choice}?"
-    near = did_you_mean(choice, known)
-    return f"no such choice: {group}={choice}{near or '; wanted ' + ', '.join(known)}"
-
-
 def override_key(override: str) -> str:
     """The key or group that an argument of the command line sets."""
     return override.lstrip("+~").split("=")[0].split("@")[0]
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The end of a message: the nearest of ``known``, or ""."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _alike(key: str) -> str:
-    """The end of a message: the keys that may be meant."""
-    known, last = list(_keys()), key.rpartition(".")[2]
-    same = [one for one in known if one.rpartition(".")[2] == last]
-    near = same or difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {' or '.join(near)}?" if near else "; mxep --cfg job prints all keys"
-
-
-def _keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
-    for name, kind in get_type_hints(section).items():
-        yield prefix + name
-        if dataclasses.is_dataclass(kind):
-            yield from _keys(kind, f"{prefix}{name}.")
