@@ -127,11 +127,10 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
             early = config.model.transformers is not None and not gpu_count()
             start_fork_server(*["mxep.integration.transformers.model"] * early)
         checkpoints = _check(config, checkpoints)
-        with contextlib.ExitStack() as stack:
-            if reports():
-                resumed = None if config.resume is None else Path(config.resume)
-                stack.enter_context(take(folder, OmegaConf.to_yaml(OmegaConf.create(to_json(config))), resumed=resumed))
-            code = _run(config, checkpoints, folder)
+        if reports():
+            resumed = None if config.resume is None else Path(config.resume)
+            take(folder, OmegaConf.to_yaml(OmegaConf.create(to_json(config))), resumed=resumed)
+        code = _run(config, checkpoints, folder)
     except (ValueError, OSError) as error:  # a ConfigError, of a bad checkpoint, or of a file that cannot be read
         _failed(str(error))
     finally:
