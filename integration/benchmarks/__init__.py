@@ -9,7 +9,7 @@ and measure(Bench), which yields (section, row) pairs. `runner` checks a bench's
 Scripts, `python integration/benchmarks/NAME.py`, each with its command in its docstring:
 
     front_page            the README's picture, from docs/results
-    frozen, lora_model    experts frozen in MXFP8, MXFP4 or block FP8; LoRA of whole models
+    lora_model            LoRA of whole models over frozen experts
     peers                 layers of peers and of mxep (docs/lab/peers.md)
     titan                 torchtitan 0.2's trainer
 """
