@@ -31,8 +31,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from mxep.ep import accumulate_in_place
 from mxep.gemm import quantize_weights_once
@@ -168,7 +168,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     `mxep/NAME/busiest`.
 
     A Trainer of transformers 5 leaves out experts when it resumes from a checkpoint or loads the best one
-    (`load_best_model_at_end`). The callback loads them, and raises ValueError if it does not find the checkpoint.
+    (`load_best_model_at_end`). The callback loads them.
 
     All micro-batches of a step, and recomputation by checkpointing, share one quantization of each weight. It takes a
     little over 2 bytes per element of the experts until the optimizer steps. share_quantized_weights=False quantizes
@@ -176,14 +176,17 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     After `expert_parallel` a Trainer cannot save. Training then raises ValueError unless `save_strategy` is "no".
 
-    Making a callback patches `Trainer.train`, so that quantized weights are freed even if training raises.
+    Making a callback patches `Trainer.train`, which tells its callbacks the checkpoint that it resumes, and frees
+    quantized weights even if training raises.
     """
+
+    resumed: Any = None  # `resume_from_checkpoint` of this training
 
     def __init__(self, *, share_quantized_weights: bool = True, per_layer: bool = False) -> None:
         self.share_quantized_weights = share_quantized_weights
         self.per_layer = per_layer
         self._shared = contextlib.ExitStack()
-        _close_after_training()
+        _patch_trainer()
 
     def close(self) -> None:
         """Free the quantized weights."""
@@ -198,8 +201,8 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
         raise_unserved(model)
-        if state.global_step and not args.deepspeed and is_saved_under_other_names(model):
-            restore(model, resumed_folder(args, state))
+        if state.global_step and self.resumed and not args.deepspeed:
+            restore(model, Path(get_last_checkpoint(args.output_dir) if self.resumed is True else self.resumed))
         for _, layer in layers(model):
             layer.called = False  # the first step then notices replaced forwards, such as Liger's
         whole = getattr(model, "is_distributed_loading_by_transformers", False)  # a Trainer saves it on all ranks
@@ -212,7 +215,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
         best = state.best_model_checkpoint if args.load_best_model_at_end and not args.deepspeed else None
-        if best is not None and is_saved_under_other_names(model):
+        if best is not None:
             restore(model, Path(best))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -243,57 +246,31 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(found)
 
 
-def _close_after_training() -> None:
-    """Close mxep's callbacks when `Trainer.train` ends. If training raises, a Trainer calls no callback."""
+def _patch_trainer() -> None:
+    """Make `Trainer.train` tell mxep's callbacks the checkpoint that it resumes, and close them when it ends. A Trainer
+    tells callbacks neither, if training raises."""
     from transformers import Trainer  # takes long, and needs accelerate
 
     own = Trainer.train
-    if hasattr(own, "_closes_mxep"):
+    if hasattr(own, "_tells_mxep"):
         return
 
     @functools.wraps(own)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        callbacks = [each for each in self.callback_handler.callbacks if isinstance(each, MxepCallback)]
+        for callback in callbacks:
+            callback.resumed = resume_from_checkpoint
         try:
-            return own(self, *args, **kwargs)
+            return own(self, resume_from_checkpoint, *args, **kwargs)
         finally:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, MxepCallback):
-                    callback.close()
+            for callback in callbacks:
+                callback.close()
 
-    train._closes_mxep = True  # type: ignore[attr-defined]
+    train._tells_mxep = True  # type: ignore[attr-defined]
     Trainer.train = train
 
 
-_WEIGHTS, _INDEX, _STATE = "model.safetensors", "model.safetensors.index.json", "trainer_state.json"
-
-
-def resumed_folder(args: Any, state: Any) -> Path:
-    """Find the checkpoint that a Trainer resumed from, by its step and log: a Trainer does not tell callbacks.
-
-    Raises ValueError if the checkpoint is neither in output_dir nor named by args.
-    """
-    inside = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    for folder in (args.resume_from_checkpoint, inside):
-        if isinstance(folder, str | Path) and (file := Path(folder) / _STATE).is_file():
-            saved = TrainerState.load_from_json(str(file))
-            if saved.global_step == state.global_step and json.dumps(saved.log_history) == json.dumps(
-                state.log_history
-            ):
-                return Path(folder)
-    raise ValueError(
-        f"resume_from_checkpoint: got a checkpoint of step {state.global_step} that is not {inside}, want its folder "
-        "in TrainingArguments(resume_from_checkpoint=FOLDER), too: a Trainer does not load experts, MxepCallback does"
-    )
-
-
-def is_saved_under_other_names(model: nn.Module) -> bool:
-    """Whether `save_pretrained` renames weights. A Trainer loads only tensors with the model's names."""
-    if not isinstance(model, PreTrainedModel):  # a Trainer saves PEFT's adapters
-        return False
-    names = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in _tensors(model).items()
-    }
-    return set(revert_weight_conversion(model, names)) != set(names)
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @torch.no_grad()
@@ -301,9 +278,8 @@ def restore(model: Any, folder: Path) -> list[str]:
     """Copy weights that `save_pretrained` stored under other names into the model. Returns their names in the model.
 
     Each rank copies its part of a DTensor. If any name differs, each rank reads the whole model into host memory.
-    Checkpoints of adapters, FSDP and DeepSpeed have the model's names, and are not read.
-
-    Raises ValueError if weights are missing, or differ from those that the Trainer loaded.
+    Checkpoints of adapters, FSDP and DeepSpeed have the model's names, and are not read. Raises ValueError if weights
+    are missing.
     """
     names = _saved_names(folder)
     own = _tensors(model)
@@ -318,15 +294,8 @@ def restore(model: Any, folder: Path) -> list[str]:
     saved = read.state_dict()
     if missing := others.intersection(told["missing_keys"]):
         raise ValueError(f"{folder}: got no {min(missing)}, want all weights of {type(model).__name__}")
-    for name, value in own.items():
-        own_part = saved[name][part(value)].to(local(value))
-        if name in others:
-            local(value).copy_(own_part)
-        elif dtype == value.dtype and not torch.equal(own_part, local(value)):
-            raise ValueError(
-                f"{folder}: got another {name} than the Trainer loaded, want the checkpoint that it resumed: give its "
-                "folder in TrainingArguments(resume_from_checkpoint=FOLDER), too"
-            )
+    for name in others:
+        local(own[name]).copy_(saved[name][part(own[name])])
     return sorted(others)
 
 
