@@ -15,14 +15,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from composed import composed
-from gemm.test_hopper import needs_hopper
 from integration.test_train import losses, make_trainer, needs_gpu, train_stop_and_resume
 from integration.tiny_models import tiny, whole
 from mxep.gemm import Recipe
 from mxep.integration import checkpoint as checkpoints
 from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.launch import Rank
-from mxep.integration.schema import CAPTURED, Config
+from mxep.integration.schema import CAUSAL_ALONE, Config
 from mxep.integration.train import Outcome, train
 from mxep.integration.transformers.model import CausalLM
 from ranks import run_again
@@ -104,7 +103,7 @@ def test_training_starts_from_a_folder_and_goes_on_without_it(prepared: Callable
 
 
 def logits_of(rank: Rank, config: Config, folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
-    """Logits, and whether a layer's attention got a mask where a graph is captured."""
+    """Logits, and whether a layer's attention got a mask."""
     model, masked = make_trainer(rank, config, folder).model, []
     for name, module in model.named_modules():
         if name.endswith("self_attn"):
@@ -115,8 +114,8 @@ def logits_of(rank: Rank, config: Config, folder: Path, ids: torch.Tensor) -> tu
 
 
 @pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("kind", CAPTURED)
-def test_a_graph_needs_a_mask_for_windows_alone_and_has_the_logits_of_transformers(
+@pytest.mark.parametrize("kind", CAUSAL_ALONE)
+def test_training_needs_a_mask_for_windows_alone_and_has_the_logits_of_transformers(
     prepared: Callable[..., Config], tmp_path: Path, kind: str, window: int | None
 ):
     source = tiny(kind, vocab_size=256, sliding_window=window, use_sliding_window=window is not None)
@@ -143,41 +142,6 @@ def test_on_gpus_it_learns(prepared: Callable[..., Config], tmp_path: Path, how:
     out = run_again(train_alone, (prepared(named, *given), tmp_path), world_size=ranks, timeout=200, device="cuda")[0]
     for run in out.runs:
         assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
-
-
-def curve(rank: Rank, config: Config, folder: Path) -> tuple[bool, list[tuple[float, float]]]:
-    """Whether steps are graphs, their losses and norms."""
-    trainer = make_trainer(rank, config, folder)
-    graphed = trainer.graphs is not None
-    return graphed, [(row["loss"], row["grad_norm"]) for row in trainer.run().metrics]
-
-
-@needs_hopper
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("model=qwen3_moe_tiny", "train.compile=true"),
-        ("model=qwen3_moe_tiny", "train.micro_batches=2", "recipe.linear=mxfp8"),
-        ("model=qwen3_moe_tiny", "train.activation_checkpointing=true", "train.precision=bf16-true"),
-        ("model=deepseek_v3_proxy", *DEEPSEEK),
-        ("model=mixtral_8x7b", *MIXTRAL),
-    ],
-    ids=lambda how: how[-1],
-)
-def test_on_gpus_a_graph_trains_as_calls_from_the_host_do(
-    prepared: Callable[..., Config], tmp_path: Path, how: tuple[str, ...]
-):
-    ranks, curves = min(2, torch.cuda.device_count()), []
-    given = "parallel.device=cuda", f"parallel.ranks={ranks}", "train.steps=8", "train.checkpoint_every=null", *how
-    for graph in ("null", "false"):
-        config = prepared(*given, "recipe=mxfp8", "train.compare=false", f"train.graph={graph}")
-        results = run_again(curve, (config, tmp_path), world_size=ranks, timeout=200, device="cuda")
-        assert {graphed for graphed, _ in results} == {graph == "null"}
-        curves.append(torch.tensor(results[0][1]))
-    graphed, host = curves
-    assert len(set(graphed[:, 0].tolist())) == 8  # replays see new batches and new weights
-    torch.testing.assert_close(graphed[:, 0], host[:, 0], rtol=2e-2, atol=0)  # no two runs have the same bits
-    torch.testing.assert_close(graphed[:, 1], host[:, 1], rtol=2e-1, atol=0)
 
 
 @needs_gpu
@@ -235,10 +199,6 @@ def test_full_sizes_are_those_of_the_models(prepared: Callable[..., Config], nam
         (["+model.transformers.attn_implementation=a/b"], "model.transformers.attn_implementation: wanted no such key"),
         (["model.transformers.model_type=null"], "model.transformers: got no model_type"),
         (["model.experts=7"], "model.experts must be a multiple of 2"),
-        (
-            ["train.graph=true", "parallel.fsdp=true"],
-            "train.graph=true: got parallel.fsdp=true, whose gathers were tried",
-        ),
         (["model.pretrained=/no/such"], "model.pretrained: /no/such/config.json: FileNotFoundError"),
     ],
 )

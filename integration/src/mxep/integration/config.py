@@ -136,12 +136,6 @@ def to_json(config: Config) -> dict[str, Any]:
     return plain
 
 
-def sizes_on_host(config: Config) -> bool:
-    """Whether layers need a device-to-host sync of their row counts."""
-    loops = config.backend == "reference"
-    return config.dispatcher.name == "all_to_all" or config.dispatcher.capacity == "exact" or loops
-
-
 def _fill_parallel(config: Config, ranks: int | None) -> None:
     parallel = config.parallel
     if ranks is not None:
@@ -196,8 +190,6 @@ def _complaints(config: Config) -> Iterator[str]:
     if config.dispatcher.overflow != "raise" and config.dispatcher.capacity != "factor":
         overflow, capacity = config.dispatcher.overflow, config.dispatcher.capacity
         yield f"dispatcher.overflow={overflow}: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
-    if config.train.graph and sizes_on_host(config):
-        yield "train.graph=true: the host must read no sizes, but with all_to_all, exact capacity or reference it does"
     if path is not None and not Path(path).exists():
         yield f"data.path: no such file or folder: {path}"
     elif trains and (complaint := data.complaint(config.data)):
@@ -249,8 +241,6 @@ def _check_transformers(config: Config, hf_config: Mapping[str, Any]) -> Iterato
             yield f"model.transformers.{key}: wanted no such key: the model's own attention and mxep's experts run"
     if hf_config.get("tie_word_embeddings"):
         yield "model.transformers.tie_word_embeddings: got true, wanted false: checkpoints hold each weight once"
-    if config.train.graph and config.parallel.fsdp:
-        yield "train.graph=true: got parallel.fsdp=true, whose gathers were tried in no graph: leave one out"
 
 
 def unknown(key: str, got: Iterable[str], known: Iterable[str]) -> Iterator[str]:

@@ -66,56 +66,14 @@ def share(own: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False)
 
 
-class Gradients:
-    """A model's gradients in flat buffers, cleared and reduced by one call each.
-
-    There are two buffers for each dtype: one for experts, one for the rest. ``p.grad`` is a view: never set it to None.
-    """
-
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.mesh = mesh
-        own = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
-        experts = [p for p in model.parameters() if p in own or isinstance(p, DTensor)]
-        self.experts = _flat_gradients(experts)
-        self.rest = _flat_gradients([p for p in model.parameters() if p not in set(experts)])
-
-    def zero(self) -> None:
-        for gradients in (*self.experts, *self.rest):
-            gradients.zero_()
-
-    def reduce(self) -> None:
-        """Make gradients those of the mean loss over all ranks."""
-        for buffers, group in ((self.rest, dist.group.WORLD), (self.experts, self.mesh.dp)):
-            if (ranks := dist.get_world_size(group)) > 1:
-                for gradients in buffers:
-                    dist.all_reduce(gradients, group=group)
-                    gradients /= ranks
-
-
-class ReducedGradients:
-    """Gradients of a model that FSDP2 shards. Backward reduces them, so `reduce` has nothing to do."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
-
-    def zero(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def reduce(self) -> None:
-        """Do nothing."""
-
-
-def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    buffers = []
-    for dtype in dict.fromkeys(p.dtype for p in parameters):
-        same_dtype = [p for p in parameters if p.dtype == dtype]
-        own = [local(p) for p in same_dtype]
-        sizes = [p.numel() for p in own]
-        buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=own[0].device))
-        for p, tensor, piece in zip(same_dtype, own, buffers[-1].split(sizes)):
-            p.grad = share(piece.view(tensor.shape), p)
-    return buffers
+def reduce_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """Make gradients those of the mean loss over all ranks. Collective."""
+    experts = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
+    for p in model.parameters():
+        group = mesh.dp if p in experts or isinstance(p, DTensor) else dist.group.WORLD
+        if p.grad is not None and (ranks := dist.get_world_size(group)) > 1:
+            dist.all_reduce(local(p.grad), group=group)
+            p.grad /= ranks
 
 
 T = TypeVar("T")

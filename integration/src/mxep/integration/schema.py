@@ -193,7 +193,6 @@ class TrainConfig:
     compare: bool
     checkpoint_every: NotNegative | None
     valid_batches: Count
-    graph: bool | None
     skip_bad_steps: NotNegative
     tensorboard: bool
     wandb: bool = False
@@ -313,8 +312,8 @@ def sizes_of(found: Mapping[str, Any]) -> dict[str, int]:
     return {key: found[name] for key, name in pairs if isinstance(found.get(name), int)}
 
 
-CAPTURED = "deepseek_v3", "mixtral", "qwen3_moe"
-"""Types of transformers models with steps captured as CUDA graphs, if no layer has a window. Others may sync."""
+CAUSAL_ALONE = "deepseek_v3", "mixtral", "qwen3_moe"
+"""Types of transformers models that need no mask in training, if no layer has a window."""
 
 
 def attends_to_all(hf_config: Mapping[str, Any]) -> bool:
@@ -324,8 +323,8 @@ def attends_to_all(hf_config: Mapping[str, Any]) -> bool:
 
 
 def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a transformers model is one of CAPTURED and `attends_to_all`."""
-    return hf_config["model_type"] in CAPTURED and attends_to_all(hf_config)
+    """Whether a transformers model is one of CAUSAL_ALONE and `attends_to_all`."""
+    return hf_config["model_type"] in CAUSAL_ALONE and attends_to_all(hf_config)
 
 
 def override_key(override: str) -> str:
