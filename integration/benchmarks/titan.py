@@ -63,8 +63,6 @@ class Logged:
         names = {"tokens": "throughput(tps)", "loss": "loss_metrics/global_avg_loss"}
         names |= {"gib": "memory/max_reserved(GiB)", "active_gib": "memory/max_active(GiB)"}
         self.steps[step] = {short: float(metrics[name]) for short, name in names.items()}
-        loads = [load for name, load in metrics.items() if name.startswith("moe_load/")]
-        self.steps[step]["load"] = max(loads, default=0.0)
 
     def close(self) -> None:
         pass
@@ -84,7 +82,7 @@ def make_config(args: argparse.Namespace) -> Any:
     from torchtitan.config import ConfigManager, JobConfig
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-    from mxep.integration.torchtitan.converter import ConverterOptions, build_metrics_processor
+    from mxep.integration.torchtitan.converter import ConverterOptions
     from mxep.integration.torchtitan.converter import JobConfig as WithOptions
 
     name, flavor, layers = MODELS[args.model]
@@ -96,7 +94,6 @@ def make_config(args: argparse.Namespace) -> Any:
         return Words(read_words(sizes.vocab_size), args.batch, args.length, dp_rank)
 
     ours = {"model_args": {"bench": sizes}, "build_dataloader_fn": make_words, "build_tokenizer_fn": None}
-    ours["build_metrics_processor_fn"] = build_metrics_processor
     register_train_spec("bench", dataclasses.replace(spec, **ours))
     config: Any = ConfigManager._merge_configs(JobConfig, WithOptions)()
     config.model.name, config.model.flavor = "bench", "bench"
@@ -128,7 +125,6 @@ def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
     result["spread"] = [world * min(speeds), world * max(speeds)] if speeds else None
     result |= {name: max(found[name] for found in logged.steps.values()) for name in ("gib", "active_gib")}
     result["losses"] = {step: found["loss"] for step, found in logged.steps.items()}
-    result["loads"] = {step: found["load"] for step, found in logged.steps.items()}
     return result
 
 

@@ -75,7 +75,6 @@ def test_layer_equals_torchtitans(
         found.append([out, *(tensor.grad for tensor in inputs), *weights])
     for name, reference, got in zip(("out", "x", "scores", *NAMES), *found):
         assert snr(reference, got) >= least, name
-    assert torch.equal(ours.inner_experts.load_E, counts)
 
 
 @pytest.mark.parametrize(("max_tokens", "picked"), [(T, "bf16"), (T + 3, "mxfp8")])
@@ -121,7 +120,7 @@ def overridden(recipe: str, *, linear: str | None = None, **options: Any) -> Any
     from torchtitan.config.override import OverrideConfig, parse_cli_imports
 
     given = {"recipe": recipe, "dtype": "float32", "max_tokens": 64, **options}
-    tokens = [f"mxep.integration.torchtitan.routed_experts={json.dumps(given)}", "mxep.integration.torchtitan.metrics"]
+    tokens = [f"mxep.integration.torchtitan.routed_experts={json.dumps(given)}"]
     if linear is not None:
         tokens.append(f"mxep.integration.torchtitan.linears={json.dumps({'recipe': linear})}")
     return OverrideConfig(imports=parse_cli_imports(tokens))
@@ -371,24 +370,23 @@ def test_rows_over_capacity_stop_the_step(ctx: Context, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @distributed(2, device="cpu", timeout=280)
-def test_checkpoints_and_loads_are_torchtitans(ctx: Context, tmp_path: Path) -> None:
+def test_checkpoints_are_torchtitans(ctx: Context, tmp_path: Path) -> None:
     """From its checkpoint mxep's experts go on as its own would have, and from mxep's its own do."""
     from titan_trainer import make_config, train
 
-    def run(folder: str, override: Any, steps: int, load_step: int = -1) -> tuple[list[float], Any]:
+    def run(folder: str, override: Any, steps: int, load_step: int = -1) -> list[float]:
         kept = {"enable": True, "interval": 2, "last_save_model_only": False, "load_step": load_step}
         given: dict[str, Any] = {"training": {"steps": steps}, "checkpoint": kept}
         if override is not None:
             given["override"] = override
         losses, trainer = train(make_config("deepseek_v3", str(tmp_path / folder), ep=2, **given), ctx.rank)
         trainer.close()
-        return losses, trainer
+        return losses
 
     mxep = overridden("bf16", linear="bf16")
-    _, (_, trainer) = run("own", None, 2), run("mxep", mxep, 2)
-    loads = [metrics["moe_load/layers.1"] for metrics in trainer.metrics_processor.logger.steps]
-    assert all(1 <= load <= 8 for load in loads)  # of 8 experts
+    run("own", None, 2)
+    run("mxep", mxep, 2)
     # The fourth loss is behind a step of the optimizer, whose state is in the checkpoint, too.
     whole, _ = deepseek_v3(ctx.rank)
-    for rest in (run("own", mxep, 4, 2)[0], run("mxep", None, 4, 2)[0]):
+    for rest in (run("own", mxep, 4, 2), run("mxep", None, 4, 2)):
         torch.testing.assert_close(rest, whole[2:], rtol=0, atol=1e-3)

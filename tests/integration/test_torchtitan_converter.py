@@ -119,7 +119,7 @@ def test_compiled_attention_multiplies_in_mxfp8(ctx: Context) -> None:
 
 @pytest.mark.slow
 @distributed(2, device="cpu", timeout=280)
-def test_micro_batches_share_quantized_weights_and_loads_are_logged(ctx: Context) -> None:
+def test_micro_batches_share_quantized_weights(ctx: Context) -> None:
     from benchmarks import titan
     from mxep.gemm import quantize_weights_once_a_step
 
@@ -133,9 +133,6 @@ def test_micro_batches_share_quantized_weights_and_loads_are_logged(ctx: Context
         trainer, args = make_trainer(ctx, "--model", "deepseek-debug", "--steps", "2", change=change)
         result = titan.measure(trainer, args)
         found.append(list(result["losses"].values()))
-        assert all(1 <= load <= 8 for load in result["loads"].values()), result["loads"]  # of 8 experts
-        counted = [module.load_E for module in trainer.model_parts[0].modules() if hasattr(module, "load_E")]
-        assert [float(load_E.sum()) for load_E in counted] == [0.0], "cleared by each log"
         trainer.close()
     assert found[0] == found[1]
     # One MoE layer of two weights, two ways, two steps.

@@ -4,8 +4,7 @@
 
     --job.custom_config_module mxep.integration.torchtitan.converter --model.converters mxep --mxep.recipe mxfp8
 
-`linears` is a second override, for the linears of attention, dense MLPs and shared experts. `metrics` is a third, which
-logs the experts' loads.
+`linears` is a second override, for the linears of attention, dense MLPs and shared experts.
 """
 
 import importlib.util
@@ -15,6 +14,6 @@ from .options import Options
 __all__ = ["Options"]
 
 if importlib.util.find_spec("torchtitan.config.override"):  # torchtitan 0.3
-    from .overrides import linears, metrics, routed_experts
+    from .overrides import linears, routed_experts
 
-    __all__ += ["linears", "metrics", "routed_experts"]
+    __all__ += ["linears", "routed_experts"]

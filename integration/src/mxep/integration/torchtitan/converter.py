@@ -18,7 +18,7 @@ from mxep.gemm import Recipe, convert, join_linears
 from mxep.gemm.convert import is_linear, reason_to_leave
 from mxep.gemm.recipe import recipe_of
 
-from .options import LoadMetrics, Options
+from .options import Options
 
 TOGETHER = ("wq", "wk", "wv"), ("wq", "wkv_a"), ("wq_a", "wkv_a"), ("w1", "w3")
 """Linears of torchtitan's models that share an input, in attention, latent attention and gated MLPs."""
@@ -53,7 +53,6 @@ class Experts(GroupedExperts):  # type: ignore[misc]
     recipe: Recipe | str
     dispatcher: TokenDispatcher
     number: int
-    load_E: Tensor | None = None  # not a buffer, or checkpoints would contain it
 
     def routed(self, x: Tensor, expert_ids: Tensor, scores: Scores) -> Tensor:
         """x (T, D) -> (T, D): dispatch, experts and combine."""
@@ -74,9 +73,6 @@ class RoutedMoE(MoE):  # type: ignore[misc]
         scores, expert_ids, counts = self.router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-            if self.training:
-                load_E = self.experts.load_E
-                self.experts.load_E = counts.clone() if load_E is None else load_E.add_(counts)
         out: Tensor = self.experts.routed(tokens, expert_ids, Scores(scores))
         if self.shared_experts is not None:
             out = out + self.shared_experts(tokens)
@@ -138,13 +134,6 @@ def convert_linears(model: nn.Module, recipe: str, backend: str) -> None:
     linears = ((name, x) for name, x in model.named_modules() if name.startswith("layers.") and is_linear(x))
     chosen = {f"{name}.weight" for name, x in linears if not reason_to_leave(name, x, 0, Recipe.mxfp8())}
     join_linears(convert(model, recipe, lambda name, _: name in chosen, backend=backend), TOGETHER)
-
-
-def build_metrics_processor(
-    job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
-) -> LoadMetrics:
-    """A TrainSpec's `build_metrics_processor_fn`: torchtitan's metrics, and `moe_load/layers.N`."""
-    return LoadMetrics(job_config, parallel_dims, tag)
 
 
 register_model_converter(Converter, "mxep")

@@ -1,4 +1,4 @@
-"""Parts of both torchtitan adapters: options, the routed experts' computation, the hook before steps, expert loads."""
+"""Parts of both torchtitan adapters: options, the routed experts' computation, the hook before steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from mxep.comms import Capacity
@@ -139,28 +138,3 @@ def check_before_steps(dispatcher: TokenDispatcher) -> None:
             alive.check()
 
     weakref.finalize(dispatcher, register_optimizer_step_pre_hook(check).remove)
-
-
-class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
-    """Also logs `loads` over the ep mesh."""
-
-    def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        mesh = self.parallel_dims.get_optional_mesh("ep")
-        found = loads(self.model_parts or [], None if mesh is None else mesh.get_group())
-        super().log(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
-
-
-def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
-    """Busiest expert's tokens / mean, by layer, since the last call: clears the experts' load_E. Collective."""
-    modules = [named for part in model_parts for named in part.named_modules()]
-    layers = {name: module.load_E for name, module in modules if isinstance(getattr(module, "load_E", None), Tensor)}
-    if not layers:
-        return {}
-    counts = torch.stack(list(layers.values()))
-    if group is not None:
-        dist.all_reduce(counts, group=group)
-    for load_E in layers.values():
-        load_E.zero_()
-    largest = counts.amax(1) / counts.double().mean(1).clamp_min(1e-9)
-    names = (name.replace("._checkpoint_wrapped_module", "").partition(".moe.")[0] for name in layers)
-    return {f"moe_load/{name}": load for name, load in zip(names, largest.tolist())}

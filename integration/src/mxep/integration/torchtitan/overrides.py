@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import Configurable, derive
 from torchtitan.config import override as registered
 from torchtitan.models.common.linear import Linear
@@ -31,7 +30,6 @@ from mxep.gemm import Recipe
 from mxep.gemm.functional import module_forward
 from mxep.gemm.recipe import recipe_of
 
-from . import options
 from .options import Options, check_backend
 
 
@@ -47,11 +45,10 @@ def override(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 class Routed(NamedTuple):
-    """Routing of this rank's tokens. counts_E: tokens of each expert."""
+    """Routing of this rank's tokens."""
 
     expert_ids_TK: Tensor
     scores_TK: Tensor
-    counts_E: Tensor
     dispatcher: TokenDispatcher
     layer: int
 
@@ -78,7 +75,7 @@ class Dispatcher(Configurable):  # type: ignore[misc]
         self, x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, counts_E: Tensor
     ) -> tuple[Tensor, Routed, None]:
         number = 0 if torch.compiler.is_compiling() else self.number
-        return x_TD, Routed(expert_ids_TK, scores_TK, counts_E, self.dispatcher, number), None
+        return x_TD, Routed(expert_ids_TK, scores_TK, self.dispatcher, number), None
 
     def combine(self, out_TD: Tensor, metadata: None, x_TD: Tensor) -> Tensor:
         return out_TD
@@ -94,12 +91,8 @@ class Experts(GroupedExperts):  # type: ignore[misc]
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.options, self.recipe = config.options, recipe_of(config.options.recipe)
-        # Not a buffer: a buffer needs a place in torchtitan's sharding config.
-        self.load_E = torch.zeros(config.num_experts, dtype=torch.int64)
 
     def forward(self, x_TD: Tensor, routed: Routed) -> Tensor:
-        if self.training:
-            self.load_E.add_(routed.counts_E.detach())
         weights = self.w1_EFD, self.w2_EDF, self.w3_EFD
         tokens = x_TD, routed.expert_ids_TK, routed.scores_TK
         return self.options.run(self.recipe, *tokens, weights, routed.dispatcher, routed.layer)
@@ -113,9 +106,6 @@ class Experts(GroupedExperts):  # type: ignore[misc]
                 f"hidden_dim, want a multiple of {multiple} for recipe {self.recipe.name}: set "
                 "expert_parallel_degree, which keeps experts whole, or recipe bf16"
             )
-
-    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
-        self.load_E = torch.zeros_like(self.load_E, device=buffer_device or self.w1_EFD.device)
 
 
 @override(target=RoutedExperts.Config, description="dispatch, experts and combine by mxep")
@@ -174,15 +164,3 @@ def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
     if config.in_features % chosen.group_alignment or config.out_features % chosen.group_alignment:
         return config
     return derive(config, QuantizedLinear.Config, recipe=chosen, backend=backend)
-
-
-class LoadMetrics(options.LoadMetrics):
-    @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):  # type: ignore[misc]
-        pass
-
-
-@override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")
-def metrics(config: Any) -> Any:
-    """torchtitan's metrics, and loads of the experts that mxep runs."""
-    return derive(config, LoadMetrics.Config)
