@@ -55,10 +55,10 @@ for number, arguments in enumerate(json.loads(sys.argv[1])):
 MISTAKES = [
     (["parallel.ranks=3"], "model.experts must be a multiple of 3 (parallel.ep), got 8: try parallel.ep=1 or "),
     (["task=bench", "bench=layer"], "needs a CUDA device, and there is none here; bench.device=cpu tries"),
-    (["optimizer.beta1=1"], "optimizer.beta1: got 1.0, wanted at least 0 and below 1"),
+    (["optimizer.beta1=1"], "optimizer.beta1: got 1.0: Input should be less than 1"),
     (["data=text", "data.path=."], "data.path: no file in . ends in any of .c, "),
     (["resume=."], "no checkpoint in .: wanted a run folder"),
-    (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0, wanted at least 1"),
+    (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0: Input should be greater than or equal to 1"),
 ]
 """Arguments, and the message."""
 

@@ -7,7 +7,7 @@ def main() -> None:
     try:
         from .app import main as run
     except ModuleNotFoundError as error:
-        if error.name not in ("hydra", "omegaconf", "rich"):
+        if error.name not in ("hydra", "omegaconf", "pydantic", "rich"):
             raise
         sys.exit(f"mxep: {error.name} is missing: pip install 'mxep-integration[command]'")
     run()
