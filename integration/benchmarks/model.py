@@ -57,7 +57,7 @@ from mxep.ep import accumulate_in_place, clip_grad_norm_, parameter_groups
 from mxep.ep.dtensors import local_tensor, local_weight
 from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
 from mxep.integration.flops import flops_per_token
-from mxep.integration.mesh import FailedOnRanks, all_gather, on_all_ranks
+from mxep.integration.mesh import all_gather
 from mxep.integration.report import Row
 from mxep.integration.schema import RECIPES
 from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register
@@ -66,7 +66,7 @@ from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, experts
 from .baseline import BaselineLayer
 from .layer import DeviceType, ProfilerActivity, profiled
 from .runner import Bench, models, table
-from .script import GIB, busy, free_memory, rank, ranks, seconds
+from .script import GIB, FailedOnRanks, busy, free_memory, on_all_ranks, rank, ranks, seconds
 from .timer import Call, failure
 
 CAPACITY = 2.0  # times the balanced load of a rank

@@ -39,11 +39,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import PAD, BaselineLayer, Product, bf16_product
-from benchmarks.script import free_memory, gradients, save, synchronize
+from benchmarks.script import describe, free_memory, gradients, save, synchronize
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.integration.mesh import describe
 from mxep.integration.metrics import snr
 from mxep.integration.results import shortened
 from mxep.integration.verify import Problem, moe_layer

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 
-from mxep.integration.mesh import FailedOnRanks, from_all_ranks, on_all_ranks
 from mxep.integration.report import Row
 
-from .script import synchronize
+from .script import FailedOnRanks, from_all_ranks, on_all_ranks, synchronize
 
 GRAPH_SECONDS = 0.02
 LEAD_SECONDS = 0.2

@@ -192,6 +192,6 @@ def test_a_tokenizer_of_a_file_is_read(prepared: Callable[..., Config], tmp_path
 
 def test_more_tokens_than_the_text_has_pairs_are_refused(prepared: Callable[..., Config]):
     with pytest.raises(
-        RuntimeError, match=r"data.vocabulary: got 100000, wanted at most \d+: the text has no more pairs"
+        ValueError, match=r"data.vocabulary: got 100000, wanted at most \d+: the text has no more pairs"
     ):
         read_text(prepared("data.vocabulary=100000").data)

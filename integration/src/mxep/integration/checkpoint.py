@@ -140,7 +140,7 @@ def save(
 
     Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
     """
-    from .mesh import all_gather, from_all_ranks
+    from .mesh import all_gather
 
     tensors = {"model": model.state_dict(), "optimizer": _moments(model, optimizer)}
     if name := not_finite({**tensors["model"], **tensors["optimizer"]}):
@@ -155,7 +155,7 @@ def save(
         all_gather(None)  # the folder is empty
         for what, given in tensors.items():
             _write(partial / what, given)
-        seen = from_all_ranks(lambda: _files(partial))
+        seen = all_gather(_files(partial))
         if missing := set().union(*seen) - set(seen[0]):
             raise OSError(f"not saved: rank 0 sees no {min(missing)}: wanted a run folder that all nodes see")
         if mesh.rank != 0:

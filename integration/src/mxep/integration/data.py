@@ -171,7 +171,7 @@ def read_text(config: DataConfig) -> Text:
     import torch
     import torch.distributed as dist
 
-    from .mesh import from_all_ranks
+    from .mesh import all_gather
 
     name, raw = read(config)
     if len(raw) < (least := least_bytes(config.length)):
@@ -182,7 +182,7 @@ def read_text(config: DataConfig) -> Text:
         return Text(name, torch.cat(train), torch.cat(valid), digest, _entropy(torch.cat((*train, *valid))))
     texts = _split(raw.decode(errors="replace"))
     first = not dist.is_initialized() or dist.get_rank() == 0
-    tokenizer = from_all_ranks(lambda: make_tokenizer(config, texts[0]) if first else "")[0]
+    tokenizer = all_gather(make_tokenizer(config, texts[0]) if first else "")[0]
     train, valid = ([torch.tensor(ids, dtype=torch.int32) for ids in encode(tokenizer, each)] for each in texts)
     tokens = torch.cat((*train, *valid))
     if (got := min(sum(map(len, train)), sum(map(len, valid)))) < (wanted := 2 * (config.length + 1)):
