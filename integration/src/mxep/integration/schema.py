@@ -271,21 +271,6 @@ def sizes_of(found: Mapping[str, Any]) -> dict[str, int]:
     return {key: found[name] for key, name in pairs if isinstance(found.get(name), int)}
 
 
-CAUSAL_ALONE = "deepseek_v3", "mixtral", "qwen3_moe"
-"""Types of transformers models that need no mask in training, if no layer has a window."""
-
-
-def attends_to_all(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a token attends to all earlier tokens in every layer of a transformers model."""
-    kinds = set(hf_config.get("layer_types") or ["full_attention"])
-    return not hf_config.get("sliding_window") and kinds == {"full_attention"}
-
-
-def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a transformers model is one of CAUSAL_ALONE and `attends_to_all`."""
-    return hf_config["model_type"] in CAUSAL_ALONE and attends_to_all(hf_config)
-
-
 def override_key(override: str) -> str:
     """The key or group that an argument of the command line sets."""
     return override.lstrip("+~").split("=")[0].split("@")[0]

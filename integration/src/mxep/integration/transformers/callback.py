@@ -70,7 +70,7 @@ def check(model: nn.Module, *, ran: bool = False) -> None:
 
 @torch.no_grad()
 def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Return the load of each module of experts in its last training forward (eager, gradients on), by name:
+    """Return the load of each module of experts in its last forward, by name:
 
     ``rows``: rows that this rank's experts computed. ``padding``: padding rows among these. ``busiest``: tokens of the
     busiest expert divided by the mean, over all ranks that share the experts. ``dead``: experts without a token.
@@ -81,9 +81,9 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
     raise_unserved(model, ran=True)
     names, counted = [], []
     for name, layer in layers(model):
-        if layer.trained_routing is None:
+        if layer.last_routing is None:
             continue
-        stats, ids = layer.trained_routing.stats(), layer.trained_routing.expert_ids.flatten().long()
+        stats, ids = layer.last_routing.stats(), layer.last_routing.expert_ids.flatten().long()
         tokens = torch.zeros(layer.dispatcher.num_experts, dtype=torch.int64, device=ids.device)
         tokens.scatter_add_(0, ids.clamp_min(0), (ids >= 0).long())
         if layer.dispatcher.group is not None:

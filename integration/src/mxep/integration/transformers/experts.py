@@ -83,7 +83,6 @@ class Layer:
         number: from `TokenDispatcher.number_layer`.
         called: whether it has run a forward.
         last_routing: routing of the last forward. None before the first one, and after a compiled one.
-        trained_routing: routing of the last forward with gradients on.
     """
 
     made_for: object
@@ -98,7 +97,6 @@ class Layer:
     number: int = 0
     called: bool = False
     last_routing: Routing | None = field(default=None, repr=False)
-    trained_routing: Routing | None = field(default=None, repr=False)
 
     @property
     def parallel(self) -> bool:
@@ -163,8 +161,6 @@ class Layer:
         if torch.compiler.is_compiling():
             routing = None
         self.last_routing = routing
-        if torch.is_grad_enabled():
-            self.trained_routing = routing
         return out
 
     def _pick(self, experts: Any, x: Tensor, top_k: int) -> Recipe | None:
@@ -219,7 +215,7 @@ class Layer:
         )
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), last_routing=None, trained_routing=None)
+        return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), last_routing=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a dispatcher belongs to this process: the next forward makes one
@@ -309,7 +305,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
         if layer is not None:
             named = ALL_EXPERTS_FUNCTIONS.get(getattr(module.config, "_experts_implementation", None), None)
             if not layer.parallel and not isinstance(named, type(layer.made_for)):  # others compute it now
-                layer.last_routing = layer.trained_routing = None
+                layer.last_routing = None
             yield name, layer
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -42,7 +42,6 @@ from mxep.ep.router import recomputing
 from mxep.gemm import Recipe, convert, converted, join_linears
 from mxep.gemm.recipe import recipe_name, recipe_of
 
-from ..schema import attends_to_all
 from .experts import check_experts, experts_in, implementation_of, is_experts, prepare, registered
 
 ROWS = 4096
@@ -271,6 +270,12 @@ ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
 _COMPILED, _EAGER, _EXPERTS = "_mxep_compiled", "_mxep_eager", "_mxep_experts"
 """Attributes of a compiled decoder layer: whether its last training forward was compiled, whether the next ones must
 be eager, and its modules of experts."""
+
+
+def attends_to_all(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a token attends to all earlier tokens in every layer of a transformers model."""
+    kinds = set(hf_config.get("layer_types") or ["full_attention"])
+    return not hf_config.get("sliding_window") and kinds == {"full_attention"}
 
 
 def optimize(
