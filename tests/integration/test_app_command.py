@@ -169,15 +169,7 @@ def data(path: Path, **changes: int) -> DataConfig:
     return DataConfig(str(path), **({"max_bytes": 10**6, "batch": 1, "length": 8} | changes))
 
 
-def test_a_text_that_is_too_short_is_told_with_its_size(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("words")
-    assert data_module.complaint(data(tmp_path / "a.txt")) == (
-        f"data.path: got 5 bytes in {tmp_path / 'a.txt'}, wanted at least 288 for data.length=8"
-    )
-    assert "got 5 bytes in 1 files of" in str(data_module.complaint(data(tmp_path)))
-    assert data_module.complaint(data(tmp_path, max_bytes=10)) == (
-        "data.max_bytes: got 10, wanted at least 288 for data.length=8"
-    )
+def test_sequences_of_half_a_chunk_are_refused(tmp_path: Path):
     assert "data.length: got 40000, wanted at most 32767" in str(data_module.complaint(data(tmp_path, length=40000)))
 
 

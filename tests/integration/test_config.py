@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import importlib.util
 import logging
 import math
 import re
@@ -170,22 +169,6 @@ def default() -> Config:
 )
 def test_a_value_that_fits_passes(make_config: Callable[..., Config], overrides: list[str]):
     make_config(*overrides)
-
-
-@pytest.mark.parametrize(
-    ("library", "given", "message"),
-    [
-        ("tokenizers", "data.vocabulary=300", "pip install 'mxep-integration[tokenizers]'"),
-    ],
-)
-def test_without_a_library_it_says_what_to_install(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, library: str, given: str, message: str
-):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == library else find(name))
-    make_config()
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        make_config(given)
 
 
 @pytest.mark.parametrize(
