@@ -40,7 +40,6 @@ import contextlib
 import functools
 import re
 import statistics
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -188,21 +187,20 @@ def _step(
     """Measure a case. Returns its figures, and with `profile` its shares. Collective. Raises FailedOnRanks."""
     torch._dynamo.reset()
     free_memory()
-    began, cuda = time.perf_counter(), bench.device.type == "cuda"
+    cuda = bench.device.type == "cuda"
     subject = on_all_ranks(lambda: Subject(model, shape, case, changes, bench.device, bench.seed))
     try:
         losses = on_all_ranks(lambda: [float(subject.step()) for _ in range(WARM_UP)])
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        times, ready = list[float](), time.perf_counter() - began
+        times = list[float]()
         while len(times) < LEAST_STEPS or (cuda and sum(times) < SECONDS and len(times) < MOST_STEPS):
             times.append(on_all_ranks(lambda: seconds(subject.step)))
         ms = 1e3 * statistics.median(times)
         row: Row = {"ms": ms, "fastest ms": 1e3 * min(times), "slowest ms": 1e3 * max(times), "steps": len(times)}
-        row |= {"loss": losses[0], "losses": losses, "optimize": subject.changed, "seconds until timed": ready}
+        row |= {"loss": losses[0], "losses": losses, "optimize": subject.changed}
         if cuda:
             row["peak GiB"] = max(all_gather(torch.cuda.max_memory_allocated())) / GIB
-            row["allocator retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         parts = shares(subject.step, ms, bench.device) if profile else {}
         row["most of mean by layer"] = subject.most_of_mean()
         return row | {"most of mean": max(row["most of mean by layer"])}, parts
