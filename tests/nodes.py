@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mxep.integration.launch import FunctionName, init_process_group, start_fork_server
+from mxep.integration.launch import init_process_group, start_fork_server
 
 NEW_UTS = 0x04000000
 
@@ -117,7 +117,7 @@ def run_nodes(
     """
     context = multiprocessing.get_context("forkserver")
     start_fork_server("pytest")
-    payload = pickle.dumps((FunctionName.of(fn), tuple(args), connected))
+    payload = pickle.dumps((fn, tuple(args), connected))
     endings = [folder / f"node-{node.index}" for node in nodes]
     launchers = []
     try:
@@ -182,12 +182,12 @@ def _enter(namespace: str, name: str) -> None:
 
 
 def _rank(payload: bytes) -> Any:
-    name, args, connected = pickle.loads(payload)
+    fn, args, connected = pickle.loads(payload)
     if not connected:
-        return name.load()(*args)
+        return fn(*args)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     init_process_group("cpu", rank, world_size)
-    result = name.load()(dist.group.WORLD, *args)
+    result = fn(dist.group.WORLD, *args)
     dist.destroy_process_group()
     return result

@@ -17,6 +17,7 @@ world. With `device="cuda"` it is skipped, too, where there are fewer GPUs than 
 import faulthandler
 import functools
 import gc
+import importlib
 import inspect
 import itertools
 import os
@@ -39,7 +40,6 @@ import torch.distributed as dist
 
 import triton_interpreter
 from mxep.integration.launch import (
-    FunctionName,
     Rank,
     StopFlag,
     init_process_group,
@@ -124,7 +124,7 @@ def distributed(
                 return
             if device == "cuda" and torch.cuda.device_count() < world_size:
                 pytest.skip(f"fewer than {world_size} GPUs")
-            args = (FunctionName.of(body), each)
+            args = (body.__module__, body.__qualname__, each)
             skipped = run_again(_run_body, args, world_size=world_size, timeout=timeout, device=device, fresh=fresh)
             if skipped[0] is not None:
                 pytest.skip(skipped[0])
@@ -155,7 +155,7 @@ def run_again(
     if world_size not in _staying:
         _staying[world_size] = _Staying(world_size)
     try:
-        return _staying[world_size].call((FunctionName.of(fn), pickle.dumps(tuple(args)), dict(os.environ), timeout))
+        return _staying[world_size].call((fn, tuple(args), dict(os.environ), timeout))
     except BaseException:  # an interrupt, too: who knows where they are
         _staying.pop(world_size).close()
         raise
@@ -238,15 +238,14 @@ def _serve(rank: Rank, folder: str) -> None:
                 request = calls.recv_bytes()
             except EOFError:
                 return
-            name, args, environment, timeout = pickle.loads(request)
+            fn, args, environment, timeout = pickle.loads(request)
             faulthandler.dump_traceback_later(timeout, exit=True, file=late)
             os.environ.clear()
             os.environ.update({"TORCH_DIST_INIT_BARRIER": barrier} | environment | own)
             os.chdir(here)
             if number:
                 _forget(rank, f"file://{folder}/store-{number}")
-            fn = name.load()  # before its arguments, which may be of its module
-            calls.send_bytes(pickle.dumps(fn(replace(rank, stop=StopFlag()), *pickle.loads(args))))
+            calls.send_bytes(pickle.dumps(fn(replace(rank, stop=StopFlag()), *args)))
             faulthandler.cancel_dump_traceback_later()
 
 
@@ -271,9 +270,9 @@ def _forget(rank: Rank, store: str) -> None:
     init_process_group("cpu", rank.rank, rank.world_size, init_method=store)
 
 
-def _run_body(rank: Rank, name: FunctionName, each: list[dict[str, Any]]) -> str | None:
+def _run_body(rank: Rank, module: str, name: str, each: list[dict[str, Any]]) -> str | None:
     gc.set_threshold(50_000, 20, 50)  # as conftest.py sets it
-    body = name.load().__wrapped__  # type: ignore[attr-defined]
+    body = getattr(importlib.import_module(module), name).__wrapped__
     context = Context(rank.rank, rank.world_size, dist.group.WORLD, rank.device)
     try:
         context.run_each(body, each)

@@ -40,11 +40,10 @@ from mxep.comms import (
 )
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
-from mxep.integration.mesh import FailedOnRanks, all_gather_tensor, on_all_ranks
 from mxep.integration.report import Row
 
 from .runner import Bench, table
-from .script import free_memory
+from .script import FailedOnRanks, all_gather_tensor, free_memory, on_all_ranks
 from .timer import Alternative, Timer
 
 FEW = 32

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 
 from mxep.gemm import Backend, Recipe, backends, grouped_mm
-from mxep.integration.mesh import describe
 from mxep.integration.report import Row
 from mxep.quant import BLOCK, MXTensor, quantize
 
 from . import baseline
 from .runner import Bench, table
-from .script import free_memory, gradients
+from .script import describe, free_memory, gradients
 from .timer import Alternative, Call, Timer, copy_tb_s, rotations
 
 DENSE = 8192  # size of the square GEMMs that are ceilings

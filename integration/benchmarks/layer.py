@@ -40,7 +40,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mxep.integration.mesh import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
+from mxep.integration.mesh import all_gather
 from mxep.integration.metrics import snr
 from mxep.integration.report import Row
 from mxep.integration.verify import Results as Tensors
@@ -48,7 +48,7 @@ from mxep.integration.verify import Results as Tensors
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape, floor_ms, flop, make, rate, work
 from .runner import ANY, Bench, models, table
-from .script import GIB, busy, free_memory, synchronize
+from .script import GIB, FailedOnRanks, busy, free_memory, from_all_ranks, on_all_ranks, synchronize
 from .timer import Alternative, Call, Run, Timer, failure
 
 CASES_OF = {

@@ -37,13 +37,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mxep.comms import Capacity
 from mxep.ep import MoE
 from mxep.gemm import grouped_mm, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.integration.launch import Rank
-from mxep.integration.mesh import local, share
+from mxep.integration.mesh import local
 from mxep.integration.schema import CASES, KEPT_IN_FP8
 from mxep.integration.verify import Results
 from mxep.quant import BLOCK
@@ -170,6 +171,13 @@ def make_mxep(p: Problem, case: Case) -> Layer:
         return out
 
     return Layer(p, call, leaves, moe.close, moe.check, KEPT if case.kept else 1, case.in_graph)
+
+
+def share(own: Tensor, like: Tensor) -> Tensor:
+    """A tensor that is spread over ranks like ``like``, with ``own`` as this rank's part."""
+    if not isinstance(like, DTensor):
+        return own
+    return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False)
 
 
 def make_baseline(p: Problem, case: Case) -> Layer:

@@ -48,7 +48,12 @@ class Case:
 
     def milliseconds(self, lengths: Sequence[int]) -> float:
         """Mean ms of a step over these lengths."""
-        return 1e3 * seconds(lambda: [self.step(length) for length in lengths]) / len(lengths)
+
+        def steps() -> None:
+            for length in lengths:
+                self.step(length)
+
+        return 1e3 * seconds(steps) / len(lengths)
 
 
 def measure(device: torch.device) -> Iterator[dict[str, Any]]:

@@ -18,8 +18,6 @@ bench.changes apply to all cases:
     optimize       mxep.integration.transformers.optimize: loss in chunks, causal SDPA, decoder layers compiled.
                    On several ranks BaselineLayer syncs, so only attention and norms are compiled around it
     forced         every expert gets equally many tokens, as with Megatron's --moe-router-force-load-balancing (Qwen3)
-    fp32_moments   AdamW's moments are fp32
-    autograd_sums  autograd adds mxep's gradients of micro-batches, instead of the GEMM
     after_step     weights are quantized right after AdamW's step, instead of in the first micro-batch
 
 ms            median step of the slowest rank. fastest ms, slowest ms: of all steps
@@ -32,7 +30,7 @@ shares        time of kernels in one profiled step / ms, by kernel and by the au
 extrapolated  t(N) = t(N2) + (N - N2) (t(N2) - t(N1)) / (N2 - N1), for all N layers of the model, from the two highest
               numbers of layers measured; the optimizer is scaled with it
 
-8 layers of Qwen3-30B fit one GPU of 80 GB, and 16 fit two. With fp32 moments it is 6 and 12.
+8 layers of Qwen3-30B fit one GPU of 80 GB, and 16 fit two.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ import contextlib
 import functools
 import re
 import statistics
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -59,7 +56,7 @@ from mxep.ep import accumulate_in_place, clip_grad_norm_, parameter_groups
 from mxep.ep.dtensors import local_tensor, local_weight
 from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
 from mxep.integration.flops import flops_per_token
-from mxep.integration.mesh import FailedOnRanks, all_gather, on_all_ranks
+from mxep.integration.mesh import all_gather
 from mxep.integration.report import Row
 from mxep.integration.schema import RECIPES
 from mxep.integration.transformers import Implementation, check, expert_parallel, optimize, register
@@ -68,7 +65,7 @@ from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, experts
 from .baseline import BaselineLayer
 from .layer import DeviceType, ProfilerActivity, profiled
 from .runner import Bench, models, table
-from .script import GIB, busy, free_memory, rank, ranks, seconds
+from .script import GIB, FailedOnRanks, busy, free_memory, on_all_ranks, rank, ranks, seconds
 from .timer import Call, failure
 
 CAPACITY = 2.0  # times the balanced load of a rank
@@ -76,7 +73,7 @@ SECONDS, LEAST_STEPS, MOST_STEPS, WARM_UP = 6.0, 3, 100, 2
 BASELINE, TRANSFORMERS, NONE, LINEARS = "baseline", "transformers", "none", ", linears"
 CASES = (BASELINE, TRANSFORMERS, *(f"mxep {name}{more}" for name in RECIPES for more in ("", LINEARS)), NONE)
 USUAL = BASELINE, TRANSFORMERS, "mxep bf16", "mxep mxfp8"
-CHANGES = "optimize", "forced", "fp32_moments", "autograd_sums", "after_step"
+CHANGES = "optimize", "forced", "after_step"
 SIZES = "layers, micro-batches, sequences, length"
 QWEN3: dict[str, Any] = {
     "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True,
@@ -190,21 +187,20 @@ def _step(
     """Measure a case. Returns its figures, and with `profile` its shares. Collective. Raises FailedOnRanks."""
     torch._dynamo.reset()
     free_memory()
-    began, cuda = time.perf_counter(), bench.device.type == "cuda"
+    cuda = bench.device.type == "cuda"
     subject = on_all_ranks(lambda: Subject(model, shape, case, changes, bench.device, bench.seed))
     try:
         losses = on_all_ranks(lambda: [float(subject.step()) for _ in range(WARM_UP)])
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        times, ready = list[float](), time.perf_counter() - began
+        times = list[float]()
         while len(times) < LEAST_STEPS or (cuda and sum(times) < SECONDS and len(times) < MOST_STEPS):
             times.append(on_all_ranks(lambda: seconds(subject.step)))
         ms = 1e3 * statistics.median(times)
         row: Row = {"ms": ms, "fastest ms": 1e3 * min(times), "slowest ms": 1e3 * max(times), "steps": len(times)}
-        row |= {"loss": losses[0], "losses": losses, "optimize": subject.changed, "seconds until timed": ready}
+        row |= {"loss": losses[0], "losses": losses, "optimize": subject.changed}
         if cuda:
             row["peak GiB"] = max(all_gather(torch.cuda.max_memory_allocated())) / GIB
-            row["allocator retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         parts = shares(subject.step, ms, bench.device) if profile else {}
         row["most of mean by layer"] = subject.most_of_mean()
         return row | {"most of mean": max(row["most of mean by layer"])}, parts
@@ -267,36 +263,6 @@ class ForcedRouter(Qwen3MoeTopKRouter):
         return logits, (chosen / chosen.sum(-1, keepdim=True)).to(logits.dtype), ids
 
 
-class AdamWFP32(torch.optim.Optimizer):
-    """AdamW for bf16 parameters with fp32 moments, one kernel per parameter. torch's moments have parameters' dtype."""
-
-    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["steps"] += 1
-            corrections = torch.tensor([1 - beta ** group["steps"] for beta in (0.9, 0.95)], dtype=torch.float32)
-            for p in (p for p in group["params"] if p.grad is not None):
-                weight, grad = local_tensor(p).view(-1), local_tensor(p.grad).view(-1)
-                if not (state := self.state[p]):
-                    state["moments"] = torch.zeros(2, len(weight), dtype=torch.float32, device=weight.device)
-                run, corrections = _compiled_adamw if weight.is_cuda else _adamw, corrections.to(weight.device)
-                run(weight, grad, *state["moments"], corrections, group["lr"], group["weight_decay"])
-
-
-def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, corrections: Tensor, lr: float, decay: float) -> None:
-    grad = g.float()
-    m.lerp_(grad, 0.1)
-    v.lerp_(grad * grad, 0.05)
-    update = m / corrections[0] / ((v / corrections[1]).sqrt() + 1e-8)
-    w.copy_(w.float() * (1 - lr * decay) - lr * update)
-
-
-_compiled_adamw = torch.compile(_adamw, dynamic=True)
-
-
 class Subject:
     """A model of one case, its optimizer and its batches.
 
@@ -333,10 +299,7 @@ class Subject:
             for module in (*self.model.model.layers, self.model):
                 fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=own)
         kwargs: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.1}
-        if "fp32_moments" in changes:
-            self.optimizer: torch.optim.Optimizer = AdamWFP32(parameter_groups(self.model), **kwargs)
-        else:
-            self.optimizer = torch.optim.AdamW(parameter_groups(self.model), fused=True, betas=(0.9, 0.95), **kwargs)
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.model), fused=True, betas=(0.9, 0.95), **kwargs)
         self.once = quantize_after_step(self.optimizer) if self.mxep and "after_step" in changes else None
         torch.manual_seed(rank())  # of batches
         self.ids = torch.randint(self.config.vocab_size, shape[1:], device=device, dtype=torch.int64)
@@ -370,8 +333,7 @@ class Subject:
             if self.mxep:
                 if self.once is None:
                     stack.enter_context(quantize_weights_once())
-                if "autograd_sums" not in self.changes:
-                    stack.enter_context(accumulate_in_place())
+                stack.enter_context(accumulate_in_place())
             for i, ids in enumerate(self.ids):
                 if ranks() > 1:
                     last = i == micro_batches - 1

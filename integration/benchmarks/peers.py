@@ -39,11 +39,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.baseline import PAD, BaselineLayer, Product, bf16_product
-from benchmarks.script import free_memory, gradients, save, synchronize
+from benchmarks.script import describe, free_memory, gradients, save, synchronize
 from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.integration.mesh import describe
 from mxep.integration.metrics import snr
 from mxep.integration.results import shortened
 from mxep.integration.verify import Problem, moe_layer
@@ -384,22 +383,12 @@ def log(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def names_in(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def names(text: str) -> list[str]:
-        given = [name.strip() for name in text.split(";")]
-        if unknown := [name for name in given if name not in known]:
-            raise argparse.ArgumentTypeError(f"expected some of {'; '.join(known)}, got {'; '.join(unknown)}")
-        return given
-
-    return names
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--peers", type=names_in([*PEERS]), default=list(PEERS), help="names, a semicolon between them")
-    parser.add_argument("--shapes", type=names_in([*SHAPES]), default=[name for name in SHAPES if name != "tiny"])
-    parser.add_argument("--tokens", type=lambda text: [*map(int, text.split(","))], default=[1024, 4096, 16384])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[name for name in SHAPES if name != "tiny"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096, 16384])
     parser.add_argument("--seconds", type=float, default=0.3, help="of a stretch")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=200, help="seconds for an answer of a peer")

@@ -1,4 +1,6 @@
-"""Helpers of scripts: ranks under torchrun, times over all ranks, a JSON file of results. Does not import hydra."""
+"""Helpers: ranks under torchrun, times over all ranks, memory, a JSON file of results, one rank's failure on all ranks.
+
+Does not import hydra."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch import Tensor
 from mxep.integration.mesh import all_gather
 from mxep.integration.results import provenance, shortened, write_json
 
+T = TypeVar("T")
 GIB = 1 << 30
 
 
@@ -107,3 +110,50 @@ def run(measure: Callable[[torch.device], Iterable[dict[str, Any]]]) -> None:
             if rank() == 0:
                 print(json.dumps(rows[-1]), flush=True)
             save(next(iter(sys.argv[1:]), None), rows)
+
+
+class FailedOnRanks(RuntimeError):
+    """Raised on all ranks when something failed on some. unsupported: this machine cannot do it."""
+
+    def __init__(self, message: str, *, unsupported: bool = False) -> None:
+        super().__init__(message)
+        self.unsupported = unsupported
+
+
+def all_gather_tensor(tensor: Tensor) -> Tensor:
+    """(W, ...): all ranks' tensors of one shape. Collective."""
+    if not dist.is_initialized():
+        return tensor[None]
+    flat = tensor.contiguous().view(torch.uint8)
+    found = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, flat)
+    return torch.stack(found).view(tensor.dtype)
+
+
+def from_all_ranks(fn: Callable[[], T]) -> list[T]:
+    """`fn()` of every rank. If it raises on one rank, all raise FailedOnRanks. Collective."""
+    value, failure = None, None
+    try:
+        value = fn()
+    except Exception as error:
+        unsupported = isinstance(error, (ImportError, NotImplementedError)) or getattr(error, "unsupported", False)
+        failure = (str(error) if unsupported else describe(error)), unsupported
+    answers = all_gather((value, failure))
+    for rank, (_, theirs) in enumerate(answers):
+        if theirs is not None:
+            where = "" if theirs[1] or not dist.is_initialized() else f"rank {rank}: "
+            raise FailedOnRanks(f"{where}{theirs[0]}", unsupported=theirs[1])
+    return [theirs for theirs, _ in answers]  # type: ignore[misc]
+
+
+def on_all_ranks(fn: Callable[[], T]) -> T:
+    """`fn()` of this rank. If it raises on one rank, all raise FailedOnRanks. Collective."""
+    kept: list[T] = []
+    from_all_ranks(lambda: kept.append(fn()))
+    return kept[0]
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line: its type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

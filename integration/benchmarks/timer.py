@@ -12,6 +12,7 @@ a call finds nothing in the cache, as in a model.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -19,17 +20,15 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mxep.integration.mesh import FailedOnRanks, from_all_ranks, on_all_ranks
 from mxep.integration.report import Row
-from mxep.integration.train import capturing
 
-from .script import synchronize
+from .script import FailedOnRanks, from_all_ranks, on_all_ranks, synchronize
 
 GRAPH_SECONDS = 0.02
 LEAD_SECONDS = 0.2
@@ -39,6 +38,25 @@ COPIES = 10
 L2_SIZES = 4  # bytes between two uses of a set of inputs, in L2 caches
 
 Call = Callable[[], Any]
+
+
+@contextlib.contextmanager
+def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """`torch.cuda.graph` with a new graph. An error inside is raised unchanged."""
+    graph = torch.cuda.CUDAGraph()
+    raised: BaseException | None = None
+    try:
+        with torch.cuda.graph(graph, **options):
+            try:
+                yield graph
+            except BaseException as error:
+                raised = error
+                raise
+    except Exception:
+        if raised is None:
+            raise
+    if raised is not None:  # the end of a failed capture raises, too, without the reason
+        raise raised
 
 
 def nothing(*_: object) -> None:

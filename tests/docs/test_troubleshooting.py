@@ -26,9 +26,9 @@ TOOLS = ("integration/benchmarks/",)
 TELLERS = ("refuse", "report", "tell")
 """Functions that raise what they are given, or let others raise it."""
 MAKERS = (
-    *("_complaints", "_check_own_model", "_check_ranks", "_check_transformers", "_out_of_bounds", "_unknown_recipes"),
-    *("complaint", "command_line_complaint", "tokenizer_complaint", "_unknown_choice"),
-    *("unknown", "_difference", "_unlike", "complaints", "_check_verify", "silence"),
+    *("_complaints", "_check_own_model", "_check_ranks", "_check_transformers", "out_of_bounds"),
+    *("complaint", "tokenizer_complaint"),
+    *("unknown", "_difference", "_unlike", "complaints", "silence"),
     *("_what_did_not_fit", "unsupported_reason", "changed", "_taken"),
 )
 """Functions that return, or yield, what others raise."""

@@ -18,7 +18,7 @@ from integration.conftest import TINY
 from mxep import ep, gemm
 from mxep.integration import __main__, app, schema, verify
 from mxep.integration import data as data_module
-from mxep.integration.config import ConfigError, prepare
+from mxep.integration.config import prepare
 from mxep.integration.report import show_sweep
 from mxep.integration.schema import Config, DataConfig, configs_dir
 from mxep.integration.verify import Check
@@ -55,10 +55,10 @@ for number, arguments in enumerate(json.loads(sys.argv[1])):
 MISTAKES = [
     (["parallel.ranks=3"], "model.experts must be a multiple of 3 (parallel.ep), got 8: try parallel.ep=1 or "),
     (["task=bench", "bench=layer"], "needs a CUDA device, and there is none here; bench.device=cpu tries"),
-    (["optimizer.beta1=1"], "optimizer.beta1: got 1.0, wanted at least 0 and below 1"),
+    (["optimizer.beta1=1"], "optimizer.beta1: got 1.0: Input should be less than 1"),
     (["data=text", "data.path=."], "data.path: no file in . ends in any of .c, "),
     (["resume=."], "no checkpoint in .: wanted a run folder"),
-    (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0, wanted at least 1"),
+    (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0: Input should be greater than or equal to 1"),
 ]
 """Arguments, and the message."""
 
@@ -137,10 +137,6 @@ def test_models_whose_shapes_the_command_line_names_are_measured():
     both = "bench.models=[gpt_oss_20b,qwen3_30b]"
     assert prepared(*of_model, named).bench.models == ["gpt_oss_20b"]
     assert prepared(*of_model, named, both).bench.models == ["gpt_oss_20b", "qwen3_30b"]
-    with pytest.raises(ConfigError, match=r"bench\.shapes: which are measured\? bench\.models="):
-        prepared(*of_model, "bench.shapes={gpt_oss_20b:[[1,2,2,32]]}")
-    with pytest.raises(ConfigError, match=r"bench\.shapes\.gpt_oss_20b: got bench\.models without it: add gpt_oss_20b"):
-        prepared(*of_model, named, "bench.models=[qwen3_30b]")
 
 
 def test_a_table_of_verification_fits_80_columns_and_names_what_failed(make_config: Callable[..., Config], capsys):
@@ -173,15 +169,7 @@ def data(path: Path, **changes: int) -> DataConfig:
     return DataConfig(str(path), **({"max_bytes": 10**6, "batch": 1, "length": 8} | changes))
 
 
-def test_a_text_that_is_too_short_is_told_with_its_size(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("words")
-    assert data_module.complaint(data(tmp_path / "a.txt")) == (
-        f"data.path: got 5 bytes in {tmp_path / 'a.txt'}, wanted at least 288 for data.length=8"
-    )
-    assert "got 5 bytes in 1 files of" in str(data_module.complaint(data(tmp_path)))
-    assert data_module.complaint(data(tmp_path, max_bytes=10)) == (
-        "data.max_bytes: got 10, wanted at least 288 for data.length=8"
-    )
+def test_sequences_of_half_a_chunk_are_refused(tmp_path: Path):
     assert "data.length: got 40000, wanted at most 32767" in str(data_module.complaint(data(tmp_path, length=40000)))
 
 
@@ -220,7 +208,6 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so_and_a_crash_says_how
 
 
 def test_without_its_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(__main__, "end_on_signals", lambda: None)
     monkeypatch.setitem(sys.modules, "hydra", None)
     monkeypatch.delitem(sys.modules, "mxep.integration.app", raising=False)
     with pytest.raises(SystemExit, match=r"hydra is missing: pip install 'mxep-integration\[command\]'"):

@@ -17,9 +17,9 @@ from benchmarks.baseline import BaselineLayer, Groups
 from benchmarks.comms import Traffic
 from benchmarks.layer import breakdown
 from benchmarks.layer_cases import BASELINE, MX, Case, Problem, Shape
+from benchmarks.script import all_gather_tensor
 from mxep.integration import metrics as snr_module
 from mxep.integration.launch import Rank
-from mxep.integration.mesh import all_gather_tensor
 from mxep.integration.metrics import snr
 from mxep.integration.report import Report
 from mxep.integration.schema import BenchConfig

@@ -24,7 +24,7 @@ def quick_start(monkeypatch):
 def test_a_run_has_each_peers_figures_or_reason(tmp_path, monkeypatch, quick_start):
     for name in peers.CACHES:
         monkeypatch.setenv(name, "0")  # the run sets them
-    run = ["--peers", "grouped_mm bf16;mxep mxfp8, kept;ScatterMoE bf16", "--shapes", "tiny", "--tokens", "48"]
+    run = ["--peers", "grouped_mm bf16", "mxep mxfp8, kept", "ScatterMoE bf16", "--shapes", "tiny", "--tokens", "48"]
     times = ["--seconds", "0.01", "--rounds", "2", "--limit", "200", "--device", "cpu", "--commit", "abc"]
     peers.main([*run, *times, "--out", str(tmp_path / "run.json")])
     result = json.loads((tmp_path / "run.json").read_text())

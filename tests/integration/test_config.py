@@ -3,13 +3,12 @@
 import copy
 import dataclasses
 import functools
-import importlib.util
 import logging
 import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 from unittest.mock import Mock
 
 import pytest
@@ -21,7 +20,7 @@ from mxep.gemm import Recipe
 from mxep.integration import app
 from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.model import auto, make_recipe, recipes
-from mxep.integration.schema import TASKS, Config, Range, command_line_complaint, configs_dir, out_of_bounds
+from mxep.integration.schema import Config, configs_dir, out_of_bounds
 from mxep.quant import E5M2, ScaleMode
 
 
@@ -68,19 +67,10 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["optimizer.lr=0.5", "optimizer.weight_decay=3"],
-            "weight_decay: got 3.0, wanted at most 2, which is 1 / optimizer.lr",
-        ),
-        (["optimizer.lr=nan", "seed=-1"], "above 0 and at most 1; seed: got -1, wanted at least 0 and at most 4294"),
-        (["compare.seeds=[0,-1]"], "compare.seeds[1]: got -1, wanted at least 0"),
-        (
-            ["model=qwen3_moe_tiny", "model.transformers.router_aux_loss_coef=-0.1"],
-            "model.transformers.router_aux_loss_coef: got -0.1, wanted at least 0",
-        ),
-        (["model=qwen3_moe_tiny", "+model.transformers.x={a: [0.5, nan]}"], "x.a[1]: got nan, wanted a finite number"),
-        (["dispatcher.name=pigeon"], "dispatcher.name: got 'pigeon', wanted one of local, all_to_all, symmetric"),
-        (["dispatcher.capacity=none"], "dispatcher.capacity: got 'none', wanted one of worst_case"),
+        (["optimizer.lr=nan", "seed=-1"], "or equal to 1; seed: got -1: Input should be greater"),
+        (["compare.seeds=[0,-1]"], "compare.seeds.1: got -1: Input should be greater"),
+        (["dispatcher.name=pigeon"], "dispatcher.name: got 'pigeon': String should match pattern '^(local|all_to_all"),
+        (["dispatcher.capacity=none"], "dispatcher.capacity: got 'none': String should match pattern '^(worst_case"),
         (["dispatcher=local", "parallel.ep=2"], "parallel.ep must be 1, got 2"),
         (["parallel.ranks=3", "parallel.ep=2", "data.batch=6"], "parallel.ranks must be a multiple of 2"),
         (["parallel.ranks=3", "parallel.ep=1"], "data.batch must be a multiple of 3 (parallel.ranks), got 4"),
@@ -91,44 +81,27 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["task=compare", "recipe=auto"], "task=compare compares a recipe with bf16: recipe must be another one"),
         (["recipe=bf16", "recipe.linear=mxfp8", "model.dim=40"], "recipe.linear=mxfp8 wants model.dim in 32s, got 40"),
         (["verify.cases=[int3/local]"], "verify.cases: got 'int3/local', wanted some of bf16/local"),
-        (["train.steps=0"], "train.steps: got 0, wanted at least 1"),
+        (["train.steps=0"], "train.steps: got 0: Input should be greater than or equal to 1"),
         (
             ["train.steps=99999999999999999999"],
-            "got 99999999999999999999, wanted at least 1 and at most 9223372036854775807",
+            "got 99999999999999999999: Input should be less than or equal to 922337",
         ),
-        (["dispatcher.nodes_per_token=0"], "dispatcher.nodes_per_token: got 0, wanted at least 1"),
-        (["dispatcher.nodes_per_token=2"], "nodes_per_token: got 2 with symmetric, want dispatcher=hierarchical"),
-        (["dispatcher.ranks_per_node=2"], "ranks_per_node: got 2 with symmetric, want dispatcher=hierarchical"),
-        (
-            ["dispatcher=hierarchical", "dispatcher.ranks_per_node=3"],
-            "ranks_per_node must divide 2 (parallel.ep), got 3",
-        ),
-        (["train.graph=true", "dispatcher=all_to_all"], "train.graph=true: the host must read no sizes"),
-        (["train.graph=true", "dispatcher.capacity=exact"], "train.graph=true: the host must read no sizes"),
-        (["train.graph=true", "backend=reference"], "train.graph=true: the host must read no sizes"),
-        (["backend=abacus"], "backend: got 'abacus', wanted one of auto, reference"),
+        (["dispatcher.nodes_per_token=0"], "dispatcher.nodes_per_token: got 0: Input should be greater"),
+        (["backend=abacus"], "backend: got 'abacus': String should match pattern '^(auto|reference"),
         (["dispatcher.overflow=drop"], "nothing overflows worst_case; wanted dispatcher.capacity=factor"),
         (["dispatcher.overflow=recompute"], "overflow=recompute: nothing overflows worst_case"),
         (
             ["dispatcher.capacity=factor", "dispatcher.overflow=spill"],
-            "dispatcher.overflow: got 'spill', wanted one of",
+            "dispatcher.overflow: got 'spill': String should",
         ),
-        (["train.skip_bad_steps=-1"], "train.skip_bad_steps: got -1, wanted at least 0"),
-        (["train.checkpoint_every=-1"], "train.checkpoint_every: got -1, wanted at least 0"),
-        (["optimizer.warmup=-1"], "optimizer.warmup: got -1, wanted at least 0"),
+        (["train.skip_bad_steps=-1"], "train.skip_bad_steps: got -1: Input should be greater"),
+        (["train.checkpoint_every=-1"], "train.checkpoint_every: got -1: Input should be greater"),
+        (["optimizer.warmup=-1"], "optimizer.warmup: got -1: Input should be greater"),
         (["task=compare", "compare.out=/no/such/file"], "compare.out: no such folder: /no/such"),
         (["verify.cases=[bf16/pigeon]"], "verify.cases: got 'bf16/pigeon'"),
         (["data.path=/no/such/file"], "data.path: no such file or folder: /no/such/file"),
-        (["model=deepseek_v3_proxy", "model.layers=1"], "model.layers must be at least 2 (first_k_dense_replace=1"),
-        (["task=verify", "verify.top_k=9"], "verify.top_k must lie in 1..8 (verify.experts), got 9"),
-        (["task=verify", "verify.experts=7"], "verify.experts must be a multiple of 2 (parallel.ranks), got 7"),
-        (["task=verify", "verify.dim=100"], "wants verify.dim and verify.hidden_dim in 32s, got 100 and 128"),
-        (
-            ["task=verify", "verify.dim=100", "verify.cases=[bf16/local,fp8/local]"],
-            "recipe fp8 wants verify.dim and verify.hidden_dim in 16s, got 100 and 128",
-        ),
-        (["estimate.layers=0"], "estimate.layers: got 0, wanted at least 1"),
-        (["data.vocabulary=255"], "data.vocabulary: got 255, wanted at least 256"),
+        (["estimate.layers=0"], "estimate.layers: got 0: Input should be greater"),
+        (["data.vocabulary=255"], "data.vocabulary: got 255: Input should be greater than or equal to 256"),
         (["data.vocabulary=300", "data.tokenizer=x"], "data.vocabulary and data.tokenizer: got both, wanted one"),
         (["data.tokenizer=/no/such"], "data.tokenizer: /no/such: FileNotFoundError"),
         (
@@ -148,17 +121,13 @@ def test_a_value_that_does_not_fit_is_named(make_config: Callable[..., Config], 
         make_config(*overrides)
 
 
-def numbers_of(hint: Any, key: str) -> Iterator[tuple[str, type, list[Range]]]:
-    """Key, type and ranges of each number in a type: of sections, of lists and dicts."""
+def numbers_of(hint: Any, key: str) -> Iterator[tuple[str, type]]:
+    """Key and type of each number in a type: of sections, of lists and dicts."""
     if dataclasses.is_dataclass(hint):
-        for name, inner in get_type_hints(hint, include_extras=True).items():
+        for name, inner in get_type_hints(hint).items():
             yield from numbers_of(inner, f"{key}.{name}" if key else name)
-    elif get_origin(hint) is Annotated:
-        of, *bounds = get_args(hint)
-        if of in (int, float):
-            yield key, of, [one for one in bounds if isinstance(one, Range)]
     elif hint in (int, float):
-        yield key, hint, []
+        yield key, hint
     else:
         for inner in get_args(hint):
             yield from numbers_of(inner, key)
@@ -177,30 +146,16 @@ def with_value(config: Config, key: str, value: object) -> Config:
     return config
 
 
-@pytest.mark.parametrize(("key", "kind", "ranges"), NUMBERS, ids=[key for key, *_ in NUMBERS])
-def test_every_number_of_a_config_has_a_range_which_is_checked(
-    default: Config, key: str, kind: type, ranges: list[Range]
-):
-    (bounds,) = ranges
-    step = 1 if kind is int else 1e-9
-    inside = bounds.least + step * bounds.above, bounds.most - step * bounds.below
-    outside = [bounds.least - step * (not bounds.above), bounds.most + step * (not bounds.below), math.nan]
-    outside += [math.inf, -math.inf]
-    for value in inside if bounds.most < math.inf else inside[:1]:
-        assert list(out_of_bounds(with_value(default, key, kind(value)))) == []
-    for value in outside:
+@pytest.mark.parametrize(("key", "kind"), NUMBERS, ids=[key for key, _ in NUMBERS])
+def test_every_number_of_a_config_is_bounded(default: Config, key: str, kind: type):
+    for value in (-1, 2**63) if kind is int else (-1.0, math.nan, math.inf, -math.inf):
         (line,) = out_of_bounds(with_value(default, key, value))
-        assert re.fullmatch(rf"{re.escape(key)}\S*: got {re.escape(str(value))}, wanted {re.escape(str(bounds))}", line)
+        assert re.match(rf"{re.escape(key)}\S*: got {re.escape(str(value))}: Input should be ", line)
 
 
 @pytest.fixture(scope="module")
 def default() -> Config:
     return resolve(composed())
-
-
-def test_a_range_says_what_it_is():
-    assert (str(Range(1)), str(Range(0, 1, below=True))) == ("at least 1", "at least 0 and below 1")
-    assert str(Range(0, 1, above=True)) == "a number above 0 and at most 1"
 
 
 @pytest.mark.parametrize(
@@ -217,54 +172,26 @@ def test_a_value_that_fits_passes(make_config: Callable[..., Config], overrides:
 
 
 @pytest.mark.parametrize(
-    ("library", "given", "message"),
-    [
-        ("tensorboard", "train.tensorboard=true", "pip install 'mxep-integration[tensorboard]'"),
-        ("tokenizers", "data.vocabulary=300", "pip install 'mxep-integration[tokenizers]'"),
-        ("wandb", "train.wandb=true", "train.wandb=true wants wandb: pip install wandb"),
-    ],
-)
-def test_without_a_library_it_says_what_to_install(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, library: str, given: str, message: str
-):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == library else find(name))
-    make_config()
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        make_config(given)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["recipe=mxfp8,fp8", "-m"], ["recipe=[a]"], ["recipe=mine", "--config-dir=d"], ["task=verify"]],
-)
-def test_what_hydra_reads_is_left_to_it(arguments: list[str]):
-    assert command_line_complaint(arguments, TASKS) is None
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["recipe=int3"], "no such choice: recipe=int3; wanted auto, bf16, fp8"),
-        (["recipe=mxpf8"], "no such choice: recipe=mxpf8; did you mean mxfp8?"),
-        (["recipe=mxfp8_32x32"], "no such choice: recipe=mxfp8_32x32; did you mean recipe.name=mxfp8_32x32?"),
-        (["model=null"], "no such choice: model=null; wanted deepseek_v3_proxy"),
+        (["recipe=int3"], "Could not find 'recipe/int3'"),
         (["-m", "model=tiny,null"], "override must be a string or a list. Got NoneType"),
         (["recipe.name=mxpf8"], "recipe: got 'mxpf8', want bf16, fp8, mxfp8; after fp8 and mxfp8 also _e5m2"),
         (["recipe.name=mxfp8_wgrad_bf16_e5m2"], "; did you mean mxfp8_e5m2_wgrad_bf16?"),
         (["recipe.linear=mxpf8_e5m2"], "recipe: got 'mxpf8_e5m2', want bf16, fp8, mxfp8"),
-        (["model.width=3"], "no such key: model.width; "),
-        (["train.step=3"], "no such key: train.step; did you mean train.steps?"),
-        (["lr=3"], "no such key: lr; did you mean optimizer.lr?"),
-        (["verify"], "verify: wanted KEY=VALUE, as task=verify"),
+        (["model.width=3"], "Key 'width' not in 'ModelConfig'"),
+        (["train.step=3"], "Key 'step' not in 'TrainConfig'"),
+        (["lr=3"], "Key 'lr' not in 'Config'"),
+        (["verify"], "missing EQUAL"),
         (["bench=layer"], "bench: task=train does not read it, task=bench does: add that"),
+        (["dispatcher.nodes_per_token=2"], "dispatcher 'symmetric' has no nodes_per_token"),
         (["hydra.run.dir=/dev/null/x"], "no run folder: [Errno 20] Not a directory: '/dev/null/x'"),
         (["+model.width=3"], "no such key: model.width"),
         (["model.dim=wide"], "Value 'wide' of type 'str' could not be converted to Integer"),
         (["data=text"], "no value for data.path"),
         (["data=text", "data.path=/no/such/file"], "no such file or folder: /no/such/file"),
         (["resume=/no/such/run"], "resume: no such file or folder: /no/such/run"),
-        (["task.name=dance"], "task.name: got 'dance', wanted one of train, compare"),
+        (["task.name=dance"], "task.name: got 'dance': String should match pattern '^(train|compare"),
         (["+model._target_=os.system"], "no such key: model._target_"),
     ],
 )

@@ -1,7 +1,6 @@
 """Texts as bytes and as tokens: sources, held-out chunks, batches, tokenizers."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,14 +164,11 @@ def test_a_run_on_tokens_resumes_bit_for_bit_with_the_tokenizer_of_its_checkpoin
     saved = checkpoint.find(tmp_path / "half")["mxfp8"]
     kept = (saved / checkpoint.TOKENIZER).read_text()
     assert (tmp_path / "half" / checkpoint.TOKENIZER).read_text() == kept
-    other = json.loads(kept)
-    other["model"]["merges"] = other["model"]["merges"][::-1]
-    (saved / checkpoint.TOKENIZER).write_text(json.dumps(other))
     resumed = prepared(f"resume={saved}", "parallel.ranks=2")
     assert (resumed.data.tokenizer, resumed.data.vocabulary) == (str(saved / checkpoint.TOKENIZER), None)
     assert vocabulary_of(resumed.data) == 300
     assert checkpoint.same_text(to_json(config)["data"], dataclasses.asdict(resumed.data))
-    assert json.loads(read_text(resumed.data).tokenizer)["model"]["merges"] == other["model"]["merges"]
+    assert read_text(resumed.data).tokenizer == kept
     with pytest.raises(ConfigError, match=r"data\.vocabulary: the checkpoint that resume names says what tokens are"):
         prepared(f"resume={saved}", "data.vocabulary=400")
 
@@ -196,6 +192,6 @@ def test_a_tokenizer_of_a_file_is_read(prepared: Callable[..., Config], tmp_path
 
 def test_more_tokens_than_the_text_has_pairs_are_refused(prepared: Callable[..., Config]):
     with pytest.raises(
-        RuntimeError, match=r"data.vocabulary: got 100000, wanted at most \d+: the text has no more pairs"
+        ValueError, match=r"data.vocabulary: got 100000, wanted at most \d+: the text has no more pairs"
     ):
         read_text(prepared("data.vocabulary=100000").data)

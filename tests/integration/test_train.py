@@ -123,26 +123,7 @@ def test_nodes_of_one_rank_train_as_one_node_does_bit_for_bit_and_nodes_of_two_a
 
 
 @needs_gpu
-def test_a_cuda_graph_of_loss_and_gradients_trains_as_calls_from_the_host_do(
-    make_config: Callable[..., Config], tmp_path: Path
-):
-    ranks = min(2, torch.cuda.device_count())
-    curves = []
-    for graph in ("false", "true"):
-        config = make_config(
-            *("train.compare=false", "train.steps=8", f"parallel.ranks={ranks}", "parallel.device=cuda"),
-            f"train.graph={graph}",
-        )
-        results = run_again(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=120, device="cuda")
-        assert all(result == results[0] for result in results)
-        curves.append(torch.tensor(results[0]))
-    host, graph = curves
-    assert len(set(graph[:, 0].tolist())) == 8  # replays see new batches and new weights
-    assert torch.equal(host, graph)
-
-
-@needs_gpu
-@pytest.mark.parametrize("override", ["train.graph=true", "train.graph=false", "dispatcher=all_to_all"])
+@pytest.mark.parametrize("override", ["dispatcher=symmetric", "dispatcher=all_to_all"])
 def test_a_run_on_gpus_repeats_bit_for_bit(make_config: Callable[..., Config], tmp_path: Path, override: str):
     ranks = min(2, torch.cuda.device_count())
     config = make_config("train.compare=false", "train.steps=20", f"parallel.ranks={ranks}", override)
@@ -165,13 +146,14 @@ def make_trainer(rank: Rank, config: Config, folder: Path) -> Trainer:
 
 def break_steps(trainer: Trainer, steps: set[int], how: str) -> None:
     """Make steps of a run bad on this rank: its gradients' norm overflows, its loss is NaN, or rows are lost."""
-    gradients, reduce, loss, check = trainer.gradients, trainer.gradients.reduce, trainer.model.loss, MoE.check
+    reduce, loss, check = trainer._reduce, trainer.model.loss, MoE.check
+    experts = next(moe.experts for moe in trainer.model.moes)
     now = lambda: trainer.step + 1 in steps  # noqa: E731
 
     def reduce_to_huge() -> None:
         reduce()
         if now():
-            gradients.experts[0].fill_(1e30)
+            experts.down_proj.grad.fill_(1e30)
 
     def check_to_overflow(moe: MoE) -> None:
         check(moe)
@@ -179,7 +161,7 @@ def break_steps(trainer: Trainer, steps: set[int], how: str) -> None:
             raise CapacityExceeded("7 rows did not fit")
 
     if how == "norm":
-        gradients.reduce = reduce_to_huge
+        trainer._reduce = reduce_to_huge
     elif how == "loss":
         trainer.model.loss = lambda *batch: loss(*batch) * (float("nan") if now() else 1.0)
     else:
@@ -353,7 +335,6 @@ def train_until_rank_1_dies(rank: Rank, config: Config, folder: Path) -> None:
     trainer = Mortal(
         rank, config, recipes(config)[-1], Mesh.make(config.ep, rank.device), read_text(config.data), folder
     )
-    assert (trainer.graphs is not None) == bool(config.train.graph)
     try:
         trainer.run()
     finally:
@@ -368,7 +349,7 @@ def test_survivors_of_a_training_run_name_the_rank_that_was_killed_within_the_ti
     ranks = 2 if device == "cpu" else min(4, torch.cuda.device_count())
     config = make_config(
         *(f"parallel.device={device}", f"parallel.ranks={ranks}", f"dispatcher.timeout={TIMEOUT}"),
-        *("train.steps=100000", "train.checkpoint_every=5", f"train.graph={str(device == 'cuda').lower()}"),
+        *("train.steps=100000", "train.checkpoint_every=5"),
     )
     close_ranks()  # so that none is left but this job's
     with pytest.raises(RanksFailed) as failure:

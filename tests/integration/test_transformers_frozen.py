@@ -1,7 +1,6 @@
 """Frozen quantized experts in transformers models equal the model with their values."""
 
 import copy
-import io
 import weakref
 from pathlib import Path
 from typing import Any
@@ -289,12 +288,8 @@ def test_fsdp2_gathers_bytes(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_a_frozen_model_is_pickled_and_copied(kind: str) -> None:
+def test_a_frozen_model_is_copied(kind: str) -> None:
     model = tiny(kind, "mxep_mxfp8", torch.bfloat16)
     freeze_experts(model, "mxfp4")
-    file, ids = io.BytesIO(), token_ids()
-    torch.save(model, file)
-    file.seek(0)
-    wanted = model(input_ids=ids).logits
-    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
-        assert torch.equal(other(input_ids=ids).logits, wanted)
+    wanted = model(input_ids=token_ids()).logits
+    assert torch.equal(copy.deepcopy(model)(input_ids=token_ids()).logits, wanted)

@@ -27,7 +27,7 @@ from mxep.ep import MoE
 from mxep.gemm import Linear, Recipe, convert
 from mxep.integration.metrics import snr
 from mxep.integration.transformers import Implementation, check, expert_parallel, load_report, register, route_experts
-from mxep.integration.transformers.experts import layers, own_expert_parallel, own_tensor_parallel
+from mxep.integration.transformers.experts import layers, own_expert_parallel
 from ranks import Context, distributed
 
 
@@ -122,8 +122,6 @@ def test_a_batch_that_is_too_large_says_what_to_set_and_the_environment_sets_it(
     with pytest.raises((ValueError, PeersDisagree), match=f"set max_tokens={longest} or more") as caught:
         _ = model(input_ids=ids if ctx.rank else ids[:2]), check(model)
     assert caught.type is (ValueError if ctx.rank else PeersDisagree)
-    (note,) = caught.value.__notes__
-    assert f"MXEP_MAX_TOKENS={longest}" in note
     dist.barrier(ctx.group)
     os.environ["MXEP_MAX_TOKENS"] = str(longest)
     model = tiny("qwen3_moe").to(ctx.device)
@@ -277,26 +275,3 @@ def test_transformers_own_tensor_parallelism_fails_at_once_where_shards_do_not_f
         assert model[0]._is_hooked
         if features == 64:  # as each rank draws from one seed, its shard is of one weight
             assert snr(wanted, model(x)) > 20
-
-
-@distributed(2, device="cpu")
-def test_tensor_parallel_experts_are_served_or_refused_as_the_model_is_loaded(ctx: Context, tmp_path: Path) -> None:
-    distributed_config = pytest.importorskip("transformers.distributed").DistributedConfig
-    if not hasattr(own_tensor_parallel, "MoeExpertsParallel"):
-        pytest.skip("transformers shards otherwise")
-    least = {"mxep_bf16": 100, "mxep_mxfp8": 20}
-    for features in (64, 32):
-        model = tiny(moe_intermediate_size=features)
-        wanted, folder = model(input_ids=token_ids()).logits.detach(), tmp_path / str(features)
-        if ctx.rank == 0:
-            model.save_pretrained(folder)
-        dist.barrier()
-        for name in least:
-            tp = distributed_config(tp_size=2)
-            said = "got 32 hidden features of experts for tp_size 2, want a multiple of 32 on .* or use mxep_bf16"
-            misfit = features == 32 and name == "mxep_mxfp8"
-            with pytest.raises(ValueError, match=said) if misfit else nullcontext():
-                spread = AutoModelForCausalLM.from_pretrained(
-                    folder, distributed_config=tp, experts_implementation=name
-                )
-                assert snr(wanted, spread(input_ids=token_ids()).logits.detach()) > least[name]

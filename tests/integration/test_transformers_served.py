@@ -1,7 +1,6 @@
 """A model that names mxep and computes its experts without it is told, whatever the reason; what is served is equal."""
 
 import copy
-import io
 import re
 import types
 from collections.abc import Callable
@@ -106,16 +105,13 @@ def test_llama4_is_told_until_it_is_routed() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_routed_llama4_is_pickled_and_copied(frozen: bool) -> None:
+def test_a_routed_llama4_is_copied(frozen: bool) -> None:
     model = tiny("llama4", dtype=torch.bfloat16)
     route_experts(model, "mxep_bf16")
     if frozen:
         freeze_experts(model)
-    file, wanted = io.BytesIO(), model(input_ids=token_ids()).logits
-    torch.save(model, file)
-    file.seek(0)
-    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
-        assert torch.equal(other(input_ids=token_ids()).logits, wanted)
+    wanted = model(input_ids=token_ids()).logits
+    assert torch.equal(copy.deepcopy(model)(input_ids=token_ids()).logits, wanted)
 
 
 def test_every_family_without_the_decorator_is_known() -> None:
@@ -249,13 +245,6 @@ def one_of_two_layers(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def one_config_of_two(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    experts = model.model.layers[1].mlp.experts
-    experts.config = copy.deepcopy(experts.config)
-    experts.config._experts_implementation = "eager"
-    return model
-
-
 def replaced_blocks(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """As kernels of blocks do: the modules of experts are as they were, and not called."""
     for layer in model.model.layers:
@@ -269,7 +258,7 @@ def replaced_blocks(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-WAYS = replaced_class, replaced_forwards, one_of_two_layers, one_config_of_two, replaced_blocks
+WAYS = replaced_class, replaced_forwards, one_of_two_layers, replaced_blocks
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -298,11 +287,11 @@ def test_experts_that_something_replaced_are_noticed(
 
 def test_experts_that_are_replaced_after_a_forward_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     step(model := tiny("qwen3_moe", "mxep_bf16"))
-    with pytest.raises(RuntimeError, match=r"leave out what replaced them .*swiglu=False"):
+    with pytest.raises(RuntimeError, match=r"leave that out .*swiglu=False"):
         check(replaced_forwards(copy.deepcopy(model), monkeypatch))
     arguments = TrainingArguments(str(tmp_path), save_strategy="no", report_to=[])
     MxepCallback().on_train_begin(arguments, TrainerState(), None, model)
-    with pytest.raises(RuntimeError, match=r"leave out what replaced them .*use_liger_kernel=False"):
+    with pytest.raises(RuntimeError, match=r"leave that out .*use_liger_kernel=False"):
         check(replaced_forwards(model, monkeypatch))
 
 
@@ -318,15 +307,6 @@ def test_what_wraps_a_forward_and_calls_it_is_no_replacement() -> None:
     assert list(load_report(model)) == ["model.layers.0.mlp.experts"], "compiled, nothing is kept of a forward"
 
 
-def test_loads_are_of_forwards_that_train() -> None:
-    model = tiny("qwen3_moe", "mxep_bf16")
-    model(input_ids=token_ids(4))
-    report = load_report(model)
-    with torch.no_grad():
-        model(input_ids=token_ids(1))
-    assert load_report(model) == report
-
-
 def test_another_implementation_leaves_no_routing_of_the_one_before() -> None:
     model = tiny("qwen3_moe", "mxep_bf16")
     model(input_ids=token_ids(4))
@@ -334,10 +314,9 @@ def test_another_implementation_leaves_no_routing_of_the_one_before() -> None:
     assert load_report(model)
     model.set_experts_implementation("grouped_mm")
     model(input_ids=token_ids(1))
-    with pytest.warns(UserWarning, match="load_report: experts_implementation is 'grouped_mm' now"):
-        assert load_report(model) == {}
+    assert load_report(model) == {}
     layer = experts.__dict__["_mxep_layer"]
-    assert (layer.last_routing, layer.trained_routing) == (None, None)
+    assert layer.last_routing is None
     callback = MxepCallback()
     callback.on_train_begin(TrainingArguments(save_strategy="no", report_to=[]), TrainerState(), None, model=model)
     step(model)
@@ -345,20 +324,6 @@ def test_another_implementation_leaves_no_routing_of_the_one_before() -> None:
     model.set_experts_implementation("mxep_bf16")
     model(input_ids=token_ids(1))
     assert load_report(model)
-
-
-def test_an_empty_report_says_why() -> None:
-    register(Implementation("mxep_compiled", Recipe.bf16(), max_tokens=64))
-    model = tiny("qwen3_moe", "mxep_compiled")
-    with torch.no_grad():
-        model(input_ids=token_ids(1))
-    with pytest.warns(UserWarning, match="load_report: there was no forward in training"):
-        assert load_report(model) == {}
-    inputs = torch.randn(8, 64), torch.randint(0, 4, (8, 1)), torch.rand(8, 1)
-    for layer in model.model.layers:
-        torch.compile(layer.mlp.experts, backend="eager", fullgraph=True)(*inputs)
-    with pytest.warns(UserWarning, match="load_report: the last forwards were compiled"):
-        assert load_report(model) == {}
 
 
 def test_a_compiled_forward_leaves_no_routing_of_the_one_before() -> None:
@@ -370,4 +335,4 @@ def test_a_compiled_forward_leaves_no_routing_of_the_one_before() -> None:
     layer = experts.__dict__["_mxep_layer"]
     assert layer.last_routing is not None
     torch.compile(experts, backend="eager", fullgraph=True)(*inputs)
-    assert (layer.last_routing, layer.trained_routing) == (None, None)
+    assert layer.last_routing is None

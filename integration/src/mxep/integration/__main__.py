@@ -2,16 +2,12 @@
 
 import sys
 
-from .launch import end_on_signals
-
 
 def main() -> None:
-    """Run `app.main`. Ctrl-C is handled before anything slow is imported."""
-    end_on_signals()
     try:
         from .app import main as run
     except ModuleNotFoundError as error:
-        if error.name not in ("hydra", "omegaconf", "rich"):
+        if error.name not in ("hydra", "omegaconf", "pydantic", "rich"):
             raise
         sys.exit(f"mxep: {error.name} is missing: pip install 'mxep-integration[command]'")
     run()

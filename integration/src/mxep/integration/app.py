@@ -14,9 +14,9 @@ import torch in parallel.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -40,17 +40,14 @@ from .launch import (
     OUT_OF_MEMORY,
     STOPPED,
     RanksFailed,
-    end_fork_server,
-    end_on_signals,
     gpu_count,
-    raise_on_signals,
     reports,
     run_in_place,
     run_ranks,
     start_fork_server,
     under_torchrun,
 )
-from .schema import TASKS, Config, command_line_complaint, configs_dir, override_key
+from .schema import Config, configs_dir, override_key
 
 if TYPE_CHECKING:
     from .report import Report
@@ -63,7 +60,6 @@ def main() -> None:
         return
     if sys.argv[1:] == ["help"]:
         sys.argv[1] = "--help"
-    end_on_signals()
     register()
     done: list[tuple[Path, list[str]]] = []
 
@@ -72,8 +68,6 @@ def main() -> None:
 
     run = hydra.main(config_path=str(configs_dir()), config_name="config", version_base="1.3")(job)
     try:
-        if complaint := command_line_complaint(sys.argv[1:], TASKS):
-            raise ConfigError(complaint)
         with contextlib.ExitStack() as stack:
             if not reports():  # every rank of torchrun composes the config, and one run folder is enough
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="mxep-"))
@@ -86,7 +80,6 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(_failed(str(error)))
     finally:
-        raise_on_signals()
         if len(done) > 1 and reports():
             from .report import show_sweep
 
@@ -110,7 +103,7 @@ def _hydra_raises() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a group that is null
-        said = str(error).partition("Config search path:")[0].strip()
+        said = re.sub(r"\nTo append to.*", "", str(error).partition("Config search path:")[0]).strip()
         cause = str(error.__cause__ or "").partition("\n")[0]
         raise ConfigError("\n".join(filter(None, [said, cause if cause not in said else ""]))) from error
     except OSError as error:  # the run folder's; _job reports a job's own
@@ -126,25 +119,24 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
     """
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
+    code = 1
     try:
-        end_on_signals(lambda: _remove_empty(folder))
         config, checkpoints = prepare(raw, overrides)
         if not under_torchrun() and config.task.name != "estimate":  # estimate has no ranks
             # Imports of transformers, such as torchao, may start CUDA. A forked rank could not use it then.
             early = config.model.transformers is not None and not gpu_count()
             start_fork_server(*["mxep.integration.transformers.model"] * early)
-            atexit.register(end_fork_server)  # so that the command leaves nothing behind
         checkpoints = _check(config, checkpoints)
-        raise_on_signals()  # a job handles signals itself
-        with contextlib.ExitStack() as stack:
-            if reports():
-                resumed = None if config.resume is None else Path(config.resume)
-                stack.enter_context(take(folder, OmegaConf.to_yaml(OmegaConf.create(to_json(config))), resumed=resumed))
-            code = _run(config, checkpoints, folder)
+        if reports():
+            resumed = None if config.resume is None else Path(config.resume)
+            take(folder, OmegaConf.to_yaml(OmegaConf.create(to_json(config))), resumed=resumed)
+        code = _run(config, checkpoints, folder)
     except (ValueError, OSError) as error:  # a ConfigError, of a bad checkpoint, or of a file that cannot be read
-        code = _failed(str(error))
+        _failed(str(error))
+    finally:
+        if code:
+            _remove_empty(folder)
     if code:
-        _remove_empty(folder)
         sys.exit(code)
     done.append((folder, overrides))
 
@@ -161,12 +153,15 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
-    """The checkpoint that each run starts from, by run name. Raises ValueError for an unknown recipe."""
+    """The checkpoint that each run starts from, by run name. Raises ValueError for an unknown recipe, and for
+    limits that a dispatcher does not have."""
     import torch
 
-    from .model import linear_recipe, make_recipe, recipes
+    from .model import linear_recipe, make_dispatch, make_recipe, recipes
 
     linear_recipe(config, make_recipe(config))
+    if config.task.name in ("train", "compare"):
+        make_dispatch(config)
     names = [recipe.name for recipe in recipes(config)]
     if config.task.name == "bench" and config.bench.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(

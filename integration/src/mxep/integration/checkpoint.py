@@ -1,9 +1,9 @@
 """Run folders, and the checkpoints in them: torch's distributed checkpoints in safetensors, and JSON.
 
-    RUN_FOLDER/config.yaml                               locked while the run lasts
+    RUN_FOLDER/config.yaml
     RUN_FOLDER/mxfp8/step-000200/model/shard-00001-...       parameters and buffers, one file per rank that has any
                                  optimizer/shard-00001-...   AdamW's moments, "first." and "second." + parameter name
-                                 state.json                  run, step, config, SHA-256 of the text and of all files
+                                 state.json                  run, step, config, SHA-256 of the text, sizes of all files
                                  metrics.jsonl               one line a step so far
                                  tokenizer.json              if the text was read as tokens
 
@@ -12,27 +12,24 @@ expert-parallel degree, with or without parallel.fsdp.
 
 The ranks write into a hidden folder. Rank 0 syncs it to disk, renames it, syncs the name, and then deletes older
 checkpoints. So the newest folder is complete even after a power failure. A save that fails leaves nothing behind.
-Tensors that are not finite are neither saved nor loaded, and changed files are not loaded. Reading executes no code.
+Tensors that are not finite are not saved. A checkpoint that lacks a file, or part of one, is not loaded. Reading
+executes no code.
 
 Only saving and loading import torch: the command looks for a checkpoint before torch is imported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
-import hashlib
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +38,7 @@ if TYPE_CHECKING:
 
     from .mesh import Mesh
 
-FORMAT = 2
-DIGESTS = "sha256"
-"""Key of state.json. Its value maps each file of the checkpoint to its SHA-256."""
+FORMAT = 3
 TOKENIZER = "tokenizer.json"
 """File in a checkpoint and in a run folder, if the text was read as tokens."""
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
@@ -61,32 +56,20 @@ def new_folder(wanted: str) -> str:
             folder = f"{wanted}-{number}"
 
 
-def take(folder: Path, config: str, *, resumed: Path | None) -> TextIO:
-    """Write ``config`` to config.yaml of ``folder`` and lock it. The lock lasts while the returned file is open.
+def take(folder: Path, config: str, *, resumed: Path | None) -> None:
+    """Write ``config`` to config.yaml of ``folder``.
 
     resumed: the checkpoint or run folder to resume from. If it is in ``folder``, the run continues there.
 
-    Raises ValueError, and changes nothing, if the folder belongs to another run, ended or not.
+    Raises ValueError, and changes nothing, if the folder belongs to another run.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    taken = f"hydra.run.dir: got {folder}, which has a run, wanted a folder of its own: leave it out, or name another"
-    file = (folder / "config.yaml").open("a+")
-    try:
-        with contextlib.suppress(OSError):  # without file locks, only its content counts
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(taken) from None
-        within = resumed is not None and folder.resolve() in (resumed.resolve(), *resumed.resolve().parents)
-        if file.tell() and not within:
-            raise ValueError(taken)
-        file.truncate(0)
-        file.write(config)
-        file.flush()
-    except BaseException:
-        file.close()
-        raise
-    return file
+    within = resumed is not None and folder.resolve() in (resumed.resolve(), *resumed.resolve().parents)
+    if (file := folder / "config.yaml").exists() and not within:
+        raise ValueError(
+            f"hydra.run.dir: got {folder}, which has a run, wanted a folder of its own: leave it out, or name another"
+        )
+    file.write_text(config)
 
 
 @dataclass(frozen=True)
@@ -131,53 +114,18 @@ def find(path: Path) -> dict[str, Path]:
 
 
 def read_state(folder: Path) -> State:
-    """Read the state of ``folder/step-N``. Raises ValueError if it cannot be read or has changed."""
+    """Read the state of ``folder/step-N``. Raises ValueError if it cannot be read, or if a file is not whole."""
     try:
         about = json.loads((folder / "state.json").read_text())
-        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        if (found := about["format"]) != FORMAT:
+        if (found := about.pop("format")) != FORMAT:
             raise ValueError(f"format: got {found}, wanted {FORMAT}")
-        for key, kind in {"run": str, "step": int, "config": dict, "digest": str}.items():
-            if not isinstance(about[key], kind):
-                raise ValueError(f"{key}: got {about[key]!r}, wanted {kind.__name__}")
-        if seal(about) != about:
-            raise ValueError("state.json is not what was saved")
-        if reason := changed(folder, ["metrics.jsonl"]):
-            raise ValueError(reason)
-        del about["format"], about[DIGESTS]
+        for name, size in about.pop("files").items():
+            if (found := (folder / name).stat().st_size) != size:
+                raise ValueError(f"{name}: got {found} bytes, wanted {size}")
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return State(**about, metrics=metrics)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is not a checkpoint: {type(error).__name__}: {error}") from None
-
-
-def changed(folder: Path, names: Iterable[str]) -> str:
-    """Return a line for the first of these files that has changed since the save, or ""."""
-    saved = json.loads((folder / "state.json").read_text())[DIGESTS]
-    for name, found in digests_of(folder, names).items():
-        if found != (wanted := saved.get(name, "none")):
-            return (
-                f"{folder / name}: got SHA-256 {found[:12]}, wanted {wanted[:12]}: the file is not what was saved; "
-                "restore it from a copy, or go on from another checkpoint"
-            )
-    return ""
-
-
-def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of files in ``folder``, by name."""
-
-    def digest(name: str) -> tuple[str, str]:
-        with (folder / name).open("rb") as stream:
-            return name, hashlib.file_digest(stream, "sha256").hexdigest()
-
-    with ThreadPoolExecutor() as threads:
-        return dict(threads.map(digest, names))
-
-
-def seal(about: dict[str, Any]) -> dict[str, Any]:
-    """Add the SHA-256 of ``about`` itself to those of the checkpoint's other files."""
-    digests = {name: digest for name, digest in about[DIGESTS].items() if name != "state.json"}
-    own = hashlib.sha256(json.dumps(about | {DIGESTS: digests}).encode()).hexdigest()
-    return about | {DIGESTS: {**digests, "state.json": own}}
 
 
 # Tensors
@@ -192,7 +140,7 @@ def save(
 
     Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
     """
-    from .mesh import all_gather, from_all_ranks
+    from .mesh import all_gather
 
     tensors = {"model": model.state_dict(), "optimizer": _moments(model, optimizer)}
     if name := not_finite({**tensors["model"], **tensors["optimizer"]}):
@@ -207,18 +155,18 @@ def save(
         all_gather(None)  # the folder is empty
         for what, given in tensors.items():
             _write(partial / what, given)
-        digests: dict[str, str] = {}
-        for found in from_all_ranks(lambda: digests_of(partial, _files(partial)[mesh.rank :: mesh.ranks])):
-            digests |= found
+        seen = all_gather(_files(partial))
+        if missing := set().union(*seen) - set(seen[0]):
+            raise OSError(f"not saved: rank 0 sees no {min(missing)}: wanted a run folder that all nodes see")
         if mesh.rank != 0:
             return
         if tokenizer is not None:
             (partial / TOKENIZER).write_text(tokenizer)
         (partial / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in state.metrics))
-        digests |= digests_of(partial, set(_files(partial)) - set(digests))
-        about = {"format": FORMAT, **dataclasses.asdict(state), DIGESTS: digests}
+        sizes = {name: (partial / name).stat().st_size for name in _files(partial)}
+        about = {"format": FORMAT, **dataclasses.asdict(state), "files": sizes}
         del about["metrics"]
-        (partial / "state.json").write_text(json.dumps(seal(about), indent=1))
+        (partial / "state.json").write_text(json.dumps(about, indent=1))
         for written in (*sorted(partial.iterdir()), partial):
             _sync(written)
         if target.exists():
@@ -238,30 +186,22 @@ def save(
 def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill model and optimizer in place from ``folder/step-N``; each rank takes its part. Collective.
 
-    Raises ValueError for a missing or changed file, and for a tensor that does not fit the model or is not finite.
+    Raises ValueError for a checkpoint that is not whole, and for a tensor that does not fit the model.
     """
     import torch
-    import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
-    from .mesh import all_gather
-
     state, moments = read_state(folder), _moments(model, optimizer)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    files = [name for name in _files(folder) if name != "state.json"]  # read_state has checked that one
-    if reason := next(filter(None, all_gather(changed(folder, files[rank::ranks]))), None):
-        raise ValueError(reason)
     for what, tensors in {"model": model.state_dict(), "optimizer": moments}.items():
-        if reason := _difference(folder / what, tensors, state.config["parallel"]["ranks"]):
-            raise ValueError(reason)
+        reader = HuggingFaceStorageReader(str(folder / what))
+        if more := reader.read_metadata().state_dict_metadata.keys() - tensors.keys():
+            raise ValueError(f"{folder / what}: got {min(more)}, which the model does not have")
         try:
-            load_tensors(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder / what)))
+            load_tensors(dict(tensors), storage_reader=reader)
         except CheckpointException as error:
             raise ValueError(f"{folder / what}: {_first(error)}") from error
-        if name := not_finite(tensors):
-            raise ValueError(f"{folder / what}: {name} is not finite, wanted finite numbers")
     taken = float(sum(not row.get("skipped") for row in state.metrics))
     for name, parameter in model.named_parameters():
         count = torch.full((), taken, device=parameter.device, dtype=torch.float32)  # fused AdamW needs it there
@@ -293,51 +233,16 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write this rank's parts and wait until they are on disk. Collective. Raises OSError if any rank's are missing."""
-    import torch.distributed as dist
+    """Write this rank's parts and wait until they are on disk. Collective. Raises OSError."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-
-    from .mesh import from_all_ranks
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         save_tensors(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
         raise OSError(f"{folder}: {_first(error)}") from error
-    reason = from_all_ranks(lambda: "" if dist.get_rank() else _difference(folder, tensors, dist.get_world_size()))[0]
-    if reason:
-        raise OSError(f"not saved: {reason}: wanted a run folder that all nodes see")
-
-
-def _difference(folder: Path, tensors: dict[str, Tensor], ranks: int) -> str:
-    """Say which tensor the folder does not hold completely, or "". tensors: DTensors or whole ones. ranks: the number
-    that wrote the folder."""
-    from safetensors import SafetensorError
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    try:
-        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except (OSError, SafetensorError) as error:
-        return f"{folder}: {error}"
-    why = _unlike(stored, tensors)
-    # A file of each rank is not always needed: a rank without any part writes none.
-    names = (f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, ranks + 1))
-    if why and (missing := ", ".join(name for name in names if not (folder / name).is_file())):
-        return f"{folder}: no {missing}: wanted the files of all {ranks} ranks that saved ({why})"
-    return why and f"{folder}: {why}"
-
-
-def _unlike(stored: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    if missing := set(tensors) ^ set(stored):
-        return f"{sorted(missing)[0]} is only in the file or only in the model"
-    for name, tensor in tensors.items():
-        if (got := tuple(stored[name].size)) != (wanted := tuple(tensor.shape)):
-            return f"{name} is {got}, wanted {wanted}"
-        if (found := sum(math.prod(chunk.sizes) for chunk in stored[name].chunks)) != (count := tensor.numel()):
-            return f"{name} has {found} numbers, wanted {count}"
-    return ""
 
 
 def _first(error: CheckpointException) -> str:

@@ -15,7 +15,6 @@ B sequences a step over all ranks, b = B / ranks on this rank, S tokens a sequen
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import sysconfig
 import zlib
@@ -49,27 +48,16 @@ def read(config: DataConfig) -> tuple[str, bytes]:
     return (f"the standard library in {root}" if config.path is None else str(root)), b"".join(payload)
 
 
-def least_bytes(length: int) -> int:
-    """Minimum size of a text in bytes: two sequences in each of HELD_OUT chunks."""
-    return 2 * (length + 1) * HELD_OUT
-
-
 def complaint(config: DataConfig) -> str | None:
     """Return a one-line reason why the section's files cannot be used, or None."""
-    least = least_bytes(config.length)
     if 2 * (config.length + 1) > CHUNK:
         return f"data.length: got {config.length}, wanted at most {CHUNK // 2 - 1}, half a chunk of the text"
-    if config.max_bytes < least:
-        return f"data.max_bytes: got {config.max_bytes}, wanted at least {least} for data.length={config.length}"
     if config.path is None:
         return None
     root, files = _files(config)
     if not files:
         endings = ", ".join(sorted(SUFFIXES))
         return f"data.path: no file in {root} ends in any of {endings}; data.path=FILE reads any one file"
-    if (size := sum(file.stat().st_size for file in files)) < least:
-        what = f"got {size} bytes in {len(files)} files of {root}" if root.is_dir() else f"got {size} bytes in {root}"
-        return f"data.path: {what}, wanted at least {least} for data.length={config.length}"
     return None
 
 
@@ -96,8 +84,6 @@ def tokenizer_complaint(config: DataConfig) -> str | None:
         return None
     if config.vocabulary is not None and config.tokenizer is not None:
         return "data.vocabulary and data.tokenizer: got both, wanted one: train a tokenizer, or read one"
-    if importlib.util.find_spec("tokenizers") is None:
-        return "data.vocabulary and data.tokenizer want tokenizers: pip install 'mxep-integration[tokenizers]'"
     try:
         vocabulary_of(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -171,10 +157,10 @@ def read_text(config: DataConfig) -> Text:
     import torch
     import torch.distributed as dist
 
-    from .mesh import from_all_ranks
+    from .mesh import all_gather
 
     name, raw = read(config)
-    if len(raw) < (least := least_bytes(config.length)):
+    if len(raw) < (least := 2 * (config.length + 1) * HELD_OUT):  # two sequences in each of HELD_OUT chunks
         raise ValueError(f"{name}: got {len(raw)} bytes, wanted at least {least} for data.length={config.length}")
     digest = hashlib.sha256(raw).hexdigest()
     if config.tokenizer is None and config.vocabulary is None:
@@ -182,7 +168,7 @@ def read_text(config: DataConfig) -> Text:
         return Text(name, torch.cat(train), torch.cat(valid), digest, _entropy(torch.cat((*train, *valid))))
     texts = _split(raw.decode(errors="replace"))
     first = not dist.is_initialized() or dist.get_rank() == 0
-    tokenizer = from_all_ranks(lambda: make_tokenizer(config, texts[0]) if first else "")[0]
+    tokenizer = all_gather(make_tokenizer(config, texts[0]) if first else "")[0]
     train, valid = ([torch.tensor(ids, dtype=torch.int32) for ids in encode(tokenizer, each)] for each in texts)
     tokens = torch.cat((*train, *valid))
     if (got := min(sum(map(len, train)), sum(map(len, valid)))) < (wanted := 2 * (config.length + 1)):

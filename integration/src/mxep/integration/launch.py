@@ -2,12 +2,12 @@
 
     caller ── fork server (torch imported once) ──┬─ rank 0: init_process_group, fn(Rank, *args) ─┐
        ^                                          └─ rank 1: ...                                  │
-       └── a scratch folder: ready-0, then value-0 or error-0; stack-0 after a crash or at the time limit  ┘
+       └── a scratch folder: value-0 or error-0; stack-0 after a crash or at the time limit ──────┘
 
 - A rank that raises or dies ends the job: `RanksFailed` has every traceback that arrived, in order of arrival, and no
   process is left. A job over its time limit ends in the same way, with the stack of each rank that still runs.
 - SIGINT (Ctrl-C) and SIGTERM reach the ranks as SIGUSR1, which sets `Rank.stop`: "stop after this step". A second
-  signal kills the ranks at once. So does the first one before they have started, or in a job without steps.
+  signal kills the ranks at once. So does the first one in a job without steps.
 - Each rank leads a process group of its own: the terminal's Ctrl-C does not reach it, and its children end with it.
   It ends itself when the caller is gone, even by SIGKILL.
 
@@ -17,13 +17,12 @@ no stacks at a time limit, and kills ranks on Ctrl-C.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
-import importlib.util
-import inspect
+import math
 import multiprocessing
 import os
 import pickle
@@ -52,10 +51,9 @@ STOPPED = 130
 OUT_OF_MEMORY = "most likely out of memory: the system ends a process that takes the last of it by SIGKILL"
 GRACE = 0.3
 """Seconds after the first failure in which other ranks may still report theirs."""
-PRELOAD = "MXEP_PRELOAD"
-"""Environment variable of the fork server: further modules to import."""
+PRELOADED = "torch._dynamo", "mxep.integration.train", "mxep.integration.verify"
+"""Modules that the fork server imports. A custom op imports the first at its first call, which takes seconds."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-PR_SET_PDEATHSIG = 1
 
 
 class RanksFailed(RuntimeError):
@@ -97,9 +95,6 @@ class Rank:
     stop: StopFlag = field(default_factory=StopFlag)
 
 
-# This process: torchrun, GPUs, signals, and the fork server
-
-
 def under_torchrun() -> bool:
     """Whether this process is a rank that an outer torchrun started."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
@@ -120,77 +115,31 @@ def gpu_count() -> int:
     return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
-def end_on_signals(clean_up: Callable[[], None] = lambda: None) -> None:
-    """Make SIGINT and SIGTERM end this process and its fork server at once, with a line. For use before a job starts:
-    there is nothing to save, and an exception in the middle of an import would show a traceback or be lost."""
-
-    def end(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        if reports():
-            os.write(2, b"mxep: stopped before there was anything to save\n")
-        clean_up()
-        _kill_fork_server()
-        os._exit(STOPPED)
-
-    for number in SIGNALS:
-        signal.signal(number, end)
-
-
-def raise_on_signals() -> None:
-    """Restore Python's own handling of SIGINT and SIGTERM."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+# The caller
 
 
 def start_fork_server(*modules: str) -> None:
-    """Start the ranks' fork server if it does not run yet. It imports torch, mxep and `modules` in the background, and
-    ends when this process does."""
+    """Start the ranks' fork server if it does not run yet. It imports PRELOADED and `modules` in the
+    background."""
     server: Any = forkserver
-    server.set_forkserver_preload([__name__])
+    server.set_forkserver_preload([*PRELOADED, *modules])
     resource_tracker.ensure_running()  # first, as it unblocks both signals
-    # A scheduler's SIGTERM and a terminal's Ctrl-C reach the whole process group. The caller asks the ranks to stop
-    # after their step; until then they need the server. So the server blocks both signals, and ends with the caller.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ[PRELOAD] = " ".join(modules)
+    # A scheduler's SIGTERM and a terminal's Ctrl-C reach the whole process group, and ranks need the server until they
+    # end. So it blocks both. Ranks inherit that, and SIGUSR1 blocked until they have a handler for it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR1))
     try:
         server.ensure_running()
     finally:
-        del os.environ[PRELOAD]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@atexit.register
 def end_fork_server() -> None:
-    """End the fork server at once, even during its imports. No rank may be left."""
-    _kill_fork_server()
-    server: Any = forkserver
-    server._forkserver._stop()
-
-
-def _kill_fork_server() -> None:
+    """End the fork server at once, even during its imports: it holds this process's stderr."""
     server: Any = forkserver
     if (pid := server._forkserver._forkserver_pid) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _preload() -> None:
-    """Import modules in the fork server, so that each rank starts with them in memory.
-
-    A module that fails to import is skipped: here the error would only show as a broken pipe. The rank that needs it
-    imports it again and reports the error.
-    """
-    # torch._dynamo: a custom op imports it at its first call, which takes seconds.
-    own = "torch._dynamo", "mxep.integration.train", "mxep.integration.verify"
-    # Garbage collections would scan the imported objects again and again, for a fifth of the import time.
-    gc.disable()
-    for name in (*own, *os.environ.pop(PRELOAD).split()):
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
-
-
-# The caller
 
 
 def run_ranks(
@@ -204,8 +153,7 @@ def run_ranks(
 ) -> list[T]:
     """Call `fn(Rank, *args)` in `world_size` new processes and return their results, in rank order.
 
-    fn: a module-level function. Ranks find it by its file and name, so its module need not be importable.
-    args, results: pickled by value (tensors too).
+    fn: a module-level function. args, results: pickled by value (tensors too).
     timeout: seconds for the whole job, start included. None is no limit.
     device: "cpu" (gloo) or "cuda" (rank r on device r, nccl + gloo). "auto" is "cuda" if there are enough devices.
     steps: `fn` looks at `Rank.stop`. False: it does not, so Ctrl-C and SIGTERM raise KeyboardInterrupt here.
@@ -214,36 +162,32 @@ def run_ranks(
     Raises RanksFailed, or ValueError for a bad world size or device.
     """
     device = resolve_device(device, world_size)
-    payload = pickle.dumps((FunctionName.of(fn), pickle.dumps(tuple(args))))
+    payload = pickle.dumps((fn, tuple(args)))
     start_fork_server()
     context = multiprocessing.get_context("forkserver")
+    limit = math.inf if timeout is None else time.monotonic() + timeout
     ranks: list[ForkServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as scratch:
         folder = Path(scratch)
         try:
-            limit = None if timeout is None else time.monotonic() + timeout
             for rank in range(world_size):
-                arguments = payload, rank, world_size, device, folder, dict(os.environ), limit
-                process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}")
+                given = payload, rank, world_size, device, folder, dict(os.environ), limit
+                process = context.Process(target=_rank_main, args=given, name=f"rank {rank}")
                 process.start()
                 ranks.append(process)
-            with _forward_signals(ranks if steps else [], folder):
-                _wait(ranks, folder, timeout, float("inf") if limit is None else limit)
+            with _stop_on_signals(ranks if steps else []):
+                _wait(ranks, folder, timeout, limit)
             return [pickle.loads((folder / f"value-{rank}").read_bytes()) for rank in range(world_size)]
         finally:
             for process in ranks:
-                assert process.pid is not None
-                with contextlib.suppress(ProcessLookupError):  # its group exists from "ready" on
-                    os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it may not lead its group yet
+                    os.killpg(process.pid or 0, signal.SIGKILL)
                 process.kill()
                 process.join()
 
 
 def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str = "auto", steps: bool = True) -> T:
-    """Call `fn(Rank, *args)` in this process, which torchrun started (RANK, WORLD_SIZE, LOCAL_RANK are set).
-
-    steps: as for `run_ranks`.
-    """
+    """Call `fn(Rank, *args)` in this process, which torchrun started. steps: as for `run_ranks`."""
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -276,27 +220,25 @@ def resolve_device(device: str, world_size: int) -> str:
 def _wait(ranks: Sequence[ForkServerProcess], folder: Path, timeout: float | None, limit: float) -> None:
     """Wait for all ranks. Raise RanksFailed after the first failure, or at `limit` (`timeout` s after the start)."""
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}  # the fork server reports ends
-    failures: list[tuple[int, int, str, str]] = []  # when, rank, failure in one line, with traceback
+    failures: list[tuple[int, int, str, str]] = []  # of `_failure`
     while running:
-        for end in (ended := wait(list(running), None if limit == float("inf") else max(limit - time.monotonic(), 0))):
-            rank = running.pop(end)  # type: ignore[arg-type]
-            if not (folder / f"value-{rank}").exists():
-                if not failures:
-                    limit = min(limit, time.monotonic() + GRACE)
-                failures.append(_failure(rank, ranks[rank], folder))
-        if not ended:
+        left = None if limit == math.inf else max(limit - time.monotonic(), 0)
+        if not (ended := wait(list(running), left)):
             break
-    names = ", ".join(map(str, running.values()))
+        for rank in map(running.pop, ended):  # type: ignore[arg-type]
+            if not (folder / f"value-{rank}").exists():
+                limit = limit if failures else min(limit, time.monotonic() + GRACE)
+                failures.append(_failure(rank, ranks[rank], folder))
+    late = ", ".join(map(str, running.values()))
     if failures:
         failures.sort()  # a dead rank (0) comes first: its peers may complain before its end is known
-        stories = "\n".join(story for *_, story in failures)
-        stories += "".join(_stack(rank, folder) for when, rank, *_ in failures if not when)
-        note = f"\n(rank {names} had not finished and was killed)" if running else ""
-        raise RanksFailed(stories + note, [rank for _, rank, *_ in failures], failures[0][2])
+        story = "\n".join(each for *_, each in failures)
+        story += f"\n(rank {late} had not finished and was killed)" if running else ""
+        raise RanksFailed(story, [rank for _, rank, *_ in failures], failures[0][2])
     if running:
-        late = f"rank {names} did not finish within {timeout} s"
+        line = f"rank {late} did not finish within {timeout} s"
         time.sleep(GRACE)  # late ranks write their stacks
-        raise RanksFailed(late + "".join(_stack(rank, folder) for rank in running.values()), [*running.values()], late)
+        raise RanksFailed(line + "".join(_stack(rank, folder) for rank in running.values()), [*running.values()], line)
 
 
 def _failure(rank: int, process: ForkServerProcess, folder: Path) -> tuple[int, int, str, str]:
@@ -308,7 +250,8 @@ def _failure(rank: int, process: ForkServerProcess, folder: Path) -> tuple[int, 
     code = process.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
     line = f"rank {rank} {how} before it returned"
-    return 0, rank, line, line + (f"\n({OUT_OF_MEMORY})" if code == -signal.SIGKILL else "")
+    why = f"\n({OUT_OF_MEMORY})" if code == -signal.SIGKILL else ""
+    return 0, rank, line, f"{line}{why}{_stack(rank, folder)}"
 
 
 def _stack(rank: int, folder: Path) -> str:
@@ -317,16 +260,15 @@ def _stack(rank: int, folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _forward_signals(ranks: Sequence[ForkServerProcess], folder: Path) -> Iterator[None]:
+def _stop_on_signals(ranks: Sequence[ForkServerProcess]) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks the ranks to stop after their step. The second raises KeyboardInterrupt here.
-    Without ranks, or before all are ready, the first one does, too."""
-    stopping = False
+    Without ranks the first one does, too."""
+    asked: list[int] = []
 
     def forward(number: int, frame: object) -> None:
-        nonlocal stopping
-        if stopping or not ranks or not all((folder / f"ready-{rank}").exists() for rank in range(len(ranks))):
+        if asked or not ranks:
             raise KeyboardInterrupt
-        stopping = True
+        asked.append(number)
         for process in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGUSR1)
@@ -349,36 +291,6 @@ def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
 # A rank
 
 
-@dataclass(frozen=True)
-class FunctionName:
-    """Names a module-level function for another process: a module name, its file, and the name inside it."""
-
-    module: str
-    file: str
-    qualname: str
-
-    @staticmethod
-    def of(fn: Callable[..., Any]) -> FunctionName:
-        if "<" in fn.__qualname__:
-            raise ValueError(f"got {fn.__qualname__}, wanted a function at module level: ranks find it by its name")
-        return FunctionName(fn.__module__, os.path.abspath(inspect.getfile(fn)), fn.__qualname__)
-
-    def load(self) -> Callable[..., Any]:
-        found: Any = None
-        with contextlib.suppress(ImportError):
-            found = importlib.import_module(self.module)
-        if self.module != "__main__" and getattr(found, "__file__", None) != self.file:
-            # pytest's importlib mode gives test modules names that nobody else can import.
-            spec = importlib.util.spec_from_file_location(self.module, self.file)
-            assert spec is not None, self.file
-            assert spec.loader is not None, self.file
-            found = sys.modules[self.module] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found)
-        for name in self.qualname.split("."):
-            found = getattr(found, name)
-        return found  # type: ignore[no-any-return]
-
-
 def init_process_group(device: str, rank: int, world_size: int, *, init_method: str = "env://") -> torch.device:
     """Bring up the default group: gloo, or nccl and gloo for "cuda". Returns this rank's device, made current."""
     import torch
@@ -397,21 +309,16 @@ def init_process_group(device: str, rank: int, world_size: int, *, init_method: 
 
 
 def _rank_main(
-    payload: bytes,
-    rank: int,
-    world_size: int,
-    device: str,
-    folder: Path,
-    environment: dict[str, str],
-    limit: float | None,
+    payload: bytes, rank: int, world_size: int, device: str, folder: Path, environment: dict[str, str], limit: float
 ) -> None:
-    """Run a rank. It writes ready-r, then value-r or error-r (time, error in one line, traceback), and stack-r at
-    `limit`, a time of the monotonic clock."""
+    """Run a rank. It writes value-r or error-r (time, error in one line, traceback), and stack-r at `limit`, a time of
+    the monotonic clock."""
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # collections need not look at what the fork server imported
     os.setsid()
-    _die_with_caller()
+    threading.Thread(target=_end_with_caller, name="caller watch", daemon=True).start()
     os.environ.clear()  # the fork server has the first call's environment
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
@@ -420,20 +327,19 @@ def _rank_main(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     stop = StopFlag()
     signal.signal(signal.SIGUSR1, stop.request)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGUSR1))  # the fork server blocks them
     with (folder / f"stack-{rank}").open("w") as stack:
         faulthandler.enable(stack)  # on a signal such as SIGSEGV
-        if limit is not None:
+        if limit != math.inf:
             faulthandler.dump_traceback_later(max(limit - time.monotonic(), 1e-3), file=stack)
-        (folder / f"ready-{rank}").touch()
         try:
-            name, args = pickle.loads(payload)
-            fn = name.load()
+            fn, args = pickle.loads(payload)
             here = init_process_group(device, rank, world_size, init_method=f"file://{folder}/store")
-            _write(folder / f"value-{rank}", fn(Rank(rank, world_size, here, stop), *pickle.loads(args)))
+            value = pickle.dumps(fn(Rank(rank, world_size, here, stop), *args))
+            (folder / f"value-{rank}").write_bytes(value)
         except BaseException as error:
-            line = f"{type(error).__name__}: {error}"
-            _write(folder / f"error-{rank}", (time.monotonic_ns(), line, traceback.format_exc()))
+            story = time.monotonic_ns(), f"{type(error).__name__}: {error}", traceback.format_exc()
+            (folder / f"error-{rank}").write_bytes(pickle.dumps(story))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # at once, as destroying the group might wait for others. Peers notice, and complain later
@@ -444,27 +350,9 @@ def _rank_main(
         faulthandler.cancel_dump_traceback_later()
 
 
-def _write(file: Path, value: object) -> None:
-    """Pickle a value to a file. Once the file has its name, it is complete."""
-    partial = file.with_name(f"{file.name}.part")
-    partial.write_bytes(pickle.dumps(value))
-    partial.rename(file)
-
-
-def _die_with_caller() -> None:
-    """End this rank and its children when the fork server or the caller is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    caller: Any = multiprocessing.parent_process()
-    ends: list[Any] = [caller.sentinel]
-    with contextlib.suppress(OSError):  # later children of the caller hold its end of the sentinel, too
-        ends.append(os.pidfd_open(caller.pid))
-
-    def watch() -> None:
-        wait(ends)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="caller watch", daemon=True).start()
-
-
-if PRELOAD in os.environ:  # in the fork server
-    _preload()
+def _end_with_caller() -> None:
+    """Wait until the caller is gone, then end this rank and its children."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os.killpg(0, signal.SIGKILL)

@@ -7,12 +7,11 @@ experts) are averaged over all ranks. An expert's gradient is already the mean o
 the dp group. So gradients equal those of one process with the whole batch. Experts that are spread over ranks are
 DTensors, and each rank holds its own experts.
 
-Host collectives gather values, and raise one rank's failure on all ranks. Without a process group there is one rank.
+`all_gather` gathers values of the host. Without a process group there is one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -59,74 +58,17 @@ def part(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets))
 
 
-def share(own: Tensor, like: Tensor) -> Tensor:
-    """A tensor that is spread over ranks like ``like``, with ``own`` as this rank's part."""
-    if not isinstance(like, DTensor):
-        return own
-    return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False)
-
-
-class Gradients:
-    """A model's gradients in flat buffers, cleared and reduced by one call each.
-
-    There are two buffers for each dtype: one for experts, one for the rest. ``p.grad`` is a view: never set it to None.
-    """
-
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.mesh = mesh
-        own = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
-        experts = [p for p in model.parameters() if p in own or isinstance(p, DTensor)]
-        self.experts = _flat_gradients(experts)
-        self.rest = _flat_gradients([p for p in model.parameters() if p not in set(experts)])
-
-    def zero(self) -> None:
-        for gradients in (*self.experts, *self.rest):
-            gradients.zero_()
-
-    def reduce(self) -> None:
-        """Make gradients those of the mean loss over all ranks."""
-        for buffers, group in ((self.rest, dist.group.WORLD), (self.experts, self.mesh.dp)):
-            if (ranks := dist.get_world_size(group)) > 1:
-                for gradients in buffers:
-                    dist.all_reduce(gradients, group=group)
-                    gradients /= ranks
-
-
-class ReducedGradients:
-    """Gradients of a model that FSDP2 shards. Backward reduces them, so `reduce` has nothing to do."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
-
-    def zero(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def reduce(self) -> None:
-        """Do nothing."""
-
-
-def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    buffers = []
-    for dtype in dict.fromkeys(p.dtype for p in parameters):
-        same_dtype = [p for p in parameters if p.dtype == dtype]
-        own = [local(p) for p in same_dtype]
-        sizes = [p.numel() for p in own]
-        buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=own[0].device))
-        for p, tensor, piece in zip(same_dtype, own, buffers[-1].split(sizes)):
-            p.grad = share(piece.view(tensor.shape), p)
-    return buffers
+def reduce_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """Make gradients those of the mean loss over all ranks. Collective."""
+    experts = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
+    for p in model.parameters():
+        group = mesh.dp if p in experts or isinstance(p, DTensor) else dist.group.WORLD
+        if p.grad is not None and (ranks := dist.get_world_size(group)) > 1:
+            dist.all_reduce(local(p.grad), group=group)
+            p.grad /= ranks
 
 
 T = TypeVar("T")
-
-
-class FailedOnRanks(RuntimeError):
-    """Raised on all ranks when something failed on some. unsupported: this machine cannot do it."""
-
-    def __init__(self, message: str, *, unsupported: bool = False) -> None:
-        super().__init__(message)
-        self.unsupported = unsupported
 
 
 def all_gather(value: T) -> list[T]:
@@ -136,42 +78,3 @@ def all_gather(value: T) -> list[T]:
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def all_gather_tensor(tensor: Tensor) -> Tensor:
-    """(W, ...): all ranks' tensors of one shape. Collective."""
-    if not dist.is_initialized():
-        return tensor[None]
-    flat = tensor.contiguous().view(torch.uint8)
-    found = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, flat)
-    return torch.stack(found).view(tensor.dtype)
-
-
-def from_all_ranks(fn: Callable[[], T]) -> list[T]:
-    """`fn()` of every rank. If it raises on one rank, all raise FailedOnRanks. Collective."""
-    value, failure = None, None
-    try:
-        value = fn()
-    except Exception as error:
-        unsupported = isinstance(error, (ImportError, NotImplementedError)) or getattr(error, "unsupported", False)
-        failure = (str(error) if unsupported else describe(error)), unsupported
-    answers = all_gather((value, failure))
-    for rank, (_, theirs) in enumerate(answers):
-        if theirs is not None:
-            where = "" if theirs[1] or not dist.is_initialized() else f"rank {rank}: "
-            raise FailedOnRanks(f"{where}{theirs[0]}", unsupported=theirs[1])
-    return [theirs for theirs, _ in answers]  # type: ignore[misc]
-
-
-def on_all_ranks(fn: Callable[[], T]) -> T:
-    """`fn()` of this rank. If it raises on one rank, all raise FailedOnRanks. Collective."""
-    kept: list[T] = []
-    from_all_ranks(lambda: kept.append(fn()))
-    return kept[0]
-
-
-def describe(error: Exception) -> str:
-    """An exception in one line: its type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -41,29 +41,20 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
     Yields advance(step, row). step: the number of steps done. row: the metrics of the last one.
     """
     from rich.console import Console
-    from rich.progress import Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Column
+    from rich.text import Text
 
     console = Console(stderr=True, quiet=not shown)
-    bar = Progress(
-        TextColumn(f"[bold]{name:>6}"),
-        TextColumn("{task.completed}/{task.total}", table_column=Column(min_width=2 * len(str(steps)) + 1)),
-        TimeRemainingColumn(compact=True, table_column=Column(min_width=5)),
-        TextColumn("{task.fields[values]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    task = bar.add_task(name, total=steps, values="")
-
-    def advance(step: int, row: dict[str, Any]) -> None:
-        if console.is_terminal:
-            bar.update(task, completed=step, values=describe(row))
-        elif step % max(1, steps // 10) == 0:
-            console.print(f"{name:>6}  step {step}/{steps}  {describe(row)}", soft_wrap=True, highlight=False)
-
     if console.is_terminal:
         console.print(f"{name:>6}  unigram entropy {entropy:.2f}", highlight=False)
-    with bar:
+    with console.status("") as status:
+
+        def advance(step: int, row: dict[str, Any]) -> None:
+            if console.is_terminal:
+                line = f"{name:>6} {step}/{steps} {describe(row)}"
+                status.update(Text(line, no_wrap=True, overflow="ellipsis"))
+            elif step % max(1, steps // 10) == 0:
+                console.print(f"{name:>6}  step {step}/{steps}  {describe(row)}", soft_wrap=True, highlight=False)
+
         yield advance
 
 

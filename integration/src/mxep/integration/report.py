@@ -4,8 +4,8 @@ row       plain values by column; "note" says why it has no figures, "error" wha
 Section   a table: some columns name a row, others are its figures
 Report    sections, and the ceilings that they are compared with
 
-report.html is one file without scripts that fetches nothing: losses, their curves as SVG, tables of routing, expert
-load and speed, where it ran, and the config. Curves of all other metrics are TensorBoard's and W&B's.
+report.html is one file without scripts that fetches nothing: losses, their curves as SVG, tables of routing and speed,
+where it ran, and the config. Curves of all other metrics are TensorBoard's and W&B's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -34,8 +33,6 @@ from .results import provenance, shortened
 from .schema import Config
 from .train import COUNTS, Outcome, Run
 
-TERMINAL = 120  # characters: table width that remarks may fill
-REMARK = 16, 48  # fewest and most characters of a note or error in a table
 Row = dict[str, Any]
 
 
@@ -62,7 +59,7 @@ class Section:
 
     def show(self, console: Console) -> None:
         """Print the table. A rule separates rows that differ in more than the last label. Columns without figures are
-        left out. The console is widened if figures would be cut."""
+        left out. Notes and errors wrap. The console is widened if figures would be cut."""
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for name in self.labels:
             table.add_column(name, no_wrap=True)
@@ -70,7 +67,7 @@ class Section:
             table.add_column(name, justify="right", no_wrap=True)
         remarks = any(row.get("note") or row.get("error") for row in self.rows)
         if remarks:
-            table.add_column("", no_wrap=True, max_width=0)
+            table.add_column("", overflow="fold")
         previous: list[str] | None = None
         for row in self.rows:
             *first, last = [_label(row.get(name)) for name in self.labels]
@@ -81,12 +78,7 @@ class Section:
             cells = [*labels, last, *self.texts(row, self.filled), color + rich.markup.escape(said)]
             table.add_row(*cells[: len(table.columns)])
             previous = first
-        needed = Measurement.get(console, console.options.update(width=1000), table).maximum
-        if remarks:
-            room = max(REMARK[0], min(REMARK[1], TERMINAL - needed))
-            table.columns[-1].max_width = room
-            needed += room
-        console.width = max(console.width, needed)
+        console.width = max(console.width, Measurement.get(console, console.options, table).minimum)
         console.print(table)
 
 
@@ -207,21 +199,6 @@ def tables(summary: dict[str, Any]) -> list[Section]:
     return found
 
 
-def details(runs: Sequence[Run], summary: dict[str, Any]) -> list[Section]:
-    """Tables of token copies and speed by run, and of expert load by layer."""
-    _, routing, speed = tables({"runs": summary["runs"]})
-    counts = "; ".join(dict.fromkeys(run.tflops_count for run in runs))
-    speed = dataclasses.replace(speed, title=f"{speed.title} (TFLOP/s: {counts})")
-    loads = {}
-    for run in runs:
-        rows = [row["expert_loads"] for row in run.taken[-LAST:] if "expert_loads" in row]  # a checkpoint's may lack it
-        loads[run.name] = [statistics.fmean(layer) for layer in zip(*rows)]
-    layers = max(map(len, loads.values()))
-    by_layer = [{"layer": i, **{name: load[i] for name, load in loads.items() if load}} for i in range(layers)]
-    title = f"Expert load, busiest / mean, last {LAST} steps"
-    return [routing, Section(title, ("layer",), dict.fromkeys(loads, ".3f"), by_layer), speed]
-
-
 def show(summary: dict[str, Any], console: Console) -> None:
     """Print the tables at the end."""
     for table in tables(summary):
@@ -231,7 +208,8 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 def _remarks(runs: Sequence[Row]) -> list[str]:
-    return [NOTE] * (len(runs) > 1) + [EMULATED] * all(run.get("peak_gib") is None for run in runs)
+    counts = [f"TFLOP/s: {count}." for count in dict.fromkeys(run["tflops_count"] for run in runs)]
+    return counts + [NOTE] * (len(runs) > 1) + [EMULATED] * all(run.get("peak_gib") is None for run in runs)
 
 
 def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | None = None) -> None:
@@ -339,7 +317,7 @@ def page(outcome: Outcome, summary: dict[str, Any], config: Config) -> str:
         f"<dl>{''.join(_tiles(summary['runs']))}</dl>",
         f"<ul>{remarks}</ul>" if remarks else "",
         f'<h2>Curves</h2>\n<div class="charts">{"".join(charts(runs, outcome.entropy))}</div>',
-        *map(_table, [tables(summary)[0], *details(runs, summary)]),
+        *map(_table, tables(summary)),
         f'<h2>Where it ran</h2>\n<div class="wide"><table class="facts">{shown}</table></div>',
         "<details><summary><h2>Config</h2></summary>",
         f"<pre>{escape(OmegaConf.to_yaml(OmegaConf.create(to_json(config))))}</pre>\n</details>",
@@ -413,17 +391,13 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def smooth(curve: Sequence[tuple[float, float]], weight: float = 0.8) -> list[tuple[float, float]]:
-    """Smooth a curve by means with weights ``weight ** distance``. Both sides count, so there is no lag."""
-    values = [value for _, value in curve]
-    ahead, back = _sums(values, weight), _sums(values[::-1], weight)[::-1]
-    means = ((a + b - value) / (m + n - 1) for (a, m), (b, n), value in zip(ahead, back, values, strict=True))
-    return [(step, mean) for (step, _), mean in zip(curve, means)]
-
-
-def _sums(values: list[float], weight: float) -> list[tuple[float, float]]:
-    """For each value: the weighted sum of all values up to it, itself included, and the sum of their weights."""
-    sums = itertools.accumulate(values, lambda total, value: weight * total + value)
-    return list(zip(sums, itertools.accumulate([1.0] * len(values), lambda total, one: weight * total + one)))
+    """Smooth a curve as TensorBoard does: each mean weighs an earlier value by ``weight ** distance``."""
+    total = count = 0.0
+    smoothed = []
+    for step, value in curve:
+        total, count = weight * total + value, weight * count + 1
+        smoothed.append((step, total / count))
+    return smoothed
 
 
 def _table(section: Section) -> str:

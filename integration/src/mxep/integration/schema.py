@@ -1,22 +1,21 @@
 """A run's configuration as typed sections, data only. Values and meanings are in configs/config.yaml and its groups.
 
-    lr: Annotated[float, Range(0, 1, above=True)]      name: Annotated[str, OneOf(TASKS)]
+    lr: Annotated[float, Field(gt=0, le=1)]      name: Annotated[str, one_of(*TASKS)]
 
-Each type has the range of its values, or the names it may have. No range has NaN or an infinity. config.py checks
-settings against each other. Nothing here imports torch, so mistakes are reported at once: names of backends,
+Each type has the range of its values, or the names it may have, as pydantic checks them (`out_of_bounds`). config.py
+checks settings against each other. Nothing here imports torch, so mistakes are reported at once: names of backends,
 dispatchers and recipes are copies, and a test compares them with the real tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
 DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
@@ -31,74 +30,36 @@ VOCABULARY = 256
 TASKS = ("train", "compare", "verify", "bench", "estimate")
 
 
-@dataclass(frozen=True)
-class Range:
-    """Finite numbers from least to most. above, below: exclude least, most."""
-
-    least: float
-    most: float = math.inf
-    above: bool = False
-    below: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        if isinstance(value, float) and not math.isfinite(value):
-            return False
-        lower = value > self.least if self.above else value >= self.least
-        return lower and (value < self.most if self.below else value <= self.most)
-
-    def __str__(self) -> str:
-        words = f"{'a number above' if self.above else 'at least'} {self.least}"
-        return words if self.most == math.inf else f"{words} and {'below' if self.below else 'at most'} {self.most}"
-
-
-@dataclass(frozen=True)
-class OneOf:
-    names: tuple[str, ...]
-
-    def __contains__(self, value: str) -> bool:
-        return value in self.names
-
-    def __str__(self) -> str:
-        return f"one of {', '.join(self.names)}"
+def one_of(*names: str) -> Any:
+    return Field(pattern=f"^({'|'.join(names)})$")
 
 
 INT64 = 2**63 - 1  # the largest integer of torch's sizes
-Count = Annotated[int, Range(1, INT64)]
-NotNegative = Annotated[int, Range(0, INT64)]
-Positive = Annotated[float, Range(0, above=True)]
-Share = Annotated[float, Range(0, 1)]
-Seconds = Annotated[float, Range(0, 2_000_000, above=True)]  # poll() takes 2^31 ms
-Seed = Annotated[int, Range(0, 2**32 - 1)]  # torch's generator on CPUs drops higher bits
+Count = Annotated[int, Field(ge=1, le=INT64)]
+NotNegative = Annotated[int, Field(ge=0, le=INT64)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # poll() takes 2^31 ms
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # torch's generator on CPUs drops higher bits
 
 
-def out_of_bounds(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield a line for each value in ``section`` (a dataclass) that is out of bounds: key, value and bounds."""
-    for name, hint in get_type_hints(type(section), include_extras=True).items():
-        yield from _out_of_bounds(f"{prefix}{name}", getattr(section, name), hint)
-
-
-def _out_of_bounds(key: str, value: Any, hint: Any) -> Iterator[str]:
-    if type(None) in get_args(hint):
-        hint = get_args(hint)[0]
-    item_hint = get_args(hint)[-1] if get_args(hint) else hint  # Any has no arguments
-    if dataclasses.is_dataclass(value):
-        yield from out_of_bounds(value, f"{key}.")
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _out_of_bounds(f"{key}[{index}]", inner, item_hint)
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _out_of_bounds(f"{key}.{name}", inner, item_hint)
-    elif bounds := next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Range | OneOf)), None):
-        if value is not None and value not in bounds:
-            yield f"{key}: got {value!r}, wanted {bounds}"
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{key}: got {value}, wanted a finite number"
+def out_of_bounds(config: Any) -> Iterator[str]:
+    """Yield a line for each value in ``config`` (a dataclass of dataclasses) that is out of bounds, and for each key
+    that a section does not have, which Hydra adds for a `+`."""
+    for name, section in vars(config).items():
+        if dataclasses.is_dataclass(section):
+            for key in vars(section).keys() - {field.name for field in dataclasses.fields(section)}:
+                yield f"no such key: {name}.{key}"
+    try:
+        TypeAdapter(type(config)).validate_python(dataclasses.asdict(config))
+    except ValidationError as error:
+        for each in error.errors():
+            yield f"{'.'.join(map(str, each['loc']))}: got {each['input']!r}: {each['msg']}"
 
 
 @dataclass
 class TaskConfig:
-    name: Annotated[str, OneOf(TASKS)]
+    name: Annotated[str, one_of(*TASKS)]
 
 
 @dataclass
@@ -130,7 +91,7 @@ class DataConfig:
     max_bytes: Count
     batch: Count
     length: Count
-    vocabulary: Annotated[int, Range(VOCABULARY, INT64)] | None = None
+    vocabulary: Annotated[int, Field(ge=VOCABULARY, le=INT64)] | None = None
     tokenizer: str | None = None
 
 
@@ -146,10 +107,10 @@ class RecipeConfig:
 class DispatcherConfig:
     """How tokens reach experts, and how many rows fit on a rank."""
 
-    name: Annotated[str, OneOf(DISPATCHERS)]
-    capacity: Annotated[str, OneOf(("worst_case", "exact", "factor"))]
+    name: Annotated[str, one_of(*DISPATCHERS)]
+    capacity: Annotated[str, one_of("worst_case", "exact", "factor")]
     factor: Positive
-    overflow: Annotated[str, OneOf(("raise", "drop", "recompute"))]
+    overflow: Annotated[str, one_of("raise", "drop", "recompute")]
     timeout: Seconds
     ranks_per_node: Count | None
     nodes_per_token: Count | None
@@ -162,7 +123,7 @@ class ParallelConfig:
     ranks: Count | None
     ep: Count | None
     fsdp: bool
-    device: Annotated[str, OneOf(("auto", "cpu", "cuda"))]
+    device: Annotated[str, one_of("auto", "cpu", "cuda")]
     timeout: Seconds | None
 
 
@@ -170,12 +131,12 @@ class ParallelConfig:
 class OptimizerConfig:
     """AdamW with `lr` warmed up over `warmup` steps, then cosine down to `lr * final`; gradient norm at most `clip`."""
 
-    lr: Annotated[float, Range(0, 1, above=True)]
+    lr: Annotated[float, Field(gt=0, le=1)]
     warmup: NotNegative
     final: Share
-    beta1: Annotated[float, Range(0, 1, below=True)]
-    beta2: Annotated[float, Range(0, 1, below=True)]
-    weight_decay: Annotated[float, Range(0)]
+    beta1: Annotated[float, Field(ge=0, lt=1)]
+    beta2: Annotated[float, Field(ge=0, lt=1)]
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     clip: Positive
 
 
@@ -185,13 +146,12 @@ class TrainConfig:
 
     steps: Count
     micro_batches: Count
-    precision: Annotated[str, OneOf(("bf16-mixed", "bf16-true", "32-true"))]
+    precision: Annotated[str, one_of("bf16-mixed", "bf16-true", "32-true")]
     activation_checkpointing: bool
     compile: bool
     compare: bool
     checkpoint_every: NotNegative | None
     valid_batches: Count
-    graph: bool | None
     skip_bad_steps: NotNegative
     tensorboard: bool
     wandb: bool = False
@@ -222,8 +182,8 @@ class VerifyConfig:
 class BenchConfig:
     """Settings of task=bench. shapes, cpu_shapes: kind -> shapes on GPUs, on CPUs."""
 
-    name: Annotated[str, OneOf(BENCHES)]
-    device: Annotated[str, OneOf(("cuda", "cpu"))]
+    name: Annotated[str, one_of(*BENCHES)]
+    device: Annotated[str, one_of("cuda", "cpu")]
     backend: str | None
     sections: list[str] | None
     cases: list[str] | None
@@ -268,7 +228,7 @@ class Config:
     verify: VerifyConfig
     bench: BenchConfig
     estimate: EstimateConfig
-    backend: Annotated[str, OneOf(("auto", *BACKENDS))]
+    backend: Annotated[str, one_of("auto", *BACKENDS)]
     seed: Seed
     resume: str | None
 
@@ -311,75 +271,6 @@ def sizes_of(found: Mapping[str, Any]) -> dict[str, int]:
     return {key: found[name] for key, name in pairs if isinstance(found.get(name), int)}
 
 
-CAPTURED = "deepseek_v3", "mixtral", "qwen3_moe"
-"""Types of transformers models with steps captured as CUDA graphs, if no layer has a window. Others may sync."""
-
-
-def attends_to_all(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a token attends to all earlier tokens in every layer of a transformers model."""
-    kinds = set(hf_config.get("layer_types") or ["full_attention"])
-    return not hf_config.get("sliding_window") and kinds == {"full_attention"}
-
-
-def is_causal_alone(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a transformers model is one of CAPTURED and `attends_to_all`."""
-    return hf_config["model_type"] in CAPTURED and attends_to_all(hf_config)
-
-
-def command_line_complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
-    """Return the message for a task without `task=`, an unknown key or an unknown choice, or None.
-
-    For an unknown key, Hydra's own message would advise a `+`.
-    """
-    own = any(argument.startswith(("-cd", "--config-", "hydra.searchpath")) for argument in arguments)
-    for argument in arguments:
-        if argument in tasks:
-            return f"{argument}: wanted KEY=VALUE, as task={argument}"
-        if argument.startswith("-") or "=" not in argument or (key := override_key(argument)).startswith("hydra"):
-            continue
-        section: Any = Config
-        for name in key.split("."):
-            if dataclasses.is_dataclass(section):
-                if name not in (types := get_type_hints(section)):
-                    return f"no such key: {key}{_alike(key)}"
-                section = types[name]
-        if not own and (said := _unknown_choice(key, argument.partition("=")[2])):
-            return said
-    return None
-
-
-def _unknown_choice(group: str, choice: str) -> str | None:
-    """Return the message for an unknown choice of a group, such as recipe=mxpf8, or None. Hydra checks lists."""
-    known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
-    if not known or choice in known or not re.fullmatch(r"\w+", choice):
-        return None
-    if group == "recipe" and choice.partition("_")[0] in RECIPES:
-        return f"no such choice: recipe={choice}; did you mean recipe.name={choice}?"
-    near = did_you_mean(choice, known)
-    return f"no such choice: {group}={choice}{near or '; wanted ' + ', '.join(known)}"
-
-
 def override_key(override: str) -> str:
     """The key or group that an argument of the command line sets."""
     return override.lstrip("+~").split("=")[0].split("@")[0]
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The end of a message: the nearest of ``known``, or ""."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _alike(key: str) -> str:
-    """The end of a message: the keys that may be meant."""
-    known, last = list(_keys()), key.rpartition(".")[2]
-    same = [one for one in known if one.rpartition(".")[2] == last]
-    near = same or difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {' or '.join(near)}?" if near else "; mxep --cfg job prints all keys"
-
-
-def _keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
-    for name, kind in get_type_hints(section).items():
-        yield prefix + name
-        if dataclasses.is_dataclass(kind):
-            yield from _keys(kind, f"{prefix}{name}.")

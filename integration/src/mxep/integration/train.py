@@ -4,8 +4,6 @@
                          balance ] x steps
                        -> save -> loss on held-out text
 
-    On GPUs, if nothing syncs with the host, forward and backward are one CUDA graph, reduce and clip another.
-
 A step is taken only if loss and gradient norm are finite and no row was lost, on all ranks. A bad step changes no
 weight and no checkpoint. It is skipped, or ends the run (train.skip_bad_steps), on all ranks alike.
 
@@ -23,7 +21,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,13 +36,13 @@ from mxep.gemm import Recipe, quantize_weights_once
 
 from . import checkpoint
 from .checkpoint import TOKENIZER, State, read_state, same_text, step_folder
-from .config import ConfigError, sizes_on_host, to_json
+from .config import ConfigError, to_json
 from .data import Text, make_batch, read_text, vocabulary_of
 from .launch import Rank
-from .mesh import Gradients, Mesh, ReducedGradients, all_gather
+from .mesh import Mesh, all_gather, reduce_gradients
 from .metrics import Speed, log, log_backend, progress
 from .model import Transformer, linear_recipe, make_dispatch, recipes
-from .schema import Config, OptimizerConfig, is_causal_alone
+from .schema import Config, OptimizerConfig
 
 if TYPE_CHECKING:
     from .transformers.model import CausalLM
@@ -134,11 +132,8 @@ class Trainer:
         self.model = make_model(config, recipe, mesh, rank.device)
         if (pretrained := config.model.pretrained) and (name := checkpoint.not_finite(self.model.state_dict())):
             raise ConfigError(f"model.pretrained: {pretrained}: {name} is not finite, wanted finite numbers")
-        self.gradients = ReducedGradients(self.model) if config.parallel.fsdp else Gradients(self.model, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.speed = Speed(self.model, config, rank.device)
-        captured = in_graph(config, rank.device)
-        self.graphs = (Graphed(self._backward), Graphed(self._reduce)) if captured else None
         self.step = 0
         self.bad_steps = 0  # in a row
         self.saved: Path | None = None  # the newest checkpoint of this run
@@ -162,38 +157,28 @@ class Trainer:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
         written = log(self.folder, self.name, self.metrics, self.config, shown=self.rank.rank == 0)
-        try:
-            with deterministic(self.config, self.rank.device), shown as advance, written as write:
-                if self.metrics:
-                    advance(self.step, self.metrics[-1])
-                while self.step < steps and not self.rank.stop.agreed():
-                    self.train_step()
-                    write(self.metrics[-1])
-                    advance(self.step, self.metrics[-1])
-                    if every and self.step % every == 0:
-                        self.save()
-                if every is not None and self.step and self.saved != step_folder(self.folder / self.name, self.step):
+        with deterministic(self.config, self.rank.device), shown as advance, written as write:
+            if self.metrics:
+                advance(self.step, self.metrics[-1])
+            while self.step < steps and not self.rank.stop.agreed():
+                self.train_step()
+                write(self.metrics[-1])
+                advance(self.step, self.metrics[-1])
+                if every and self.step % every == 0:
                     self.save()
-                self._close_graphs()  # held-out text needs their memory
-                valid_loss = None if self.step < steps else self.validate()
-                return Run(self.name, self.step, valid_loss is None, self.metrics, valid_loss, self.speed.count)
-        finally:
-            self._close_graphs()
-
-    def _close_graphs(self) -> None:
-        for graph in self.graphs or ():
-            graph.close()
-        self.graphs = None  # graphs refer to this object
+            if every is not None and self.step and self.saved != step_folder(self.folder / self.name, self.step):
+                self.save()
+            valid_loss = None if self.step < steps else self.validate()
+            return Run(self.name, self.step, valid_loss is None, self.metrics, valid_loss, self.speed.count)
 
     def train_step(self) -> None:
         """Take an optimizer step, or skip a bad one. Appends a row to ``metrics``."""
         begun = time.perf_counter()
         config = self.config
-        batch = self._batch(self.text.train, config.seed, self.step)
-        backward, reduce = self.graphs or (self._backward, self._reduce)
-        loss, rows = backward(*batch)
+        loss, rows = self._backward(*self._batch(self.text.train, config.seed, self.step))
         lost = self._lost_rows()  # before collectives, which wait without a limit for a rank that died
-        (norm,) = reduce()
+        self._reduce()
+        norm = clip_grad_norm_(self.model.parameters(), config.optimizer.clip)
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         memory = self.speed.memory()
         measured: Any = {"overflowed": lost is not None, "memory": memory}
@@ -222,17 +207,17 @@ class Trainer:
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Run forward and backward. Returns this rank's loss, 0-d, and its row counts, as `backward` does."""
-        self.gradients.zero()
+        self.optimizer.zero_grad()
         train = self.config.train
         nothing, several = contextlib.nullcontext(), train.micro_batches > 1
         again = several or train.activation_checkpointing  # else forward and backward each use a weight once
         with quantize_weights_once() if again else nothing, accumulate_in_place() if several else nothing:
             return backward(self.model, inputs, targets, train.micro_batches)
 
-    def _reduce(self) -> tuple[Tensor]:
-        """Reduce and clip the gradients. Returns their norm over all ranks, 0-d, the same on every rank."""
-        self.gradients.reduce()
-        return (clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip),)
+    def _reduce(self) -> None:
+        """Make gradients those of the mean loss over all ranks."""
+        if not self.config.parallel.fsdp:  # its backward reduces
+            reduce_gradients(self.model, self.mesh)
 
     def _bad(self, row: dict[str, Any], lost: Exception | None, overflowed: bool) -> Exception | None:
         """Return an exception for a bad step, the same on all ranks. overflowed: whether any rank lost rows."""
@@ -296,8 +281,6 @@ def _messages_of_all_ranks(error: Exception | None) -> str:
     return "; ".join(dict.fromkeys(each for each in all_gather(error and str(error)) if each))
 
 
-WARM_UP = 2
-"""Calls before capture, which make buffers, load kernels and connect communicators."""
 COUNTS = ("routed", "sent", "computed", "padding", "dropped", "invalid")
 """Keys of `Routing.stats`, in the order of row counts."""
 KNOWN_TO_ALL = ("dropped", "invalid")
@@ -392,91 +375,6 @@ def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device)
     # Drawn on the CPU, so that one seed is one model on every device.
     how = config.backend, linear_recipe(config, recipe), vocabulary_of(config.data)
     return Transformer(config.model, dispatcher, recipe, *how).to(device)
-
-
-@contextlib.contextmanager
-def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """`torch.cuda.graph` with a new graph. An error inside is raised unchanged."""
-    graph = torch.cuda.CUDAGraph()
-    raised: BaseException | None = None
-    try:
-        with torch.cuda.graph(graph, **options):
-            try:
-                yield graph
-            except BaseException as error:
-                raised = error
-                raise
-    except Exception:
-        if raised is None:
-            raise
-    if raised is not None:  # the end of a failed capture raises, too, without the reason
-        raise raised
-
-
-class Graphed:
-    """Call fn(*inputs) directly WARM_UP times, then replay a CUDA graph of it in one launch.
-
-    Inputs must have the same shapes at each call. The next call overwrites results, and everything else that fn keeps
-    on the device. Raises RuntimeError if fn syncs. Collective if fn is.
-    """
-
-    def __init__(self, fn: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._fn = fn
-        self._calls = 0
-        # Autograd runs a leaf's node on the stream of its first use: warm-up and capture must have one stream.
-        self._stream = torch.cuda.Stream()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: tuple[Tensor, ...] = ()
-        self._results: tuple[Tensor, ...] = ()
-
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        self._calls += 1
-        if self._calls <= WARM_UP:
-            here = torch.cuda.current_stream()
-            self._stream.wait_stream(here)
-            with torch.cuda.stream(self._stream):
-                results = self._fn(*inputs)
-            here.wait_stream(self._stream)
-            return results
-        if self._graph is None:
-            self._inputs = tuple(each.clone() for each in inputs)
-            self._graph = self._captured()
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
-        self._graph.replay()
-        return self._results
-
-    def close(self) -> None:
-        """Free the graph. Communicators that the graph uses can only be destroyed afterwards."""
-        self._graph, self._inputs, self._results = None, (), ()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        gc.collect()  # garbage freed during the capture may sync with the device
-        # Other threads, such as NCCL's, may still query events.
-        try:
-            with capturing(stream=self._stream, capture_error_mode="thread_local") as graph:
-                self._results = self._fn(*self._inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            raise RuntimeError(
-                f"train.graph: a step was not captured ({why}): if its code waits for the device, train.graph=false"
-            ) from error
-        return graph
-
-
-def in_graph(config: Config, device: torch.device) -> bool:
-    """Whether steps run as CUDA graphs. train.graph=null: yes if a step on this GPU never syncs."""
-    if device.type != "cuda":
-        return False
-    if config.train.graph is not None:
-        return config.train.graph
-    hf_config = config.model.transformers
-    if hf_config is not None and (config.parallel.fsdp or not is_causal_alone(hf_config)):
-        return False
-    # On other GPUs torch's grouped GEMM (recipe bf16, backend dequant) reads sizes on the host.
-    return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @contextlib.contextmanager

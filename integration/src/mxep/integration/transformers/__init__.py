@@ -19,13 +19,13 @@ from importlib.util import find_spec
 from mxep.gemm import Recipe
 from mxep.gemm.recipe import AUTO
 
-from .experts import Implementation, own_tensor_parallel  # first: is transformers there?
+from .experts import Implementation  # first: is transformers there?
 
 # isort: split
 from .callback import MxepCallback, check, load_report
 from .export import save_quantized
 from .optimize import linear_cross_entropy, optimize
-from .parallel import check_tensor_parallelism, expert_parallel, register
+from .parallel import expert_parallel, register
 from .quantized import FrozenExperts, freeze_experts, load_quantized
 from .replay import joined_routing, record_routing, replay_routing
 from .routed import route_experts
@@ -62,9 +62,6 @@ if find_spec("peft") is not None:
     from .lora import MergeError, merge_and_freeze
 
     __all__ += ["MergeError", "merge_and_freeze"]
-
-if hasattr(own_tensor_parallel, "MoeExpertsParallel"):  # other versions shard in other ways
-    check_tensor_parallelism()
 
 NAMES = (*(f"mxep_{recipe}" for recipe in _RECIPES), "mxep_auto")
 """Names that importing this module registers."""

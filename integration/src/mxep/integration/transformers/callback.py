@@ -22,7 +22,6 @@ import copy
 import functools
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
-from mxep.comms import PeersDisagree
 from mxep.ep import accumulate_in_place
 from mxep.gemm import quantize_weights_once
 
@@ -43,28 +41,20 @@ from ..mesh import local, part
 from .experts import (
     ALL_EXPERTS_FUNCTIONS,
     KEY,
-    Implementation,
     Layer,
     implementation_of,
     is_experts,
     layers,
-    say_where_max_tokens_is_set,
 )
 from .parallel import leave_to_ranks
 
 _OF_EXPERTS = re.compile(r"(Experts?|M[oO][eEA])$")
 """How class names of modules that hold experts end: `DbrxExperts`, `JetMoeMoE`, `DogeCDMoE`."""
 
-_ROUTED = "Llama4", "Step3p7Experts", "LongcatFlash"
-"""`route_experts` converts classes with one of these in their name."""
-_ROUTE = "mxep.integration.transformers.route_experts(model, {name!r})"
-_REPLACED = (
-    "leave out what replaced them or their block (Trainer: use_liger_kernel=False; Liger: swiglu=False; transformers: "
-    "use_kernels=False)"
-)
-_NO_WAY = (
-    "load the model without a name of mxep, which has no way to compute these; or, if another library put them there, "
-    "as Liger does, leave that out"
+_CURE = (
+    "mxep.integration.transformers.route_experts(model, {name!r}) prepares Llama 4, Step 3.7 and LongCat-Flash; if "
+    "another library replaced them or their block, leave that out (Trainer: use_liger_kernel=False; Liger: "
+    "swiglu=False; transformers: use_kernels=False); else load the model without a name of mxep"
 )
 
 
@@ -75,29 +65,25 @@ def check(model: nn.Module, *, ran: bool = False) -> None:
     """
     raise_unserved(model, ran=ran)
     for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
-        try:
-            dispatcher.check()
-        except PeersDisagree as error:
-            say_where_max_tokens_is_set(error)
-            raise
+        dispatcher.check()
 
 
 @torch.no_grad()
 def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Return the load of each module of experts in its last training forward (eager, gradients on), by name:
+    """Return the load of each module of experts in its last forward, by name:
 
     ``rows``: rows that this rank's experts computed. ``padding``: padding rows among these. ``busiest``: tokens of the
     busiest expert divided by the mean, over all ranks that share the experts. ``dead``: experts without a token.
 
-    Syncs with the device once. Collective over ranks that share experts. Leaves out modules without such a forward; if
-    none is left, warns and says why. Raises RuntimeError as `check` does, and if mxep never ran.
+    Syncs with the device once. Collective over ranks that share experts. Leaves out modules without such a forward,
+    as of compiled layers. Raises RuntimeError as `check` does, and if mxep never ran.
     """
     raise_unserved(model, ran=True)
     names, counted = [], []
     for name, layer in layers(model):
-        if layer.trained_routing is None:
+        if layer.last_routing is None:
             continue
-        stats, ids = layer.trained_routing.stats(), layer.trained_routing.expert_ids.flatten().long()
+        stats, ids = layer.last_routing.stats(), layer.last_routing.expert_ids.flatten().long()
         tokens = torch.zeros(layer.dispatcher.num_experts, dtype=torch.int64, device=ids.device)
         tokens.scatter_add_(0, ids.clamp_min(0), (ids >= 0).long())
         if layer.dispatcher.group is not None:
@@ -106,24 +92,9 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
         names.append(name)
         counted.append(torch.stack((stats["computed"], stats["padding"], busiest, (tokens == 0).sum())))
     if not counted:
-        if why := _why_no_load(model):
-            warnings.warn(f"load_report: {why}", stacklevel=2)
         return {}
     keys = "rows", "padding", "busiest", "dead"
     return {name: dict(zip(keys, values)) for name, values in zip(names, torch.stack(counted).tolist())}
-
-
-def _why_no_load(model: nn.Module) -> str | None:
-    """Say why a load report is empty. None if mxep never ran the model."""
-    if not (found := list(layers(model))):
-        return None
-    configs = [model.get_submodule(name).config for name, layer in found if not layer.parallel]
-    if configs and not any(map(implementation_of, configs)):
-        name = getattr(configs[0], "_experts_implementation", None)
-        return f"experts_implementation is {name!r} now, of whose forwards mxep knows nothing"
-    if all(layer.last_routing is None for _, layer in found):
-        return "the last forwards were compiled, and a graph keeps no routing: call the model uncompiled for a report"
-    return "there was no forward in training, with gradients on"
 
 
 def raise_unserved(model: nn.Module, *, ran: bool = False) -> None:
@@ -134,63 +105,38 @@ def raise_unserved(model: nn.Module, *, ran: bool = False) -> None:
     found = list(_unserved(model, ran))
     if not found:
         return
-    modules = ", ".join(f"{name} ({kind})" for name, kind, _, _ in found[:3])
+    modules = ", ".join(f"{name} ({kind})" for name, kind, _ in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    name, cure = found[0][2:]
+    name = found[0][2]
     raise RuntimeError(
-        f"experts_implementation: got {name!r}, but mxep does not compute {modules}{more}, want it to: "
-        f"{cure.format(name=name)}"
+        f"experts_implementation: got {name!r}, but mxep does not compute {modules}{more}: {_CURE.format(name=name)}"
     )
 
 
-def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, class, implementation in its config, cure) of each module that mxep should compute but does not."""
-    none_called = not any(layer.called for _, layer in layers(model))
-    for name, module, config in _modules_of_experts(model):
-        layer: Layer | None = module.__dict__.get(KEY)
-        if layer is not None and layer.called and reaches_mxep(module.forward):
-            continue
-        own = getattr(module, "config", config)
-        wanted, named = implementation_of(config), implementation_of(own)
-        kind = type(module).__name__
-        if not is_experts(module):
-            if named is not None:
-                yield name, kind, named.name, _ROUTE if any(part in kind for part in _ROUTED) else _NO_WAY
-        elif named is None and (layer is None or not layer.parallel):
-            if wanted is not None:
-                got = getattr(own, "_experts_implementation", None)
-                yield name, kind, wanted.name, f"its config names {got!r}: model.set_experts_implementation({{name!r}})"
-        else:
-            has_gradients = any(p.grad is not None for p in module.parameters())
-            implementation = named or (layer and layer.made_for)
-            assert isinstance(implementation, Implementation)
-            if not reaches_mxep(module.forward) or has_gradients:
-                yield name, kind, implementation.name, _REPLACED
-            elif ran and none_called:
-                yield name, kind, implementation.name, f"run a forward first, or {_REPLACED}"
-
-
-def _modules_of_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (name, module, config of the model around it) of each outermost module that holds experts."""
-    configs: dict[str, Any] = {}
-    inside: list[str] = []
+def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, class, implementation in its config) of each module that mxep should compute but does not."""
+    never = ran and not any(layer.called for _, layer in layers(model))
     decorated = [name for name, module in model.named_modules() if is_experts(module)]
+    configs: dict[str, Any] = {}  # by module, its own or the nearest one around it
+    outer: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        config = configs.get(parent) if name else None
-        configs[name] = config
-        if any(name.startswith(f"{outer}.") for outer in inside):
-            continue
-        if is_experts(module):
-            yield name, module, config
-            continue
         own = getattr(module, "config", None)
-        if hasattr(own, "_experts_implementation"):
-            configs[name] = own
+        configs[name] = own if hasattr(own, "_experts_implementation") else configs.get(name.rpartition(".")[0])
+        how: Any = implementation_of(configs[name])
+        if is_experts(module):
+            layer: Layer | None = module.__dict__.get(KEY)
+            how = layer.made_for if how is None and layer is not None and layer.parallel else how
+            called = layer is not None and layer.called
+            skipped = not called and (never or any(p.grad is not None for p in module.parameters()))
+            if how is not None and (skipped or not reaches_mxep(module.forward)):
+                yield name, type(module).__name__, how.name
+            continue
         holds = name.rpartition(".")[2] == "experts" or _OF_EXPERTS.search(type(module).__name__)
-        if holds and name and not any(inner.startswith(f"{name}.") for inner in decorated):
-            inside.append(name)
-            yield name, module, configs[name]
+        inside = name.startswith(outer)
+        if holds and name and not inside and not any(inner.startswith(f"{name}.") for inner in decorated):
+            outer += (f"{name}.",)
+            if how is not None:
+                yield name, type(module).__name__, how.name
 
 
 def reaches_mxep(forward: Any, depth: int = 6) -> bool:
@@ -222,7 +168,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     `mxep/NAME/busiest`.
 
     A Trainer of transformers 5 leaves out experts when it resumes from a checkpoint or loads the best one
-    (`load_best_model_at_end`). The callback loads them, and raises ValueError if it does not find the checkpoint.
+    (`load_best_model_at_end`). The callback loads them.
 
     All micro-batches of a step, and recomputation by checkpointing, share one quantization of each weight. It takes a
     little over 2 bytes per element of the experts until the optimizer steps. share_quantized_weights=False quantizes
@@ -230,14 +176,17 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     After `expert_parallel` a Trainer cannot save. Training then raises ValueError unless `save_strategy` is "no".
 
-    Making a callback patches `Trainer.train`, so that quantized weights are freed even if training raises.
+    Making a callback patches `Trainer.train`, which tells its callbacks the checkpoint that it resumes, and frees
+    quantized weights even if training raises.
     """
+
+    resumed: Any = None  # `resume_from_checkpoint` of this training
 
     def __init__(self, *, share_quantized_weights: bool = True, per_layer: bool = False) -> None:
         self.share_quantized_weights = share_quantized_weights
         self.per_layer = per_layer
         self._shared = contextlib.ExitStack()
-        _close_after_training()
+        _patch_trainer()
 
     def close(self) -> None:
         """Free the quantized weights."""
@@ -252,8 +201,8 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
         raise_unserved(model)
-        if state.global_step and not args.deepspeed and is_saved_under_other_names(model):
-            restore(model, resumed_folder(args, state))
+        if state.global_step and self.resumed and not args.deepspeed:
+            restore(model, Path(get_last_checkpoint(args.output_dir) if self.resumed is True else self.resumed))
         for _, layer in layers(model):
             layer.called = False  # the first step then notices replaced forwards, such as Liger's
         whole = getattr(model, "is_distributed_loading_by_transformers", False)  # a Trainer saves it on all ranks
@@ -266,7 +215,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
         best = state.best_model_checkpoint if args.load_best_model_at_end and not args.deepspeed else None
-        if best is not None and is_saved_under_other_names(model):
+        if best is not None:
             restore(model, Path(best))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -297,57 +246,31 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(found)
 
 
-def _close_after_training() -> None:
-    """Close mxep's callbacks when `Trainer.train` ends. If training raises, a Trainer calls no callback."""
+def _patch_trainer() -> None:
+    """Make `Trainer.train` tell mxep's callbacks the checkpoint that it resumes, and close them when it ends. A Trainer
+    tells callbacks neither, if training raises."""
     from transformers import Trainer  # takes long, and needs accelerate
 
     own = Trainer.train
-    if hasattr(own, "_closes_mxep"):
+    if hasattr(own, "_tells_mxep"):
         return
 
     @functools.wraps(own)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        callbacks = [each for each in self.callback_handler.callbacks if isinstance(each, MxepCallback)]
+        for callback in callbacks:
+            callback.resumed = resume_from_checkpoint
         try:
-            return own(self, *args, **kwargs)
+            return own(self, resume_from_checkpoint, *args, **kwargs)
         finally:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, MxepCallback):
-                    callback.close()
+            for callback in callbacks:
+                callback.close()
 
-    train._closes_mxep = True  # type: ignore[attr-defined]
+    train._tells_mxep = True  # type: ignore[attr-defined]
     Trainer.train = train
 
 
-_WEIGHTS, _INDEX, _STATE = "model.safetensors", "model.safetensors.index.json", "trainer_state.json"
-
-
-def resumed_folder(args: Any, state: Any) -> Path:
-    """Find the checkpoint that a Trainer resumed from, by its step and log: a Trainer does not tell callbacks.
-
-    Raises ValueError if the checkpoint is neither in output_dir nor named by args.
-    """
-    inside = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    for folder in (args.resume_from_checkpoint, inside):
-        if isinstance(folder, str | Path) and (file := Path(folder) / _STATE).is_file():
-            saved = TrainerState.load_from_json(str(file))
-            if saved.global_step == state.global_step and json.dumps(saved.log_history) == json.dumps(
-                state.log_history
-            ):
-                return Path(folder)
-    raise ValueError(
-        f"resume_from_checkpoint: got a checkpoint of step {state.global_step} that is not {inside}, want its folder "
-        "in TrainingArguments(resume_from_checkpoint=FOLDER), too: a Trainer does not load experts, MxepCallback does"
-    )
-
-
-def is_saved_under_other_names(model: nn.Module) -> bool:
-    """Whether `save_pretrained` renames weights. A Trainer loads only tensors with the model's names."""
-    if not isinstance(model, PreTrainedModel):  # a Trainer saves PEFT's adapters
-        return False
-    names = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in _tensors(model).items()
-    }
-    return set(revert_weight_conversion(model, names)) != set(names)
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @torch.no_grad()
@@ -355,9 +278,8 @@ def restore(model: Any, folder: Path) -> list[str]:
     """Copy weights that `save_pretrained` stored under other names into the model. Returns their names in the model.
 
     Each rank copies its part of a DTensor. If any name differs, each rank reads the whole model into host memory.
-    Checkpoints of adapters, FSDP and DeepSpeed have the model's names, and are not read.
-
-    Raises ValueError if weights are missing, or differ from those that the Trainer loaded.
+    Checkpoints of adapters, FSDP and DeepSpeed have the model's names, and are not read. Raises ValueError if weights
+    are missing.
     """
     names = _saved_names(folder)
     own = _tensors(model)
@@ -372,15 +294,8 @@ def restore(model: Any, folder: Path) -> list[str]:
     saved = read.state_dict()
     if missing := others.intersection(told["missing_keys"]):
         raise ValueError(f"{folder}: got no {min(missing)}, want all weights of {type(model).__name__}")
-    for name, value in own.items():
-        own_part = saved[name][part(value)].to(local(value))
-        if name in others:
-            local(value).copy_(own_part)
-        elif dtype == value.dtype and not torch.equal(own_part, local(value)):
-            raise ValueError(
-                f"{folder}: got another {name} than the Trainer loaded, want the checkpoint that it resumed: give its "
-                "folder in TrainingArguments(resume_from_checkpoint=FOLDER), too"
-            )
+    for name in others:
+        local(own[name]).copy_(saved[name][part(own[name])])
     return sorted(others)
 
 

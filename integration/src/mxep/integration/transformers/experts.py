@@ -17,7 +17,6 @@ import copy
 import itertools
 import math
 import os
-import re
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -28,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mxep.comms import PeersDisagree
 from mxep.ep import Dispatch, DispatchFields, LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
 from mxep.ep.dtensors import local_weight
 from mxep.ep.frozen import PARTS
@@ -60,12 +58,7 @@ try:
 except ImportError:
     own_expert_parallel: Any = None  # type: ignore[no-redef]
 
-try:
-    from transformers.distributed import tensor_parallel as own_tensor_parallel
-except ImportError:
-    own_tensor_parallel: Any = None  # type: ignore[no-redef]
-
-__all__ = ["ALL_EXPERTS_FUNCTIONS", "default_apply_gate", "own_expert_parallel", "own_tensor_parallel"]
+__all__ = ["ALL_EXPERTS_FUNCTIONS", "default_apply_gate", "own_expert_parallel"]
 KEY = "_mxep_layer"
 PROJECTIONS = "gate_up_proj", "up_proj", "down_proj"
 KINDS = ("", "_bias", *(f"_{part}" for part in PARTS))
@@ -90,7 +83,6 @@ class Layer:
         number: from `TokenDispatcher.number_layer`.
         called: whether it has run a forward.
         last_routing: routing of the last forward. None before the first one, and after a compiled one.
-        trained_routing: routing of the last forward with gradients on.
     """
 
     made_for: object
@@ -105,7 +97,6 @@ class Layer:
     number: int = 0
     called: bool = False
     last_routing: Routing | None = field(default=None, repr=False)
-    trained_routing: Routing | None = field(default=None, repr=False)
 
     @property
     def parallel(self) -> bool:
@@ -123,15 +114,6 @@ class Layer:
             raise ValueError(f"lora: expected experts with a SwiGLU that mxep has, got {type(experts).__name__}")
         self.called = True  # not read first: a compiled read adds a guard
         given = expert_ids, weights, lora
-        if torch.compiler.is_compiling():
-            return self._autocast(experts, x, *given)
-        try:
-            return self._autocast(experts, x, *given)
-        except (ValueError, PeersDisagree) as error:
-            say_where_max_tokens_is_set(error)
-            raise
-
-    def _autocast(self, experts: Any, x: Tensor, *given: Any) -> Tensor:
         kind, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -179,8 +161,6 @@ class Layer:
         if torch.compiler.is_compiling():
             routing = None
         self.last_routing = routing
-        if torch.is_grad_enabled():
-            self.trained_routing = routing
         return out
 
     def _pick(self, experts: Any, x: Tensor, top_k: int) -> Recipe | None:
@@ -235,7 +215,7 @@ class Layer:
         )
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), last_routing=None, trained_routing=None)
+        return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), last_routing=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a dispatcher belongs to this process: the next forward makes one
@@ -302,19 +282,6 @@ def weight_names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def check_features(experts: Any, name: str, recipe: Recipe | Literal["auto"], ranks: int) -> None:
-    """Raise ValueError, with a cure, if `recipe` cannot compute 1 / `ranks` of the hidden features. "auto" can compute
-    what bf16 can."""
-    recipe = recipe if isinstance(recipe, Recipe) else UNQUANTIZED
-    features = experts.down_proj.shape[1 if experts.is_transposed else 2]
-    if features % (ranks * recipe.group_alignment):
-        raise ValueError(
-            f"{type(experts).__name__}, {name}: got {features} hidden features of experts for tp_size {ranks}, want a "
-            f"multiple of {recipe.group_alignment} on each rank for recipe {recipe.name}: lower tp_size, spread "
-            "experts instead (mxep's expert_parallel, or ep_size), or use mxep_bf16"
-        )
-
-
 def is_experts(module: nn.Module) -> bool:
     """Whether `@use_experts_implementation` of transformers decorates the module's class."""
     return hasattr(module, "has_gate") and hasattr(type(module), "_apply_gate") and hasattr(module, "down_proj")
@@ -338,18 +305,8 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
         if layer is not None:
             named = ALL_EXPERTS_FUNCTIONS.get(getattr(module.config, "_experts_implementation", None), None)
             if not layer.parallel and not isinstance(named, type(layer.made_for)):  # others compute it now
-                layer.last_routing = layer.trained_routing = None
+                layer.last_routing = None
             yield name, layer
-
-
-def say_where_max_tokens_is_set(error: Exception) -> None:
-    """Add a note on max_tokens to the error about a batch larger than the buffers."""
-    if wanted := re.search(r"set max_tokens=(\d+)", str(error)):
-        error.add_note(
-            f"In a model of transformers: set {MAX_TOKENS}={wanted[1]} or more in the environment of all ranks, or "
-            f"register(Implementation(..., max_tokens={wanted[1]})) before the model is built. It is batch size times "
-            "padded length, of evaluation too."
-        )
 
 
 _local: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDictionary()
@@ -443,26 +400,6 @@ class Implementation:
         layer = Layer(self, self.recipe, self.backend, dispatcher, *how)
         experts.__dict__[KEY] = layer  # nn.Module's own way costs more
         return layer
-
-
-MADE = "_mxep_made"
-"""Attribute of a class derived at run time, which pickle cannot find by name: (function that made it, its base)."""
-
-
-def pickled(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """`__reduce_ex__` for instances of classes that have `MADE`."""
-    kind, makers = type(self), []
-    while made := kind.__dict__.get(MADE):
-        maker, kind = made
-        makers.append(maker)
-    return _empty, (kind, *reversed(makers)), self.__dict__
-
-
-def _empty(kind: Any, *makers: Any) -> Any:
-    """Return a module without state, of the class that `makers` derive from `kind`."""
-    for maker in makers:
-        kind = maker(kind)
-    return object.__new__(kind)
 
 
 def prepare(experts: Any, hidden_states: Tensor) -> None:

@@ -48,9 +48,9 @@ from mxep.gemm import Recipe
 from ..config import ConfigError
 from ..mesh import Mesh
 from ..model import linear_recipe, make_dispatch
-from ..schema import Config, is_causal_alone
+from ..schema import Config
 from .experts import KEY, Implementation, Layer
-from .optimize import CAUSAL, multiply_by
+from .optimize import multiply_by
 from .parallel import expert_parallel, register
 
 _numbers = itertools.count()
@@ -86,8 +86,6 @@ class CausalLM(nn.Module):
         self.autocast = mixed and not config.parallel.fsdp
         sizes = AutoConfig.for_model(**section.transformers)
         made: dict[str, Any] = {"dtype": dtype}
-        if is_causal_alone(sizes.to_dict()):
-            made["attn_implementation"] = CAUSAL
         if section.pretrained is None:
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(sizes, **made)

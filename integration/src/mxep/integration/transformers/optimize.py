@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -43,15 +43,12 @@ from mxep.ep.router import recomputing
 from mxep.gemm import Recipe, convert, converted, join_linears
 from mxep.gemm.recipe import recipe_name, recipe_of
 
-from ..schema import attends_to_all
-from .experts import MADE, check_experts, experts_in, implementation_of, is_experts, pickled, prepare, registered
+from .experts import check_experts, experts_in, implementation_of, is_experts, prepare, registered
 
 ROWS = 4096
 """Rows of a chunk. Each chunk reads W twice and reads and writes dW: 2.5 GB at V 151936, D 2048, fp32 dW."""
 
 IGNORED = -100
-FLOAT16_FACTOR = 2.0**12
-"""fp16 d_logits, at most 1, have this factor until backward. Divided by num_items, most would underflow."""
 
 
 def linear_cross_entropy(
@@ -70,16 +67,15 @@ def linear_cross_entropy(
     number of labels that are not ignored, without a device-to-host sync. rows: rows per chunk. weight_gradient: dtype
     in which chunks sum the gradient of weight, before it is cast to weight's dtype.
 
-    GEMMs are in hidden's dtype, or autocast's. Softmax and loss are in fp32. If hidden is fp16, gradients are
-    multiplied by the gradient of the loss (a GradScaler's factor) before they are rounded. Raises ValueError for fp16
-    if weight_gradient is not fp32, as sums would overflow. As with `torch.nn.functional.cross_entropy`, a label that is
-    neither ignore_index nor below V raises RuntimeError; on CUDA the device raises it.
+    GEMMs are in hidden's dtype, or autocast's. Softmax and loss are in fp32. Raises ValueError for fp16, in which
+    gradients would underflow. As with `torch.nn.functional.cross_entropy`, a label that is neither ignore_index nor
+    below V raises RuntimeError; on CUDA the device raises it.
     """
     kind, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    if dtype == torch.float16 and weight_gradient != torch.float32:
-        raise ValueError(f"weight_gradient: expected torch.float32 for GEMMs in float16, got {weight_gradient}")
+    if dtype == torch.float16:
+        raise ValueError("linear_cross_entropy: expected GEMMs in bfloat16 or more, got float16: optimize(loss=False)")
     known = (labels >= 0) & (labels < len(weight)) | (labels == ignore_index)
     torch._assert_async(known.all(), f"labels: expected 0 to {len(weight) - 1} or {ignore_index}, got others")
     if num_items is None:
@@ -96,26 +92,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, ignore_index: int, rows: int, sums: Any
     ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        is_half = hidden.dtype == torch.float16
-        factor = torch.full_like(scale, FLOAT16_FACTOR) if is_half else scale
-        ctx.scale, ctx.dtypes = scale / factor if is_half else None, (hidden.dtype, weight.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        d_hidden: Tensor | None = None
-        if needs_hidden:
-            d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if is_half else torch.empty_like(hidden)
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=sums) if needs_weight else None
         for begin in range(0, len(hidden), rows):
             chunk = hidden[begin : begin + rows]
             logits = chunk @ weight.mT
-            part, d_logits = loss_and_gradient(logits, labels[begin : begin + rows], scale, factor, ignore_index)
+            part, d_logits = loss_and_gradient(logits, labels[begin : begin + rows], scale, ignore_index)
             loss += part
-            if d_hidden is not None and is_half:
-                _add_product(d_hidden[begin : begin + rows], d_logits, weight)
-            elif d_hidden is not None:
+            if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[begin : begin + rows])
             if d_weight is not None:
                 _add_product(d_weight, d_logits.mT, chunk)
-        ctx.gradients = d_hidden, d_weight if d_weight is None or is_half else d_weight.to(weight.dtype)
+        ctx.gradients = d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
         return loss
 
     @staticmethod
@@ -124,9 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("linear_cross_entropy: expected one backward, got a second: compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place
-        factor = d_loss if ctx.scale is None else d_loss * ctx.scale
-        scaled = (g if g is None else g.mul_(factor).to(dtype) for g, dtype in zip(gradients, ctx.dtypes))
-        return *scaled, *(None,) * 5
+        return *(g if g is None else g.mul_(d_loss) for g in gradients), *(None,) * 5
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
@@ -139,16 +126,14 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
         into.addmm_(a.to(into.dtype), b.to(into.dtype))
 
 
-def _loss_and_gradient(
-    logits: Tensor, labels: Tensor, scale: Tensor, factor: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Return scale * the summed loss (0-d fp32), and factor * its gradient by logits (rows, V), in their dtype."""
+def _loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return scale * the summed loss (0-d fp32), and its gradient by logits (rows, V), in their dtype."""
     x, valid = logits.float(), labels != ignore_index
     log_sum = x.logsumexp(-1)
     target = x.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
     loss = torch.where(valid, log_sum - target, 0).sum() * scale
     is_target = torch.arange(x.shape[1], device=x.device, dtype=torch.int64) == labels[:, None]
-    gradient = (torch.exp(x - log_sum[:, None]) - is_target.float()) * factor
+    gradient = (torch.exp(x - log_sum[:, None]) - is_target.float()) * scale
     return loss, torch.where(valid[:, None], gradient, 0).to(logits.dtype)
 
 
@@ -294,6 +279,12 @@ _COMPILED, _EAGER, _EXPERTS = "_mxep_compiled", "_mxep_eager", "_mxep_experts"
 be eager, and its modules of experts."""
 
 
+def attends_to_all(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a token attends to all earlier tokens in every layer of a transformers model."""
+    kinds = set(hf_config.get("layer_types") or ["full_attention"])
+    return not hf_config.get("sliding_window") and kinds == {"full_attention"}
+
+
 def optimize(
     model: Any,
     *,
@@ -418,8 +409,7 @@ def _compiled_class(base: Any) -> Any:
         return compiled(self, hidden_states, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    names |= {"forward": forward, "_mxep_base": base, "__reduce_ex__": pickled, MADE: (_compiled_class, base)}
-    return type(base.__name__, (base,), names)
+    return type(base.__name__, (base,), names | {"forward": forward, "_mxep_base": base})
 
 
 @contextlib.contextmanager

@@ -28,12 +28,9 @@ from .experts import (
     WEIGHTS,
     Implementation,
     check_experts,
-    check_features,
     experts_in,
-    implementation_of,
     is_experts,
     own_expert_parallel,
-    own_tensor_parallel,
     registered,
 )
 
@@ -72,21 +69,6 @@ def _own(implementation: Implementation) -> type:
             return self.layer.forward(self.experts, hidden_states, top_k_index, top_k_weights, **lora)
 
     return MxepEP
-
-
-def check_tensor_parallelism() -> None:
-    """When transformers shards experts for tensor parallelism, check that mxep can compute the shards. Otherwise only
-    the first forward would raise."""
-    styles, style = own_tensor_parallel.ALL_PARALLEL_STYLES, "moe_tp_experts"
-
-    class MxepExpertsParallel(type(styles[style])):  # type: ignore[misc]
-        def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
-            how = implementation_of(module.config)
-            if how is not None and is_experts(module):
-                check_features(module, how.name, how.recipe, mesh.size())
-            return super().install_forward(module, mesh)
-
-    styles.register(style, MxepExpertsParallel())
 
 
 def _dispatcher(experts: Any, num_experts: int, mesh: DeviceMesh, how: Implementation) -> TokenDispatcher:

@@ -57,7 +57,7 @@ from mxep.gemm.frozen import FORMATS, FP8_BLOCK, FP32_SCALES, FrozenFormat, bloc
 from mxep.quant import BLOCK, BlockFP8, MXTensor, rescale_blocks, to_mxfp8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
 
-from .experts import KEY, MADE, experts_in, implementation_of, is_experts, pickled, registered, weight_names
+from .experts import KEY, experts_in, implementation_of, is_experts, registered, weight_names
 from .parallel import adapters_on_experts, check_in_memory, expert_parallel
 
 
@@ -95,8 +95,6 @@ class FrozenExperts(nn.Module):
         how = {} if lora is None else {"lora": lora}  # the old class calls mxep; LongCat's runs its zero experts, too
         return super().forward(hidden_states, top_k_index, top_k_weights, **how)  # type: ignore[no-any-return]
 
-    __reduce_ex__ = pickled
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         check_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -109,8 +107,7 @@ class FrozenExperts(nn.Module):
 
 @functools.cache
 def _frozen_class(kind: type) -> type:
-    names = {"__doc__": kind.__doc__, MADE: (_frozen_class, kind)}
-    return type(f"Frozen{kind.__name__}", (FrozenExperts, kind), names)
+    return type(f"Frozen{kind.__name__}", (FrozenExperts, kind), {"__doc__": kind.__doc__})
 
 
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> list[str]:

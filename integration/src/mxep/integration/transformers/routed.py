@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .experts import ALL_EXPERTS_FUNCTIONS, MADE, default_apply_gate, pickled, registered
+from .experts import ALL_EXPERTS_FUNCTIONS, default_apply_gate, registered
 
 
 def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[str]:
@@ -93,5 +93,4 @@ def _routed(kind: type) -> type | None:
     if getattr(kind, "forward", None) is FORWARDS[name]:
         return kind
     gate = {"_apply_gate": getattr(kind, "_apply_gate", default_apply_gate)} if name.endswith("Experts") else {}
-    names = {"forward": FORWARDS[name], **gate, "__reduce_ex__": pickled, MADE: (_routed, kind)}
-    return type(kind.__name__, (kind,), names)
+    return type(kind.__name__, (kind,), {"forward": FORWARDS[name], **gate})

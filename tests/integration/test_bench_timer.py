@@ -1,15 +1,12 @@
 """Graphs: who captures sees the error that broke the capture, as it was raised."""
 
 import contextlib
-import traceback
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from mxep.integration.train import Graphed, capturing
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+from benchmarks.timer import capturing
 
 
 @contextlib.contextmanager
@@ -55,20 +52,3 @@ def test_a_capture_that_cannot_begin_says_so(no_gpu: None, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: raise_while_handling_another())
     with pytest.raises(ValueError, match="what broke the capture"), capturing():
         raise AssertionError("not reached")
-
-
-@needs_gpu
-def test_a_call_that_waits_for_the_device_is_named_by_its_own_error():
-    def waits(x: torch.Tensor) -> tuple[torch.Tensor]:
-        try:
-            raise KeyError("handled")
-        except KeyError:
-            return (x * x.sum().item(),)
-
-    graphed = Graphed(waits)
-    x = torch.ones(4, device="cuda")
-    for _ in range(2):
-        graphed(x)
-    with pytest.raises(RuntimeError, match=r"was not captured .*capturing.*train\.graph=false") as error:
-        graphed(x)
-    assert "waits" in [frame.name for frame in traceback.extract_tb(error.value.__cause__.__traceback__)]
