@@ -167,6 +167,14 @@ def test_ranks_read_row_scaled_experts(ctx: Context, tmp_path: Path) -> None:
     assert all(torch.equal(x, again[name]) for name, x in whole.state_dict().items())
 
 
+def test_torch_dtype_is_dtype_as_in_from_pretrained(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "ct-mxfp8")
+    for given in (torch.float32, torch.bfloat16):
+        assert load_quantized(tmp_path, torch_dtype=given).dtype == given
+    with pytest.raises(ValueError, match=r"dtype: expected torch\.bfloat16 or torch\.float32, got torch\.float16"):
+        load_quantized(tmp_path, torch_dtype=torch.float16)
+
+
 def test_a_model_that_is_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", "minimax-m3")
     with torch.inference_mode():

@@ -244,7 +244,7 @@ def load_quantized(
     128 x 128 or rows whose scales are no powers of two. The message names the tensor.
     """
     registered(experts_implementation, "experts_implementation")
-    if dtype not in (torch.bfloat16, torch.float32):
+    if (dtype := how.pop("torch_dtype", dtype)) not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype!r}")
     device = torch.device(device or "cpu")
     with QuantizedCheckpoint(folder) as checkpoint, torch.inference_mode(False):  # a later forward may train
