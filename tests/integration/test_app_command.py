@@ -189,7 +189,7 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so_and_a_crash_says_how
     mxep, text: Path, tmp_path: Path
 ):
     def run_in(name: str, *arguments: str):
-        return mxep(*arguments, f"hydra.run.dir={tmp_path / name}")
+        return mxep(*arguments, f"hydra.run.dir={tmp_path / name}", "parallel.ranks=1")
 
     first = run_in("first", *TINY, f"data.path={text}", "train.steps=2", "train.compare=false")
     assert first.code == 0, first.err
@@ -216,7 +216,7 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so_and_a_crash_says_how
     for said in ("CapacityExceeded", "rows did not fit"):
         assert said in crashed.err
     assert "Traceback" not in crashed.err
-    assert f"go on from {step} with: mxep resume={tmp_path / 'first'} {' '.join(lost)}" in crashed.err
+    assert f"go on from {step} with: mxep resume={tmp_path / 'first'} {' '.join(lost)} parallel.ranks=1" in crashed.err
 
 
 def test_without_its_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
