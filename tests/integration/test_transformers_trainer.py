@@ -79,15 +79,15 @@ def trainer_of(model: Any, folder: Path, **options: Any) -> tuple[Trainer, Begin
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_training_goes_on_with_the_experts_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
-    given, checkpoint = {"learning_rate": 1e-2}, tmp_path / "out/checkpoint-2"
-    trainer_of(model := tiny(kind, "mxep_bf16"), tmp_path / "out", **given)[0].train()
-    for how in ("the folder", "the last of output_dir", "a folder elsewhere"):
+    checkpoint, ways = tmp_path / "out/checkpoint-2", ("the folder", "the last of output_dir", "a folder elsewhere")
+    trainer_of(model := tiny(kind, "mxep_bf16"), tmp_path / "out")[0].train()
+    for how in ways if kind == "qwen3_moe" else ways[:1]:
         other = tiny(kind, "mxep_bf16")
         for parameter in other.parameters():
             torch.nn.init.normal_(parameter)
         elsewhere = {"resume_from_checkpoint": str(checkpoint)} if how == "a folder elsewhere" else {}
         folder = tmp_path / ("elsewhere" if elsewhere else "out")
-        trainer, begin = trainer_of(other, folder, **given, **elsewhere)
+        trainer, begin = trainer_of(other, folder, **elsewhere)
         if how == "the last of output_dir":
             shutil.rmtree(folder / "checkpoint-4")
         trainer.train(resume_from_checkpoint=True if how == "the last of output_dir" else str(checkpoint))
@@ -98,9 +98,8 @@ def test_training_goes_on_with_the_experts_of_the_checkpoint(kind: str, tmp_path
     if kind == "gpt_oss":  # saved as it is named: the Trainer's own way loads it
         trainer.train(resume_from_checkpoint=str(checkpoint))
     else:
-        with pytest.raises(
-            ValueError, match=r"a checkpoint of step 2 .*want its folder in TrainingArguments\(resume_from"
-        ):
+        message = r"a checkpoint of step 2 .*want its folder in TrainingArguments\(resume_from"
+        with pytest.raises(ValueError, match=message):
             trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
