@@ -208,6 +208,7 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so_and_a_crash_says_how
     assert taken.code == 0, taken.err
     assert (tmp_path / "taken" / "fp8" / "step-000003").exists()
     assert "steps are done" not in taken.err
+    assert "difference" not in taken.out
     assert "mxep: all 2 steps are done: train.steps=N asks for more" in run_in("again", whole).err
 
     lost = "dispatcher.capacity=factor", "dispatcher.factor=0.3"  # some of its rows

@@ -34,6 +34,7 @@ from mxep.integration.transformers.optimize import DeferredHead
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_compiler")
+by_autograd = pytest.mark.parametrize("quick_compiler", ["aot_eager"], indirect=True)
 NOTHING: dict[str, Any] = {"experts": None, "loss": False, "attention": None, "compile": False}
 
 
@@ -57,6 +58,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], least_db: 
         assert torch.equal(found, expected[name]) or snr(expected[name], found) > least_db, name
 
 
+@by_autograd
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_all_layers_are_one_graph_without_breaks_whose_gradients_are_eager_ones(kind: str) -> None:
     model = model_of(kind)
@@ -67,6 +69,7 @@ def test_all_layers_are_one_graph_without_breaks_whose_gradients_are_eager_ones(
     assert not counters["graph_break"]
 
 
+@by_autograd
 def test_layers_of_qwen3_are_one_graph_copied_and_pickled() -> None:
     model = model_of()
     expected = gradients(model)
@@ -113,6 +116,7 @@ def test_evaluation_is_not_compiled() -> None:
     assert not counters["stats"]
 
 
+@by_autograd
 def test_frozen_experts_with_lora_are_in_the_graph_of_their_layer() -> None:
     """In MXFP4; a compiled layer of each format: ep/test_frozen.py."""
     peft = pytest.importorskip("peft")
@@ -217,7 +221,9 @@ def test_checkpointed_layers_are_compiled_too(use_reentrant: bool) -> None:
     assert bool(counters["stats"]) != use_reentrant, "its first forward has no gradients, as in evaluation"
 
 
-@pytest.mark.parametrize("name", ["mxep_mxfp8", "mxep_auto"])
+@pytest.mark.parametrize(
+    ("name", "quick_compiler"), [("mxep_mxfp8", "aot_eager"), ("mxep_auto", "eager")], indirect=["quick_compiler"]
+)
 def test_forwards_before_the_first_backward_are_recomputed_as_they_ran(name: str) -> None:
     """As in DPO: chosen and rejected sequences, of two lengths."""
     found = []
@@ -246,7 +252,7 @@ def test_experts_over_ranks_open_their_buffers_within_the_first_compiled_forward
         expert_parallel(model, mesh, "mxep_48")
         if compiled:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+                patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
                 optimize(model, loss=False)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         losses = [model(input_ids=ids, labels=ids).loss for ids in (token_ids(), token_ids(1, seed=ctx.rank))]

@@ -105,12 +105,15 @@ def test_llama4_is_told_until_it_is_routed() -> None:
     assert load_report(model)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_routed_llama4_is_pickled_and_copied(frozen: bool) -> None:
-    model = tiny("llama4", dtype=torch.bfloat16)
-    route_experts(model, "mxep_bf16")
-    if frozen:
-        freeze_experts(model)
+@pytest.mark.parametrize(
+    ("kind", "fmt"), [("llama4", None), ("llama4", "mxfp8"), ("qwen3_moe", "mxfp4"), ("gpt_oss", "mxfp4")]
+)
+def test_a_routed_or_frozen_model_is_pickled_and_copied(kind: str, fmt: Any) -> None:
+    model = tiny(kind, "eager" if kind == "llama4" else "mxep_mxfp8", torch.bfloat16)
+    if kind == "llama4":
+        route_experts(model, "mxep_bf16")
+    if fmt is not None:
+        freeze_experts(model, fmt)
     file, wanted = io.BytesIO(), model(input_ids=token_ids()).logits
     torch.save(model, file)
     file.seek(0)
