@@ -73,6 +73,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
             "weight_decay: got 3.0, wanted at most 2, which is 1 / optimizer.lr",
         ),
         (["optimizer.lr=nan", "seed=-1"], "above 0 and at most 1; seed: got -1, wanted at least 0 and at most 4294"),
+        (["task.name=dance"], "task.name: got 'dance', wanted one of train, compare"),
         (["compare.seeds=[0,-1]"], "compare.seeds[1]: got -1, wanted at least 0"),
         (
             ["model=qwen3_moe_tiny", "model.transformers.router_aux_loss_coef=-0.1"],
@@ -251,7 +252,6 @@ def test_what_hydra_reads_is_left_to_it(arguments: list[str]):
         (["model=null"], "no such choice: model=null; wanted deepseek_v3_proxy"),
         (["-m", "model=tiny,null"], "override must be a string or a list. Got NoneType"),
         (["recipe.name=mxpf8"], "recipe: got 'mxpf8', want bf16, fp8, mxfp8; after fp8 and mxfp8 also _e5m2"),
-        (["recipe.name=mxfp8_wgrad_bf16_e5m2"], "; did you mean mxfp8_e5m2_wgrad_bf16?"),
         (["recipe.linear=mxpf8_e5m2"], "recipe: got 'mxpf8_e5m2', want bf16, fp8, mxfp8"),
         (["model.width=3"], "no such key: model.width; "),
         (["train.step=3"], "no such key: train.step; did you mean train.steps?"),
@@ -262,9 +262,7 @@ def test_what_hydra_reads_is_left_to_it(arguments: list[str]):
         (["+model.width=3"], "no such key: model.width"),
         (["model.dim=wide"], "Value 'wide' of type 'str' could not be converted to Integer"),
         (["data=text"], "no value for data.path"),
-        (["data=text", "data.path=/no/such/file"], "no such file or folder: /no/such/file"),
         (["resume=/no/such/run"], "resume: no such file or folder: /no/such/run"),
-        (["task.name=dance"], "task.name: got 'dance', wanted one of train, compare"),
         (["+model._target_=os.system"], "no such key: model._target_"),
     ],
 )

@@ -242,7 +242,6 @@ def test_a_trainer_on_two_ranks_equals_one_process(ctx: Context, one_process: Pa
     ("options", "quantized"),
     [
         ({"gradient_accumulation_steps": 1}, 0),
-        ({"gradient_accumulation_steps": 2}, 8),
         ({"gradient_accumulation_steps": 4}, 8),
         ({"gradient_accumulation_steps": 1, "gradient_checkpointing": True}, 8),
     ],
