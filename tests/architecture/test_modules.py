@@ -3,6 +3,8 @@
 import ast
 import importlib
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -160,3 +162,10 @@ def test_public_modules_are_in_the_readme(module: str) -> None:
 def test_files_are_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES.values()}
     assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_import_contracts_hold() -> None:
+    """As CI checks them, so that a plain pytest run sees a broken one."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

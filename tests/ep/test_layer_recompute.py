@@ -71,8 +71,12 @@ def assert_same_bits(make: Callable[[Capacity], MoE], run: Callable[..., list[Te
         assert few.dispatcher.kept_rows(routing) < int(routing.plan.offs[-1]), "a test of nothing"
 
 
-@pytest.mark.parametrize("kind", ["local", "symmetric"])
-@pytest.mark.parametrize("recipe", RECIPES)
+KINDS = "local", "symmetric"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [*zip(RECIPES, itertools.cycle(KINDS)), ("bf16", KINDS[1]), ("mxfp8", KINDS[1])]
+)
 def test_recomputed_rows_have_the_bits_of_kept_ones(recipe: str, kind: str) -> None:
     assert_same_bits(lambda capacity: layer(kind, capacity, recipe=recipe))
 

@@ -94,14 +94,14 @@ def test_over_plain_experts_it_is_the_merged_layer() -> None:
     compare(make_layer(None, dtype=torch.float32, recipe="bf16"), tokens(torch.float32), 1e-5)
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_row"])
 @pytest.mark.parametrize(
-    "options",
+    ("fmt", "options"),
     [
-        {},
-        {"bias": True, "activation": SwiGLU(1.702, 7.0, 1.0, interleaved=True)},
-        {"score_before_experts": True},
-        {"capacity": Capacity.factor(4.0)},
+        *((fmt, {}) for fmt in ("mxfp8", "mxfp4", "fp8_row")),
+        ("mxfp4", {"bias": True, "activation": SwiGLU(1.702, 7.0, 1.0, interleaved=True)}),
+        ("fp8_row", {"bias": True, "activation": SwiGLU(1.702, 7.0, 1.0, interleaved=True)}),
+        ("mxfp8", {"score_before_experts": True}),
+        ("mxfp8", {"capacity": Capacity.factor(4.0)}),
     ],
     ids=str,
 )

@@ -70,7 +70,7 @@ def test_every_case_equals_a_dense_layer(ctx) -> None:
             assert_as_good_as(ranks, ctx, recipe, ranks.run(ctx, recipe=recipe, dispatcher=dispatcher))
 
 
-@distributed(3, recipe=["bf16", "fp8", "mxfp8"])  # of 2 ranks: test_routing_extremes_equal_a_dense_layer
+@distributed(3, recipe=["bf16", "fp8", "mxfp8"])
 def test_dispatchers_capacities_and_runs_agree_bit_for_bit(ctx, recipe: str) -> None:
     ranks = make_ranks([16, 40, 1][: ctx.world_size], seed=1)
     wanted = ranks.run(ctx, recipe=recipe, dispatcher="symmetric")
@@ -100,7 +100,7 @@ def extremes(world_size: int) -> dict:
     }
 
 
-@distributed(2, 3, slow=[3])
+@distributed(3)
 def test_routing_extremes_equal_a_dense_layer(ctx) -> None:
     for name, (tokens, ids) in extremes(ctx.world_size).items():
         ranks = make_ranks(tokens, seed=2)

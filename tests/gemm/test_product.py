@@ -73,7 +73,7 @@ def step(function: Callable[..., Tensor], *tensors: Tensor | None, wanted: tuple
 def test_a_compiled_grouped_product_has_the_bits_of_an_eager_one(
     wanted: tuple[bool, ...], recipe: str, backend: Any
 ) -> None:
-    p, how = problem(unused=0), Recipe.named(recipe)
+    p, how = problem((64, 0, 32), n=32, k=64, unused=0), Recipe.named(recipe)
     bias = torch.randn(p.w.shape[:2])
 
     def product(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:

@@ -47,14 +47,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`optimize` compiles by AOTAutograd without inductor, which has no part in most tests of it."""
+def quick_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`optimize` traces alone, as compilers have no part in most tests of it. Its parameter: another backend."""
     import torch
     from torch._dynamo.utils import counters
 
     from mxep.integration.transformers.optimize import _compiled_class
 
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=getattr(request, "param", "eager")))
     _compiled_class.cache_clear()
     torch._dynamo.reset()
     counters.clear()

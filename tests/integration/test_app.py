@@ -180,7 +180,9 @@ def test_a_sigterm_to_the_whole_process_group_leaves_a_checkpoint_too(mxep, text
 
 def test_minus_m_runs_one_job_after_the_other(mxep, text: Path, tmp_path: Path):
     where = f"hydra.sweep.dir={tmp_path / 'sweep'}"
-    finished = mxep("-m", "seed=0,1", *TINY, f"data.path={text}", "train.steps=2", "recipe=bf16", where)
+    finished = mxep(
+        "-m", "seed=0,1", *TINY, f"data.path={text}", "train.steps=2", "recipe=bf16", where, "parallel.ranks=1"
+    )
     assert finished.code == 0, finished.err
     curves = [json.loads((tmp_path / "sweep" / str(i) / "summary.json").read_text())["runs"] for i in range(2)]
     assert curves[0][0]["train_loss"] != curves[1][0]["train_loss"]

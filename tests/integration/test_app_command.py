@@ -23,33 +23,27 @@ from mxep.integration.report import show_sweep
 from mxep.integration.schema import Config, DataConfig, configs_dir
 from mxep.integration.verify import Check
 
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None  # whoever imports it fails
-from mxep.integration.app import main
-main()
-"""
 
-
-def alone(folder: Path, *arguments: str, code: str = WITHOUT_TORCH) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own that cannot import torch, in `folder`."""
+def python(folder: Path, *arguments: str) -> str:
+    """What a process of its own prints in `folder`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
+    how = {"env": environment, "cwd": folder, "capture_output": True, "text": True, "timeout": 200}
+    return subprocess.run([sys.executable, *arguments], check=True, **how).stdout
 
 
-ALL_WITHOUT_TORCH = """
+WITHOUT_TORCH = """
 import json, os, sys
 sys.modules["torch"] = None  # whoever imports it fails
 from mxep.integration.app import main
 for number, arguments in enumerate(json.loads(sys.argv[1])):
     if (child := os.fork()) == 0:
         os.mkdir(str(number))
-        os.dup2(os.open(f"said-{number}", os.O_CREAT | os.O_WRONLY), 2)
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{name}-{number}", os.O_CREAT | os.O_WRONLY), stream)
         os.chdir(str(number))
         sys.argv = ["mxep", *arguments]
         main()
-        os._exit(0)
+        sys.exit(0)
     print(f"code {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}", flush=True)
 """
 MISTAKES = [
@@ -61,51 +55,57 @@ MISTAKES = [
     (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0: Input should be greater than or equal to 1"),
 ]
 """Arguments, and the message."""
+OTHERS = ["--help"], ["--version"]
 
 
 @pytest.fixture(scope="module")
-def mistakes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A folder with what each of MISTAKES says, and their exit codes: of forks of one process without torch."""
-    folder = tmp_path_factory.mktemp("mistakes")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A folder with what the command says of each of MISTAKES, --help and --version, and exit codes: of forks of one
+    process that cannot import torch."""
+    folder, given = tmp_path_factory.mktemp("said"), [*(arguments for arguments, _ in MISTAKES), *OTHERS]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    said = alone(folder, json.dumps([arguments for arguments, _ in MISTAKES]), code=ALL_WITHOUT_TORCH).stdout
+    said = python(folder, "-c", WITHOUT_TORCH, json.dumps(given))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime - before.ru_utime < 2 * len(MISTAKES)  # seconds of a core, whatever else runs here
+    assert after.ru_utime - before.ru_utime < 2 * len(given)  # seconds of a core, whatever else runs here
     return folder, [int(code) for code in re.findall(r"^code (\d+)$", said, re.MULTILINE)]
 
 
+@pytest.fixture
+def said_of_help(without_torch: tuple[Path, list[int]]) -> str:
+    return (without_torch[0] / f"out-{len(MISTAKES)}").read_text()
+
+
 @pytest.mark.parametrize("number", range(len(MISTAKES)), ids=[message for _, message in MISTAKES])
-def test_a_mistake_is_told_before_torch_is_imported_and_leaves_no_folder(mistakes: tuple[Path, list[int]], number: int):
-    folder, codes = mistakes
-    said = (folder / f"said-{number}").read_text()
+def test_a_mistake_is_told_before_torch_is_imported_and_leaves_no_folder(
+    without_torch: tuple[Path, list[int]], number: int
+):
+    folder, codes = without_torch
+    said = (folder / f"err-{number}").read_text()
     assert codes[number] == 1
     assert MISTAKES[number][1] in said
     assert "Traceback" not in said
     assert not (folder / str(number) / "outputs").exists()
 
 
-def test_help_names_every_group_and_choice(tmp_path: Path):
-    said = alone(tmp_path, "--help").stdout
+def test_help_names_every_group_and_choice(said_of_help: str):
     groups = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in configs_dir().glob("*/")}
     assert len(groups) == 8
     for group, choices in groups.items():
-        (lines,) = re.findall(rf"^ +{group} +(.*(?:\n {{6,}}.*)*)$", said, re.MULTILINE)
+        (lines,) = re.findall(rf"^ +{group} +(.*(?:\n {{6,}}.*)*)$", said_of_help, re.MULTILINE)
         assert all(re.search(rf"\b{choice}\b", lines) for choice in choices), lines
-    assert all(len(line) <= 120 for line in said.splitlines())
+    assert all(len(line) <= 120 for line in said_of_help.splitlines())
 
 
-def test_the_module_is_the_command_and_help_needs_no_dashes(tmp_path: Path):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "mxep.integration", "help"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0
-    assert done.stdout == alone(tmp_path, "--help").stdout
+def test_the_module_is_the_command_and_help_needs_no_dashes(said_of_help: str, tmp_path: Path):
+    assert python(tmp_path, "-m", "mxep.integration", "help") == said_of_help
     assert not list(tmp_path.iterdir())
 
 
-def test_version_is_that_of_the_distribution(tmp_path: Path):
+def test_version_is_that_of_the_distribution(without_torch: tuple[Path, list[int]]):
     wanted = f"mxep {importlib.metadata.version('mxep-integration')}, torch {importlib.metadata.version('torch')}"
-    assert alone(tmp_path, "--version").stdout.strip() == wanted
+    folder, codes = without_torch
+    assert (folder / f"out-{len(MISTAKES) + 1}").read_text().strip() == wanted
+    assert codes[len(MISTAKES) :] == [0, 0]
 
 
 def test_names_known_without_torch_are_those_of_the_tables():
@@ -177,7 +177,7 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so_and_a_crash_says_how
     mxep, text: Path, tmp_path: Path
 ):
     def run_in(name: str, *arguments: str):
-        return mxep(*arguments, f"hydra.run.dir={tmp_path / name}")
+        return mxep(*arguments, f"hydra.run.dir={tmp_path / name}", "parallel.ranks=1")
 
     first = run_in("first", *TINY, f"data.path={text}", "train.steps=2", "train.compare=false")
     assert first.code == 0, first.err
@@ -196,6 +196,7 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so_and_a_crash_says_how
     assert taken.code == 0, taken.err
     assert (tmp_path / "taken" / "fp8" / "step-000003").exists()
     assert "steps are done" not in taken.err
+    assert "difference" not in taken.out
     assert "mxep: all 2 steps are done: train.steps=N asks for more" in run_in("again", whole).err
 
     lost = "dispatcher.capacity=factor", "dispatcher.factor=0.3"  # some of its rows
@@ -204,7 +205,7 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so_and_a_crash_says_how
     for said in ("CapacityExceeded", "rows did not fit"):
         assert said in crashed.err
     assert "Traceback" not in crashed.err
-    assert f"go on from {step} with: mxep resume={tmp_path / 'first'} {' '.join(lost)}" in crashed.err
+    assert f"go on from {step} with: mxep resume={tmp_path / 'first'} {' '.join(lost)} parallel.ranks=1" in crashed.err
 
 
 def test_without_its_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

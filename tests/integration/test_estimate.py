@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from benchmarks import estimate as task
 from benchmarks.comms import Traffic, routing
 from benchmarks.estimate import Layout, fit, read
 from benchmarks.layer_cases import MX, Shape
+from composed import composed
 from mxep.comms import Capacity
-from mxep.integration.app import register
 from mxep.integration.config import ConfigError, prepare
-from mxep.integration.schema import Config, configs_dir
+from mxep.integration.schema import Config
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RATES = [str(RESULTS / f"{name}-h200.json") for name in ("layer", "host")]
@@ -27,10 +26,8 @@ DEEPSEEK |= {"num_experts_per_tok": 8, "num_hidden_layers": 61, "first_k_dense_r
 
 
 def prepared(*overrides: str) -> Config:
-    register()
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        given = ["task=estimate", f"estimate.rates=[{','.join(RATES)}]", *overrides]
-        return prepare(compose("config", given), given)[0]
+    given = ["task=estimate", f"estimate.rates=[{','.join(RATES)}]", *overrides]
+    return prepare(composed(*given), given)[0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 32])

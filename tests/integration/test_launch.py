@@ -1,6 +1,8 @@
 """run_ranks: what comes back, what a failure looks like, and that no process outlives the call."""
 
 import contextlib
+import inspect
+import io
 import os
 import pickle
 import signal
@@ -233,24 +235,21 @@ def test_a_terminals_ctrl_c_reaches_only_the_caller(tmp_path):
 CALLER = """
 import sys
 from pathlib import Path
-from mxep.integration.launch import start_fork_server
+from mxep.integration.launch import run_ranks
+import callee
+folder = Path(sys.argv[1])
 if __name__ == "__main__":
-    start_fork_server()  # which imports torch while this process does
-sys.path.insert(0, sys.argv[1])
-import test_launch
-folder = Path(sys.argv[2])
-if __name__ == "__main__":
-    test_launch.run_ranks(test_launch.hang_deaf, (folder,), world_size=2, timeout=60, device="cpu")
+    run_ranks(callee.hang_deaf, (folder,), world_size=2, timeout=60, device="cpu")
 """
 
 
 @pytest.mark.slow
 def test_ranks_end_when_the_caller_is_killed(tmp_path):
-    script = tmp_path / "caller.py"
-    script.write_text(CALLER)
-    here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen([sys.executable, str(script), str(here), str(tmp_path)], env=env) as caller:
+    """Ranks import what they run, and a module of a few lines takes them no time."""
+    sources = "from __future__ import annotations\nimport os, time", *map(inspect.getsource, (note_pid, hang_deaf))
+    (tmp_path / "callee.py").write_text("\n\n".join(sources))
+    (tmp_path / "caller.py").write_text(CALLER)
+    with subprocess.Popen([sys.executable, tmp_path / "caller.py", tmp_path]) as caller:
         try:
             pids = read_pids(tmp_path, 2)
         finally:
@@ -276,11 +275,19 @@ def test_a_skip_inside_a_body_is_a_skip(ctx: Context):
     pytest.skip("not here")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
+def run_pytest(rank: Rank) -> tuple[int, str]:
+    """As torchrun does: with its environment, in a process of its own."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    os.chdir(ROOT)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = pytest.main(
+            ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:warnings", __file__, "-k", "bodies_get"]
+        )
+    return int(code), said.getvalue()
+
+
+@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts ranks as torchrun does")
 def test_distributed_bodies_run_in_place_under_torchrun():
-    pytest_here = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", "bodies_get"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *pytest_here]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("2 passed") == 2
+    for code, said in run_ranks(run_pytest, world_size=2, timeout=120, device="cpu"):
+        assert code == 0, said
+        assert "2 passed" in said

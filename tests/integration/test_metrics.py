@@ -106,7 +106,9 @@ def test_tensorboard_has_the_numbers_of_metrics_jsonl(mxep: Callable[..., Finish
     given = "train.steps=3", "train.tensorboard=true", "train.checkpoint_every=2", "parallel.ranks=1"
     done = mxep(*TINY, f"data.path={text}", "data.vocabulary=300", *given)
     assert done.code == 0, done.err
-    again = mxep(f"resume={tmp_path / 'run'}", f"hydra.run.dir={tmp_path / 'more'}", "train.steps=4")
+    again = mxep(
+        f"resume={tmp_path / 'run'}", f"hydra.run.dir={tmp_path / 'more'}", "train.steps=4", "parallel.ranks=1"
+    )
     assert again.code == 0, again.err
     assert "another text" not in again.err
     for folder, steps in (("run", 3), ("more", 4)):

@@ -296,15 +296,14 @@ def test_its_trainer_trains_two_layers_of_qwen3(ctx: Context, tmp_path: Path) ->
     from titan_trainer import make_config, train
 
     found = []
-    for how in ({}, {"override": overridden("bf16")}, {"override": overridden("mxfp8", linear="mxfp8")}):
+    for how in ({}, {"override": overridden("mxfp8", linear="mxfp8")}):
         losses, trainer = train(make_config("qwen3", str(tmp_path), ep=2, **how), ctx.rank)
         trainer.close()
         found.append((losses, list(trainer.model_parts[0].state_dict())))
-    own, names = found[0]
+    (own, names), (losses, same_names) = found
     assert own[-1] < own[0] - 0.5
-    for (losses, same_names), atol in zip(found[1:], (1e-3, 2e-2)):
-        torch.testing.assert_close(losses, own, rtol=0, atol=atol)
-        assert same_names == names
+    torch.testing.assert_close(losses, own, rtol=0, atol=2e-2)
+    assert same_names == names
 
 
 @pytest.mark.slow
@@ -312,7 +311,7 @@ def test_its_trainer_trains_two_layers_of_qwen3(ctx: Context, tmp_path: Path) ->
 def test_its_trainer_compiles_blocks(ctx: Context, tmp_path: Path) -> None:
     from torchtitan.config import CompileConfig
 
-    how = {"compile": CompileConfig(enable=True, backend="aot_eager"), "activation_checkpoint": None}
+    how = {"compile": CompileConfig(enable=True, backend="eager"), "activation_checkpoint": None}
     losses = train_v3(ctx, tmp_path, 2, overridden("mxfp8"), **how)
     torch.testing.assert_close(losses, deepseek_v3(ctx.rank, "mxfp8")[0][:2], rtol=0, atol=1e-4)
     with pytest.raises(Exception, match="needs mxep's max_tokens"):

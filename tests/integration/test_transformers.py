@@ -81,7 +81,8 @@ def test_each_kind_with_the_references_routing(kind: str) -> None:
     chosen = force_routing(reference := copy.deepcopy(model))
     wanted = step(reference)
     assert worst(wanted, forced(model, ""))[0] > 110, "forcing a model to its own routing changes nothing but rounding"
-    for recipe in ("mxfp8", "mxfp8_32x32", "mxfp8_wgrad_bf16", "fp8", "mxfp8_gate_up_fp8"):
+    others = ("mxfp8_32x32", "mxfp8_wgrad_bf16", "fp8") if kind == "qwen3_moe" else ()
+    for recipe in ("mxfp8", "mxfp8_gate_up_fp8", *others):
         got = forced(model, f"mxep_{recipe}")
         assert snr(wanted["logits"], got["logits"]) >= 22.5, recipe
         lowest, name = worst(wanted, got, experts=True)
@@ -121,9 +122,8 @@ def test_generate_gives_the_models_own_tokens(kind: str) -> None:
     assert with_experts(model, "mxep_mxfp8").generate(token_ids()[:, :8], **options).shape == wanted.shape
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_no_bit(reentrant: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "reentrant"), [*((kind, False) for kind in CONFIGS), ("gpt_oss", True)])
+def test_gradient_checkpointing_changes_no_bit(kind: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_experts(tiny(kind), "mxep_mxfp8").train()
     forwards, forward = [], Layer.forward
     monkeypatch.setattr(Layer, "forward", lambda *args: (forwards.append(args), forward(*args))[1])

@@ -72,8 +72,7 @@ def pair(kind: str, fmt: str) -> tuple[Any, Any]:
     return frozen, plain
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(("kind", "fmt"), [("qwen3_moe", "mxfp8"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "mxfp8")])
 def test_a_frozen_model_equals_the_model_with_its_values(kind: str, fmt: str) -> None:
     """Also where bf16 rounds in other places (30 dB and more), and with rows in MXFP8 (31 dB a GEMM)."""
     frozen, plain = pair(kind, fmt)
@@ -285,11 +284,3 @@ def test_fsdp2_gathers_bytes(ctx: Context) -> None:
     assert snr(wanted["logits"], got["logits"]) > 35
     name = "model.layers.0.self_attn.q_proj.weight"
     assert snr(wanted[name], got[name].full_tensor()) > 30
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_a_frozen_model_is_copied(kind: str) -> None:
-    model = tiny(kind, "mxep_mxfp8", torch.bfloat16)
-    freeze_experts(model, "mxfp4")
-    wanted = model(input_ids=token_ids()).logits
-    assert torch.equal(copy.deepcopy(model)(input_ids=token_ids()).logits, wanted)

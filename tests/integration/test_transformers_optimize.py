@@ -29,10 +29,11 @@ from mxep.integration.transformers import (
     register,
 )
 from mxep.integration.transformers.experts import layers
-from mxep.integration.transformers.optimize import DeferredHead, _compiled_class
+from mxep.integration.transformers.optimize import DeferredHead
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_compiler")
+by_autograd = pytest.mark.parametrize("quick_compiler", ["aot_eager"], indirect=True)
 NOTHING: dict[str, Any] = {"experts": None, "loss": False, "attention": None, "compile": False}
 
 
@@ -56,6 +57,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], least_db: 
         assert torch.equal(found, expected[name]) or snr(expected[name], found) > least_db, name
 
 
+@by_autograd
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_all_layers_are_one_graph_without_breaks_whose_gradients_are_eager_ones(kind: str) -> None:
     model = model_of(kind)
@@ -66,6 +68,7 @@ def test_all_layers_are_one_graph_without_breaks_whose_gradients_are_eager_ones(
     assert not counters["graph_break"]
 
 
+@by_autograd
 def test_layers_of_qwen3_are_one_graph_and_are_copied() -> None:
     model = model_of()
     expected = gradients(model)
@@ -104,6 +107,7 @@ def test_evaluation_is_not_compiled() -> None:
     assert not counters["stats"]
 
 
+@by_autograd
 def test_frozen_experts_with_lora_are_in_the_graph_of_their_layer() -> None:
     """In MXFP4; a compiled layer of each format: ep/test_frozen.py."""
     peft = pytest.importorskip("peft")
@@ -246,7 +250,9 @@ def test_checkpointed_layers_are_compiled_too(use_reentrant: bool) -> None:
     assert bool(counters["stats"]) != use_reentrant, "its first forward has no gradients, as in evaluation"
 
 
-@pytest.mark.parametrize("name", ["mxep_mxfp8", "mxep_auto"])
+@pytest.mark.parametrize(
+    ("name", "quick_compiler"), [("mxep_mxfp8", "aot_eager"), ("mxep_auto", "eager")], indirect=["quick_compiler"]
+)
 def test_forwards_before_the_first_backward_are_recomputed_as_they_ran(name: str) -> None:
     """As in DPO: chosen and rejected sequences, of two lengths."""
     found = []
@@ -275,7 +281,7 @@ def test_experts_over_ranks_open_their_buffers_within_the_first_compiled_forward
         expert_parallel(model, mesh, "mxep_48")
         if compiled:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+                patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
                 optimize(model, loss=False)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         losses = [model(input_ids=ids, labels=ids).loss for ids in (token_ids(), token_ids(1, seed=ctx.rank))]
@@ -309,13 +315,3 @@ def test_a_trainer_trains_the_same_with_accumulation(tmp_path: Any) -> None:
     assert found[1] == pytest.approx(found[0], rel=2e-3)
     assert len(found[1]) == 2
     assert counters["stats"]["unique_graphs"] >= 1
-
-
-@pytest.mark.slow
-def test_inductor_compiles_layers_with_the_gradients_of_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused kernels round to bf16 less often. MXFP8 experts are one op there, too: ep/test_autograd_compiled.py."""
-    monkeypatch.undo()
-    _compiled_class.cache_clear()
-    model = model_of(name="mxep_bf16")
-    optimize(model)
-    assert_close(gradients(model, 3), gradients(model_of(name="mxep_bf16"), 3), 36)

@@ -25,10 +25,10 @@ BATCH, LENGTH, LAYERS, TOP_K, EXPERTS = 2, 24, 2, 2, 4
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v4", "gpt_oss")
 
 
-def random_ids(seed: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+def random_ids() -> Tensor:
     """(batch, length, L, K), distinct in a row."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(BATCH, LENGTH, LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K].to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(BATCH, LENGTH, LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K]
 
 
 def used(model: Any) -> Tensor:
@@ -94,21 +94,22 @@ def test_layers_that_choose_by_the_token_alone_go_on_doing_so() -> None:
     assert all(torch.equal(wanted[name], got[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_ids_come_in_any_shape_and_integer_type(dtype: torch.dtype) -> None:
+def test_ids_come_in_any_shape_and_integer_type() -> None:
     """SGLang's and vLLM's (T, L, K), verl's (batch, length, L, K), Megatron's (T, K) a layer; dense layers in L."""
     model = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16)
-    ids = random_ids(dtype=dtype)
-    for given in (ids, ids.flatten(0, 1), ids.flatten(0, 1).unbind(1), list(ids.unbind(2))):
+    ids = random_ids()
+    rows = ids.flatten(0, 1)
+    parts = rows.to(torch.int16).unbind(1), [part.to(torch.int32) for part in ids.unbind(2)]
+    for given in (ids, rows.to(torch.uint8), *parts):
         with replay_routing(model, given):
             model(input_ids=token_ids())
-        assert torch.equal(used(model), ids.flatten(0, 1).long())
+        assert torch.equal(used(model), rows)
     deep = tiny("qwen3_moe", "mxep_mxfp8", torch.bfloat16, num_hidden_layers=3, mlp_only_layers=[1])
     with_dense = torch.stack([ids[:, :, 0], torch.zeros_like(ids[:, :, 0]), ids[:, :, 1]], 2)
     for given in (ids, with_dense):
         with replay_routing(deep, given):
             deep(input_ids=token_ids())
-        assert torch.equal(used(deep), ids.flatten(0, 1).long())
+        assert torch.equal(used(deep), rows)
 
 
 def test_a_token_without_ids_is_routed_by_the_router() -> None:
@@ -147,7 +148,7 @@ def test_a_recomputed_forward_is_recorded_once(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("way", ["optimize", "torch.compile"])
 def test_compiled_layers_record_and_replay_eagerly(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     count = {"optimize": LAYERS, "torch.compile": 1}[way]  # the latter compiles all of the model
     model, expected = (

@@ -104,12 +104,15 @@ def test_llama4_is_told_until_it_is_routed() -> None:
     assert load_report(model)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_routed_llama4_is_copied(frozen: bool) -> None:
-    model = tiny("llama4", dtype=torch.bfloat16)
-    route_experts(model, "mxep_bf16")
-    if frozen:
-        freeze_experts(model)
+@pytest.mark.parametrize(
+    ("kind", "fmt"), [("llama4", None), ("llama4", "mxfp8"), ("qwen3_moe", "mxfp4"), ("gpt_oss", "mxfp4")]
+)
+def test_a_routed_or_frozen_model_is_copied(kind: str, fmt: Any) -> None:
+    model = tiny(kind, "eager" if kind == "llama4" else "mxep_mxfp8", torch.bfloat16)
+    if kind == "llama4":
+        route_experts(model, "mxep_bf16")
+    if fmt is not None:
+        freeze_experts(model, fmt)
     wanted = model(input_ids=token_ids()).logits
     assert torch.equal(copy.deepcopy(model)(input_ids=token_ids()).logits, wanted)
 
@@ -261,8 +264,9 @@ def replaced_blocks(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 WAYS = replaced_class, replaced_forwards, one_of_two_layers, replaced_blocks
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("way", "frozen"), [*((way, False) for way in WAYS), (replaced_forwards, True), (replaced_blocks, True)]
+)
 def test_experts_that_something_replaced_are_noticed(
     way: Callable[..., Any], frozen: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """`mxep model=...` of transformers: it trains on one process and on more, resumes, starts from a folder, or refuses."""
 
-import itertools
 import json
 import re
 import shutil
@@ -64,10 +63,8 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(prepared: Callable[..., C
     for run in whole.runs:
         assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
         assert len(run.metrics[-1]["expert_loads"]) == spread.model.layers
-    four = prepared(*given, "parallel.ranks=4", "parallel.ep=2", "recipe=bf16", "train.steps=3")
-    sets = run_again(train_alone, (four, tmp_path), world_size=4, timeout=120, device="cpu")[0]
-    for other, key in itertools.product((whole, sets), ("loss", "grad_norm")):
-        got, wanted = (torch.tensor([row[key] for row in out.runs[0].metrics][:3]) for out in (other, one))
+    for key in ("loss", "grad_norm"):
+        got, wanted = (torch.tensor([row[key] for row in out.runs[0].metrics][:3]) for out in (whole, one))
         # A wrong scale of any gradient shows in the norm at once: a factor of 2 or 4. Rounding stays under a percent.
         assert got.sub(wanted).abs().div(wanted).max() < 1e-2, key
 

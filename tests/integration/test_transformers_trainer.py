@@ -81,7 +81,8 @@ def trainer_of(model: Any, folder: Path, **options: Any) -> tuple[Trainer, Begin
 def test_training_goes_on_with_the_experts_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
     given, checkpoint = {"learning_rate": 1e-2}, tmp_path / "out/checkpoint-2"
     trainer_of(model := tiny(kind, "mxep_bf16"), tmp_path / "out", **given)[0].train()
-    for how in ("a folder elsewhere", "the folder", "the last of output_dir"):
+    ways = "a folder elsewhere", "the folder", "the last of output_dir"
+    for how in ways if kind == "qwen3_moe" else ways[:1]:
         other = tiny(kind, "mxep_bf16")
         for parameter in other.parameters():
             torch.nn.init.normal_(parameter)
@@ -221,7 +222,6 @@ def test_a_trainer_on_two_ranks_equals_one_process(ctx: Context, one_process: Pa
     ("options", "quantized"),
     [
         ({"gradient_accumulation_steps": 1}, 0),
-        ({"gradient_accumulation_steps": 2}, 8),
         ({"gradient_accumulation_steps": 4}, 8),
         ({"gradient_accumulation_steps": 1, "gradient_checkpointing": True}, 8),
     ],

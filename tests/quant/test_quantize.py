@@ -280,10 +280,9 @@ OPS = torch.ops.mxep
 
 
 @pytest.mark.parametrize("op", ["quantize_rows", "quantize_columns", "quantize_2d"])
-@pytest.mark.parametrize("fmt", FORMATS, ids=repr)
-def test_opcheck_quantize(op: str, fmt: MXFormat) -> None:
+def test_opcheck_quantize(op: str) -> None:
     x = gaussian(2, 64, 96, dtype=torch.bfloat16)
-    for layout in (x, x.mT):
+    for layout, fmt in ((x, E4M3), (x.mT, E5M2)):
         torch.library.opcheck(getattr(OPS, op).default, (layout, fmt.dtype, "rceil", 32))
 
 

@@ -25,6 +25,7 @@ from quant.poison import poisoned_allocations as poisoned_allocations
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(32, 32), (64, 96), (160, 288), (2, 32, 64)]
 """(rows, columns): less than a tile, whole tiles and a bit, a batch."""
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -73,8 +74,7 @@ def test_every_mode_and_format_on_hostile_blocks(fmt: MXFormat, mode: ScaleMode)
     assert_same(kernels.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, 2 * DTYPES), *((SHAPES[2], x) for x in DTYPES[:2])], ids=str)
 def test_shapes_that_fill_no_tile(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = numbers(*shape, dtype=dtype)
     how = E4M3.dtype, "rceil", BLOCK
@@ -109,11 +109,13 @@ def assert_per_row(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mod
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch"),
-    [((40, 24), ()), ((3, 17, 136), (3,)), ((64, 8, 5), (2, 2)), ((96, 0), (3,)), ((0, 32), ())],
+    ("rows", "batch", "dtype"),
+    [
+        *(((40, 24), (), torch.bfloat16), ((3, 17, 136), (3,), torch.float32), ((64, 8, 5), (2, 2), torch.bfloat16)),
+        *(((96, 0), (3,), torch.float32), ((0, 32), (), torch.bfloat16)),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_parts_below_each_other_are_quantized_as_one(
     rows: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,8 +151,14 @@ def test_rows_of_one_scale_and_columns_of_two_reads_in_every_mode(fmt: MXFormat,
     assert_per_row(x.to(DEVICE), x, fmt.dtype, mode.value)
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (40, 96), (3, 70, 136), (2, 37, 600), (130, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *zip([(1, 16), (40, 96), (3, 70, 136), (2, 37, 600), (130, 1)], 2 * DTYPES),
+        *(((40, 96), torch.bfloat16), ((3, 70, 136), torch.float32)),
+    ],
+    ids=str,
+)
 def test_rows_of_one_scale_and_columns_of_two_reads(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,8 +169,7 @@ def test_rows_of_one_scale_and_columns_of_two_reads(
     assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
 
 
-@pytest.mark.parametrize("widths", [(96, 32), (64, 48, 40), (100, 1, 7)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("widths", "dtype"), [*zip([(96, 32), (64, 48, 40), (100, 1, 7)], 2 * DTYPES[:2])], ids=str)
 def test_rows_of_one_scale_of_matrices_side_by_side(widths: tuple[int, ...], dtype: torch.dtype) -> None:
     whole = numbers(40, sum(widths), dtype=dtype)
     for fmt in (E4M3, E5M2):

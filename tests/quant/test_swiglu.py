@@ -421,20 +421,9 @@ def test_swiglu_ops_pass_opcheck() -> None:
     for folded in (False, True):
         check_op(ops.swiglu, gate_up, w, ends_of(2, 3), e4m3, "rceil", 32, folded, None, None)
     for dtype, how in ((torch.bfloat16, rounded), (e4m3, ("rceil", 32, False)), (e4m3, ("rceil", 32, True))):
-        for h_dtype, activation in ((None, None), (dtype, None), (dtype, clamped)):
-            args = (
-                d_h,
-                gate_up,
-                w,
-                ends_of(2, 3),
-                torch.empty(6, 128, dtype=dtype),
-                *how,
-                h_dtype,
-                activation,
-                None,
-                None,
-                None,
-            )
+        for h_dtype, activation in ((None, None), (dtype, clamped)):
+            out = torch.empty(6, 128, dtype=dtype)
+            args = d_h, gate_up, w, ends_of(2, 3), out, *how, h_dtype, activation, None, None, None
             torch.library.opcheck(ops.swiglu_backward, args, test_utils=WITHOUT_SCHEMA)
     mx = quantize(gate_up.bfloat16(), block_size=None)
     how = torch.empty(6, 128, dtype=e4m3), "rceil", 32, True, e4m3, None, mx.scale.view(torch.uint8)
