@@ -133,6 +133,20 @@ def test_later_micro_batches_look_up_no_weight_until_one_changes() -> None:
         assert all(torch.equal(*pair) for pair in zip(got, step(moe, moe), strict=True))
 
 
+def test_a_weight_where_an_earlier_one_lay_is_another() -> None:
+    moe, x = MoE(32, 32, 4, 2, device="cpu"), torch.randn(24, 32, dtype=torch.bfloat16)
+    weight = moe.experts.down_proj
+    memory, values = bytearray(weight.nbytes), weight.detach().clone()
+    with torch.no_grad():
+        for factor in (1, 2):  # as where a library frees weights between layers, and an allocator reuses the memory
+            with quantize_weights_once():
+                for sign in (1, -1):
+                    here = torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape)
+                    weight.data = here.copy_(values * factor * sign)
+                    got = moe(x)
+            assert torch.equal(got, moe(x))
+
+
 @distributed(2)
 def test_a_write_to_experts_over_ranks_is_noticed(ctx: Context) -> None:
     moe = MoE(32, 32, 4, 2, device=ctx.device, group=ctx.group)
