@@ -339,7 +339,7 @@ class _Remembered(NamedTuple):
     made: Any
     weights: list[weakref.ref[Tensor]]
     storages: list[StorageWeakRef]
-    state: list[tuple[int, int, int | None]]
+    state: list[tuple[Any, ...]]
 
 
 def remembered(make: Callable[[], Bundle], weights: Sequence[Weight], *key: Hashable) -> Any:
