@@ -194,7 +194,7 @@ def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str 
     device = resolve_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     here = init_process_group(device, rank, world_size)
     stop = StopFlag()
-    with _handler(stop.request) if steps else contextlib.nullcontext():
+    with handle_signals(stop.request) if steps else contextlib.nullcontext():
         try:
             return fn(Rank(rank, world_size, here, stop), *args)
         finally:
@@ -273,12 +273,12 @@ def _stop_on_signals(ranks: Sequence[ForkServerProcess]) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGUSR1)
 
-    with _handler(forward) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
+    with handle_signals(forward) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
-def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
+def handle_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Use `handler` for SIGINT and SIGTERM while open."""
     before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
