@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,19 @@ def test_layers_that_share_experts_share_them_frozen() -> None:
     assert freeze_experts(nn.Sequential(one, other)) == 1
     assert isinstance(one.experts, FrozenExperts)
     assert one.experts is other.experts
+
+
+def test_weights_are_freed_before_the_next_layer_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, dispatcher="local") for _ in range(3)))
+    layers, alive, freeze = [weakref.ref(moe.experts) for moe in model], [], FrozenExperts.of
+
+    def count_and_freeze(*args: Any, **how: Any) -> FrozenExperts:
+        alive.append(sum(layer() is not None for layer in layers))
+        return freeze(*args, **how)
+
+    monkeypatch.setattr(FrozenExperts, "of", count_and_freeze)
+    freeze_experts(model)
+    assert alive == [3, 2, 1]
 
 
 def call(gate_up: Any, down: Any, dispatcher: LocalDispatcher | None = None, recipe: str = "mxfp8") -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from mxep.ep import LocalDispatcher, MoE, SymmetricDispatcher
+from mxep.ep.formats import PLAIN, LayerConfig, Saved, held_colwise, held_rowwise, saved_columns
 from mxep.gemm import Recipe, quantize_after_step, quantize_once, quantize_weights_once
+from mxep.gemm.backends import select
 from ranks import Context, distributed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,6 +133,36 @@ def test_later_micro_batches_look_up_no_weight_until_one_changes() -> None:
             got = step(moe, moe)
             assert seen.call_count == 12
         assert all(torch.equal(*pair) for pair in zip(got, step(moe, moe), strict=True))
+
+
+def test_nothing_is_remembered_of_what_a_forward_saved() -> None:
+    """Compiled code may use the memory of saved tensors again after a backward."""
+    experts, recipe = layer("mxfp8_32x32").experts, Recipe.named("mxfp8_32x32")
+    config = LayerConfig(recipe, select("auto", torch.device(DEVICE)), PLAIN)
+    weights = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    with quantize_weights_once(), torch.no_grad():
+        rowwise = held_rowwise(*weights, config, dgrad=True)
+        assert rowwise is not None
+        for value in (1, 2):
+            copies = [w._replace(qdata=w.qdata.clone()) for w in saved_columns(rowwise)]
+            colwise = held_colwise(*weights, Saved(None, None, *copies), config)
+            assert colwise is not None
+            assert torch.equal(colwise.gate_up.qdata.view(torch.uint8), rowwise.gate_up.qdata.view(torch.uint8))
+            copies[0].qdata.view(torch.uint8).fill_(value)
+
+
+def test_a_weight_where_an_earlier_one_lay_is_another() -> None:
+    moe, x = MoE(32, 32, 4, 2, device="cpu"), torch.randn(24, 32, dtype=torch.bfloat16)
+    weight = moe.experts.down_proj
+    memory, values = bytearray(weight.nbytes), weight.detach().clone()
+    with torch.no_grad():
+        for factor in (1, 2):  # as where a library frees weights between layers, and an allocator reuses the memory
+            with quantize_weights_once():
+                for sign in (1, -1):
+                    here = torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape)
+                    weight.data = here.copy_(values * factor * sign)
+                    got = moe(x)
+            assert torch.equal(got, moe(x))
 
 
 @distributed(2)

@@ -113,6 +113,37 @@ def test_ctrl_c_during_start_is_one_line_of_the_command_and_ends_all_of_it(tmp_p
     assert not (tmp_path / "run").exists()
 
 
+LOSES = """
+import sys, time
+from mxep.integration import app
+
+def check(*_):  # imports torch, and callbacks in imports may lose an exception
+    print("checks", flush=True)
+    try:
+        time.sleep(60)
+    except BaseException:
+        time.sleep(60)
+
+app._check = check
+app.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_imports_is_not_lost(tmp_path: Path, number: signal.Signals):
+    arguments = [sys.executable, "-c", LOSES, *command("model=tiny", folder=tmp_path / "run")[1:]]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "checks\n"
+            process.send_signal(number)
+            _, err = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "mxep: stopped before there was anything to save\n")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_sigterm_during_the_loss_on_held_out_text_ends_the_run_which_goes_on_there(mxep, text: Path, tmp_path: Path):
     def end() -> None:
         wait_until(lambda: bool(list((tmp_path / "run" / "mxfp8").glob("step-*"))), within=START)

@@ -205,7 +205,11 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(failed: tuple[dict[str
     assert re.search(r"4, 32, 32.*4, 32, 64.*blocks\.0\.moe\.experts\.down_proj", failed[0]["wider"])
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": 1}'])
+WHOLE = {"format": checkpoint.FORMAT, "files": {}, "run": "bf16", "step": 1, "config": {}, "digest": ""}
+BROKEN = [json.dumps(WHOLE | change) for change in ({"step": "1"}, {"config": []}, {"run": None}, {"files": []})]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": 1}', *BROKEN])
 def test_a_broken_state_is_refused(tmp_path: Path, content: str):
     (tmp_path / "state.json").write_text(content)
     (tmp_path / "metrics.jsonl").write_text("")

@@ -186,6 +186,7 @@ def test_a_value_that_fits_passes(make_config: Callable[..., Config], overrides:
         (["dispatcher.nodes_per_token=2"], "dispatcher 'symmetric' has no nodes_per_token"),
         (["hydra.run.dir=/dev/null/x"], "no run folder: [Errno 20] Not a directory: '/dev/null/x'"),
         (["+model.width=3"], "no such key: model.width"),
+        (["+steps=3"], "no such key: steps"),
         (["model.dim=wide"], "Value 'wide' of type 'str' could not be converted to Integer"),
         (["data=text"], "no value for data.path"),
         (["resume=/no/such/run"], "resume: no such file or folder: /no/such/run"),

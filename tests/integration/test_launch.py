@@ -106,6 +106,24 @@ def test_the_tracebacks_of_all_ranks_arrive():
     assert "no good on 1" in str(info.value)
 
 
+def fill_the_disk(rank: Rank) -> None:
+    whole = Path.write_bytes
+
+    def write_bytes(file: Path, data: bytes) -> int:
+        if not file.name.startswith("value"):
+            return whole(file, data)
+        whole(file, data[:1])
+        raise OSError(28, "No space left on device")
+
+    Path.write_bytes = write_bytes  # type: ignore[method-assign, assignment]
+
+
+def test_a_result_that_does_not_fit_on_the_disk_is_a_failure():
+    with pytest.raises(RanksFailed) as info:
+        run_ranks(fill_the_disk, world_size=1, timeout=60, device="cpu")
+    assert info.value.first == "rank 0 raised: OSError: [Errno 28] No space left on device"
+
+
 def be_killed(rank: Rank) -> None:
     if rank.rank == 0:
         os.kill(os.getpid(), signal.SIGSEGV)

@@ -19,6 +19,7 @@ from mxep.integration.transformers import (
     route_experts,
 )
 from mxep.integration.transformers.experts import layers
+from mxep.integration.transformers.replay import _Chosen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, LENGTH, LAYERS, TOP_K, EXPERTS = 2, 24, 2, 2, 4
@@ -76,6 +77,14 @@ def test_weights_are_of_scores_in_all_groups() -> None:
     for layer, chosen, (x, weights) in zip(model.model.layers, ids.flatten(0, 1).unbind(1), found, strict=True):
         scores = torch.nn.functional.linear(x, layer.mlp.gate.weight).softmax(-1)
         torch.testing.assert_close(weights, scores.gather(1, chosen))
+
+
+def test_scores_are_found_behind_a_mask_made_with_keywords() -> None:
+    scores, ids = torch.rand(3, 4), torch.tensor([[0, 1]] * 3)
+    with _Chosen("gate", 4, ids):
+        masked = torch.masked_fill(input=scores, mask=scores < 2, value=0.0)
+        top = torch.topk(input=masked, k=2)
+    assert torch.equal(top.values, scores[:, :2])
 
 
 def test_layers_that_choose_by_the_token_alone_go_on_doing_so() -> None:

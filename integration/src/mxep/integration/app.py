@@ -40,7 +40,9 @@ from .launch import (
     OUT_OF_MEMORY,
     STOPPED,
     RanksFailed,
+    end_fork_server,
     gpu_count,
+    handle_signals,
     reports,
     run_in_place,
     run_ranks,
@@ -51,6 +53,8 @@ from .schema import Config, configs_dir, override_key
 
 if TYPE_CHECKING:
     from .report import Report
+
+NOTHING_TO_SAVE = "stopped before there was anything to save"
 
 
 def main() -> None:
@@ -75,7 +79,7 @@ def main() -> None:
             stack.enter_context(_hydra_raises())
             run()
     except KeyboardInterrupt:
-        print("mxep: stopped before there was anything to save", file=sys.stderr)
+        _say(NOTHING_TO_SAVE)
         sys.exit(STOPPED)
     except ConfigError as error:
         sys.exit(_failed(str(error)))
@@ -120,13 +124,22 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
     code = 1
+
+    def end(number: int, frame: object) -> None:
+        """End at once: a KeyboardInterrupt may be lost in an import, or become another error."""
+        _remove_empty(folder)
+        end_fork_server()
+        _say(NOTHING_TO_SAVE)
+        os._exit(STOPPED)
+
     try:
-        config, checkpoints = prepare(raw, overrides)
-        if not under_torchrun() and config.task.name != "estimate":  # estimate has no ranks
-            # Imports of transformers, such as torchao, may start CUDA. A forked rank could not use it then.
-            early = config.model.transformers is not None and not gpu_count()
-            start_fork_server(*["mxep.integration.transformers.model"] * early)
-        checkpoints = _check(config, checkpoints)
+        with handle_signals(end):
+            config, checkpoints = prepare(raw, overrides)
+            if not under_torchrun() and config.task.name != "estimate":  # estimate has no ranks
+                # Imports of transformers, such as torchao, may start CUDA. A forked rank could not use it then.
+                early = config.model.transformers is not None and not gpu_count()
+                start_fork_server(*["mxep.integration.transformers.model"] * early)
+            checkpoints = _check(config, checkpoints)
         if reports():
             resumed = None if config.resume is None else Path(config.resume)
             take(folder, OmegaConf.to_yaml(OmegaConf.create(to_json(config))), resumed=resumed)

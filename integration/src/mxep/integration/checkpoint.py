@@ -123,7 +123,11 @@ def read_state(folder: Path) -> State:
             if (found := (folder / name).stat().st_size) != size:
                 raise ValueError(f"{name}: got {found} bytes, wanted {size}")
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return State(**about, metrics=metrics)
+        state = State(**about, metrics=metrics)
+        if (kinds := (type(state.run), type(state.step), type(state.config))) != (str, int, dict):
+            got = ", ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"run, step and config: got {got}, wanted str, int, dict")
+        return state
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is not a checkpoint: {type(error).__name__}: {error}") from None
 

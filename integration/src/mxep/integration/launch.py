@@ -194,7 +194,7 @@ def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str 
     device = resolve_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     here = init_process_group(device, rank, world_size)
     stop = StopFlag()
-    with _handler(stop.request) if steps else contextlib.nullcontext():
+    with handle_signals(stop.request) if steps else contextlib.nullcontext():
         try:
             return fn(Rank(rank, world_size, here, stop), *args)
         finally:
@@ -273,12 +273,12 @@ def _stop_on_signals(ranks: Sequence[ForkServerProcess]) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGUSR1)
 
-    with _handler(forward) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
+    with handle_signals(forward) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
-def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
+def handle_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Use `handler` for SIGINT and SIGTERM while open."""
     before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
@@ -335,11 +335,10 @@ def _rank_main(
         try:
             fn, args = pickle.loads(payload)
             here = init_process_group(device, rank, world_size, init_method=f"file://{folder}/store")
-            value = pickle.dumps(fn(Rank(rank, world_size, here, stop), *args))
-            (folder / f"value-{rank}").write_bytes(value)
+            _write(folder / f"value-{rank}", fn(Rank(rank, world_size, here, stop), *args))
         except BaseException as error:
             story = time.monotonic_ns(), f"{type(error).__name__}: {error}", traceback.format_exc()
-            (folder / f"error-{rank}").write_bytes(pickle.dumps(story))
+            _write(folder / f"error-{rank}", story)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # at once, as destroying the group might wait for others. Peers notice, and complain later
@@ -348,6 +347,13 @@ def _rank_main(
             dist.destroy_process_group()
         faulthandler.disable()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _write(file: Path, value: object) -> None:
+    """Pickle a value to a file. A file with this name is complete, even if the disk is full or the rank is killed."""
+    partial = file.with_name(f"{file.name}.part")
+    partial.write_bytes(pickle.dumps(value))
+    partial.rename(file)
 
 
 def _end_with_caller() -> None:

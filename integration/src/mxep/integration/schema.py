@@ -46,10 +46,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]  # torch's generator on CPUs drops 
 def out_of_bounds(config: Any) -> Iterator[str]:
     """Yield a line for each value in ``config`` (a dataclass of dataclasses) that is out of bounds, and for each key
     that a section does not have, which Hydra adds for a `+`."""
-    for name, section in vars(config).items():
+    for prefix, section in {"": config, **{f"{name}.": each for name, each in vars(config).items()}}.items():
         if dataclasses.is_dataclass(section):
-            for key in vars(section).keys() - {field.name for field in dataclasses.fields(section)}:
-                yield f"no such key: {name}.{key}"
+            for key in sorted(vars(section).keys() - {field.name for field in dataclasses.fields(section)}):
+                yield f"no such key: {prefix}{key}"
     try:
         TypeAdapter(type(config)).validate_python(dataclasses.asdict(config))
     except ValidationError as error:

@@ -129,11 +129,12 @@ class _Chosen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in (torch.masked_fill, Tensor.masked_fill):
-            self.masked = out, args[0]
-        if func not in (torch.topk, Tensor.topk):
+        if func not in (torch.masked_fill, Tensor.masked_fill, torch.topk, Tensor.topk):
             return out
         scores = args[0] if args else kwargs["input"]
+        if func in (torch.masked_fill, Tensor.masked_fill):
+            self.masked = out, scores
+            return out
         if scores.shape[-1] != self.num_experts or scores.dim() != 2:
             return out  # top k over groups of experts
         if (k := out.indices.shape[-1]) != self.ids.shape[-1]:

@@ -338,6 +338,8 @@ def held_colwise(
         both = saved_weights(gate_up_proj, down_proj, saved)
         return quantize_colwise.direct(*both, config=config, recompute=recompute)  # type: ignore[no-any-return]
 
+    if isinstance(saved.gate_up_columns, MXParts | MXTensor):
+        return make()  # 2-D blocks: `saved` has them, maybe in memory that compiled code uses again afterwards
     return remembered(make, (gate_up_proj, down_proj), "colwise", config, recompute)  # type: ignore[no-any-return,arg-type]
 
 

@@ -178,9 +178,9 @@ def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: boo
                 expected = wanted.num_local_experts
                 raise ValueError(f"freeze_experts: expected {expected} experts of this rank, got {here}")
     count = len(found)
-    del experts, places
+    del experts, places, child
     while found:
-        experts, places = found.popitem()  # so that they are freed before the next
+        experts, places = found.popitem()  # so that the weights before are freed
         frozen = FrozenExperts.of(experts, fmt, folded=folded)
         for parent, name in places:
             setattr(parent, name, frozen.train(parent.training))

@@ -330,11 +330,16 @@ def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
 
 
 class _Remembered(NamedTuple):
-    """A result of `remembered`. weights: the tensors it was made of. state: their addresses and version counters."""
+    """A result of `remembered`.
+
+    weights: the tensors it was made of. storages: theirs; weak references keep a storage's number from being reused.
+    state: for each tensor the number of its storage, its offset there, and its version counter.
+    """
 
     made: Any
     weights: list[weakref.ref[Tensor]]
-    state: list[tuple[int, int | None]]
+    storages: list[StorageWeakRef]
+    state: list[tuple[Any, ...]]
 
 
 def remembered(make: Callable[[], Bundle], weights: Sequence[Weight], *key: Hashable) -> Any:
@@ -349,14 +354,15 @@ def remembered(make: Callable[[], Bundle], weights: Sequence[Weight], *key: Hash
     if parts[0].is_cuda:  # on another stream, or in a capture, a lookup does more
         place = torch._C._cuda_getCurrentRawStream(parts[0].get_device()), torch.cuda.is_current_stream_capturing()
     whose = *map(id, parts), place, *key
-    state = [(x.data_ptr(), None if x.is_inference() else x._version) for x in parts]
+    state = [(x.untyped_storage()._cdata, x.storage_offset(), None if x.is_inference() else x._version) for x in parts]
     found = once._remembered.get(whose)
     if found is None or found.state != state or any(ref() is not x for ref, x in zip(found.weights, parts)):
         remember_form(made := make())
         with _lock:
             for gone in [k for k, each in once._remembered.items() if any(ref() is None for ref in each.weights)]:
                 del once._remembered[gone]
-            once._remembered[whose] = found = _Remembered(made, [weakref.ref(x) for x in parts], state)
+            storages = [StorageWeakRef(x.untyped_storage()) for x in parts]
+            once._remembered[whose] = found = _Remembered(made, [weakref.ref(x) for x in parts], storages, state)
     return found.made
 
 
