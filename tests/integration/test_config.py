@@ -72,6 +72,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["dispatcher.name=pigeon"], "dispatcher.name: got 'pigeon': String should match pattern '^(local|all_to_all"),
         (["dispatcher.capacity=none"], "dispatcher.capacity: got 'none': String should match pattern '^(worst_case"),
         (["dispatcher=local", "parallel.ep=2"], "parallel.ep must be 1, got 2"),
+        (["task=verify", "verify.top_k=99"], "verify.top_k must lie in 1.."),
         (["parallel.ranks=3", "parallel.ep=2", "data.batch=6"], "parallel.ranks must be a multiple of 2"),
         (["parallel.ranks=3", "parallel.ep=1"], "data.batch must be a multiple of 3 (parallel.ranks), got 4"),
         (["model.experts=5"], "model.experts must be a multiple of 2"),

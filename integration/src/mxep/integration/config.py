@@ -188,6 +188,8 @@ def _complaints(config: Config) -> Iterator[str]:
     if trains and (complaint := data.tokenizer_complaint(config.data)):
         yield complaint
     yield from unknown("verify.cases", config.verify.cases or (), CASES)
+    if config.verify.top_k > config.verify.experts:
+        yield f"verify.top_k must lie in 1..{config.verify.experts} (verify.experts), got {config.verify.top_k}"
     if task == "estimate":
         known = *RECIPES, *(f"{recipe}_{KEPT_IN_FP8}" for recipe in RECIPES[1:])
         yield from unknown("estimate.recipes", config.estimate.recipes or ["[]"], known)
