@@ -172,9 +172,7 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 given = payload, rank, world_size, device, folder, dict(os.environ), limit
-                process = context.Process(target=_rank_main, args=given, name=f"rank {rank}")
-                process.start()
-                ranks.append(process)
+                ranks.append(_start(context, f"rank {rank}", given))
             with _stop_on_signals(ranks if steps else []):
                 _wait(ranks, folder, timeout, limit)
             return [pickle.loads((folder / f"value-{rank}").read_bytes()) for rank in range(world_size)]
@@ -184,6 +182,22 @@ def run_ranks(
                     os.killpg(process.pid or 0, signal.SIGKILL)
                 process.kill()
                 process.join()
+
+
+def _start(context: Any, name: str, given: tuple[Any, ...]) -> ForkServerProcess:
+    """Start a rank. The fork server ends if a module that it preloads raises: then it starts again without that, and
+    the rank that imports the module says why."""
+    for left in reversed(range(20)):
+        process: ForkServerProcess = context.Process(target=_rank_main, args=given, name=name)
+        try:
+            process.start()
+            break
+        except (EOFError, OSError):
+            if not left:
+                raise
+            time.sleep(0.1)  # it may not have ended yet
+            start_fork_server()
+    return process
 
 
 def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str = "auto", steps: bool = True) -> T:
