@@ -253,7 +253,7 @@ def save_with_a_nan(rank: Rank, config: Config, folder: Path) -> str:
 
 
 def refusals_of_each_cut(rank: Rank, config: Config, folder: Path) -> dict[str, str]:
-    """By file of a checkpoint, the error of loading it without that file's last byte."""
+    """By file of a checkpoint, the error of loading it without its last byte. Broken headers are refused, too."""
     trainer = make_trainer(rank, config, folder)
     trainer.train_step()
     trainer.save()
@@ -272,8 +272,15 @@ def refusals_of_each_cut(rank: Rank, config: Config, folder: Path) -> dict[str, 
         found[str(file.relative_to(step))] = str(error.value)
         dist.barrier()
         if rank.rank == 0:
-            file.write_bytes(content)
+            file.write_bytes(bytes(8) + content[8:] if file.suffix == ".safetensors" else content)
         dist.barrier()
+        if file.suffix == ".safetensors":
+            with pytest.raises(ValueError, match=f"{file.parent}: expected safetensors files, got "):
+                trainer.load(step)
+            dist.barrier()
+            if rank.rank == 0:
+                file.write_bytes(content)
+            dist.barrier()
     trainer.load(step)
     return found
 

@@ -193,6 +193,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     Raises ValueError for a checkpoint that is not whole, and for a tensor that does not fit the model.
     """
     import torch
+    from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
@@ -200,7 +201,11 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     state, moments = read_state(folder), _moments(model, optimizer)
     for what, tensors in {"model": model.state_dict(), "optimizer": moments}.items():
         reader = HuggingFaceStorageReader(str(folder / what))
-        if more := reader.read_metadata().state_dict_metadata.keys() - tensors.keys():
+        try:
+            stored = reader.read_metadata().state_dict_metadata
+        except SafetensorError as error:
+            raise ValueError(f"{folder / what}: expected safetensors files, got {error}") from error
+        if more := stored.keys() - tensors.keys():
             raise ValueError(f"{folder / what}: got {min(more)}, which the model does not have")
         try:
             load_tensors(dict(tensors), storage_reader=reader)
