@@ -116,11 +116,14 @@ def take(x: Any, tensors: list[Tensor], classes: list[type] | None = None) -> Fo
 
 
 _TAKEN = "_taken"
+"""Key in a bundle's `__dict__`: what `remember_form` keeps."""
 
 
 def remember_form(x: Bundle) -> None:
-    """Keep x's tensors and form in it, so that `take` is faster. x must not change, nor hold values of other classes
-    than numbers and dtypes."""
+    """Keep x's tensors and form in it, so that `take` is faster.
+
+    x must not change. Its other values must be numbers and dtypes, because `take` no longer reports their classes.
+    """
     x.__dict__[_TAKEN] = take_apart(x)
 
 
