@@ -1,10 +1,12 @@
 """Records as CUDA graphs: what their nodes are, and that nobody notices: needs a GPU."""
 
 import ctypes
+import functools
 import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,7 +86,7 @@ def test_nodes_have_the_parameters_that_tritons_launcher_passes(recipe: str) -> 
                 continue
             alone = [step._replace(after=frozenset())]
             work, called = graph._Graph(alone, [0], record, {}), graph._Called(alone, record, {})
-            work._build([memory.data_ptr()] * len(held))
+            work._build([memory.data_ptr()] * (len(held) - 1) + [T])
             args = [graph.for_triton(called._getter(x)(held)) for x in what.args]
             captured, stream = ctypes.c_void_p(), torch.cuda.Stream()
             with torch.cuda.stream(stream):
@@ -230,6 +232,31 @@ def test_a_users_capture_on_another_thread_survives_a_first_play() -> None:
     thread.join()
     captured.replay()
     assert static.tolist() == [1.0] * 4
+
+
+def test_a_launch_updates_only_the_nodes_whose_memory_moved() -> None:
+    @replayed
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(x).copy_(x), torch.empty_like(y).copy_(y)
+
+    x, y, other = torch.randn(3, 1 << 20, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            function(x, y)
+        (kind,) = function._kinds.values()
+        work, updated = kind.player._pieces[0].work, []
+
+        def counted(node: int, update: Callable[[], int]) -> int:
+            updated.append(node)
+            return update()
+
+        work._updates = {node: functools.partial(counted, node, each) for node, each in work._updates.items()}
+        for given, moved in (((x, y), []), ((x, other), [1]), ((x, other), []), ((other, y), [0, 1])):
+            for wanted, got in zip(given, function(*given)):
+                assert torch.equal(got, wanted)
+            del wanted, got
+            assert updated == moved
+            updated.clear()
 
 
 def test_kernels_on_two_streams_keep_their_order_in_the_graph() -> None:

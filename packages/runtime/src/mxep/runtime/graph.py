@@ -27,7 +27,7 @@ from .record import Call, Copy, Fill, Launch, Record, Step, View, tensors_of
 
 TENSOR_MAP = 128
 """Bytes of a CUtensorMap."""
-_FORMATS = {
+FORMATS = {
     **{f"{sign}{bits}": code for sign in "iu" for bits, code in ((8, "b"), (16, "h"), (32, "i"), (64, "q"))},
     "i1": "b",
     "u1": "B",
@@ -35,9 +35,9 @@ _FORMATS = {
     "f32": "f",
     "fp64": "d",
 }
-_FORMATS |= {kind: code.upper() for kind, code in _FORMATS.items() if kind[0] == "u"}
+FORMATS |= {kind: code.upper() for kind, code in FORMATS.items() if kind[0] == "u"}
 """Type of a number in a kernel's signature -> its code in Python's `struct`."""
-_SIZES = {code: struct.calcsize(code) for code in _FORMATS.values()}
+_SIZES = {code: struct.calcsize(code) for code in FORMATS.values()}
 _WITHOUT_TYPE = {torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
 """Dtypes that Triton does not know."""
 
@@ -212,6 +212,17 @@ def for_triton(x: Any) -> Any:
     return x.for_triton() if hasattr(x, "for_triton") else x
 
 
+class _Uses(NamedTuple):
+    """Where a graph uses a base. words: (parameter words of a node, index of the word, byte offset from the base).
+    maps: (address of a tensor map, byte offset). lengths: (parameter words, index of the word, length), of the last
+    base, the number of tokens. nodes: their indices."""
+
+    words: list[tuple[Any, int, int]]
+    maps: list[tuple[ctypes.c_void_p, int]]
+    lengths: list[tuple[Any, int, Length]]
+    nodes: set[int]
+
+
 class _Graph:
     """Steps as a CUDA graph, built at the first launch. places: indices of the steps. in_slab: as in `_Called`."""
 
@@ -222,13 +233,12 @@ class _Graph:
         self._lock = threading.Lock()
         self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()
         weakref.finalize(self, _destroy, self._graph, self._exec)
-        self._words: list[tuple[Any, int, int, int]] = []
-        """Addresses to write before a launch: (parameter words of a node, index of the word, base, byte offset)."""
-        self._lengths: list[tuple[Any, int, Length]] = []
-        """Lengths to write before a launch: (parameter words of a node, index of the word, the length)."""
-        self._maps: list[tuple[ctypes.c_void_p, int, int]] = []
-        """Tensor maps to update before a launch: (address of the map, base, byte offset)."""
-        self._updates: list[Callable[[], int]] = []
+        self._uses: dict[int, _Uses] = {}
+        self._bases: dict[int, int] = {}
+        """The address or number of tokens in the nodes, by base. A launch updates only nodes in which it changes."""
+        self._nodes: list[ctypes.c_void_p] = []
+        self._updates: dict[int, Callable[[], int]] = {}
+        """Index of a node -> call of the driver that copies its parameters into `_exec`."""
         self._alive: list[Any] = []
         """Node parameters, kept alive because `_updates` holds pointers to them."""
         self._start = patient_driver().cuGraphLaunch
@@ -245,44 +255,44 @@ class _Graph:
             raise RuntimeError(f"a graph's launch: got error {failed} of CUDA's driver")
 
     def _move(self, bases: list[int]) -> int:
-        for words, i, base, offset in self._words:
-            words[i] = bases[base] + offset
-        for words, i, length in self._lengths:
-            words[i] = length.of(bases[-1])
-        failed = 0
-        replace = driver().cuTensorMapReplaceAddress
-        for place, base, offset in self._maps:
-            failed = failed or replace(place, ctypes.c_void_p(bases[base] + offset))
-        for update in self._updates:
-            failed = failed or update()
+        failed, stale, last, replace = 0, set[int](), self._bases, driver().cuTensorMapReplaceAddress
+        for base, (words, maps, lengths, nodes) in self._uses.items():
+            if (now := bases[base]) == last.get(base):
+                continue
+            last[base] = now
+            for params, i, offset in words:
+                params[i] = now + offset
+            for place, offset in maps:
+                failed = failed or replace(place, ctypes.c_void_p(now + offset))
+            for params, i, length in lengths:
+                params[i] = length.of(now)
+            stale |= nodes
+        for node in stale:
+            failed = failed or self._updates[node]()
+        if failed:
+            last.clear()
         return failed
 
     def _build(self, bases: list[int]) -> None:
         context = ctypes.c_void_p()
         call("cuCtxGetCurrent", ctypes.byref(context))
         call("cuGraphCreate", ctypes.byref(self._graph), ctypes.c_uint(0))
-        nodes: list[Any] = []
-        moving: list[Any] = []
         for step in self.steps:
-            wanted = [nodes[j - self._first] for j in sorted(step.after) if j >= self._first]
+            wanted = [self._nodes[j - self._first] for j in sorted(step.after) if j >= self._first]
             after = (ctypes.c_void_p * max(1, len(wanted)))(*wanted)
             node = ctypes.c_void_p()
             head = ctypes.byref(node), self._graph, after, ctypes.c_size_t(len(wanted))
-            before = self._num_moving()
-            name, params, *rest = self._params(step.what, bases, context)
-            call(f"cuGraphAdd{name}Node{'_v2' if name == 'Kernel' else ''}", *head, *params)
-            if self._num_moving() > before:
-                moving.append((name, node, params, rest))
-            nodes.append(node)
+            name, params, *alive = self._params(step.what, bases, context)
+            version = "_v2" if name == "Kernel" else ""
+            call(f"cuGraphAdd{name}Node{version}", *head, *params)
+            if name != "Empty":
+                update = getattr(driver(), f"cuGraphExec{name}NodeSetParams{version}")
+                self._updates[len(self._nodes)] = functools.partial(update, self._exec, node, *params)
+            self._nodes.append(node)
+            self._alive.append(alive)
         call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
-        self._alive = [rest for *_, rest in moving]
+        self._bases = {base: bases[base] for base in self._uses}
         self.steps = ()  # less work for Python's garbage collector
-        for name, node, params, _ in moving:
-            update = getattr(driver(), f"cuGraphExec{name}NodeSetParams{'_v2' if name == 'Kernel' else ''}")
-            self._updates.append(functools.partial(update, self._exec, node, *params))
-
-    def _num_moving(self) -> int:
-        return len(self._words) + len(self._lengths) + len(self._maps)
 
     def _params(self, what: Any, bases: list[int], context: ctypes.c_void_p) -> tuple[Any, ...]:
         """Returns the kind of node, a tuple of its parameters, then objects that must be kept alive for them."""
@@ -293,7 +303,7 @@ class _Graph:
             self._address((ctypes.c_uint64 * 5).from_buffer(fill), 0, what.to, bases)
             if type(what.value) is Length:
                 word = MemsetParams.value.offset // 4
-                self._lengths.append(((ctypes.c_uint32 * 10).from_buffer(fill), word, what.value))
+                self._length((ctypes.c_uint32 * 10).from_buffer(fill), word, what.value, bases)
             return "Memset", (ctypes.byref(fill), context), fill
         if isinstance(what, Copy) and (nbytes := nbytes_of(what.to)):
             kind = {"srcMemoryType": ON_DEVICE, "dstMemoryType": ON_DEVICE}
@@ -320,12 +330,11 @@ class _Graph:
                 start = ctypes.c_void_p(begin + 8 * i)
                 ctypes.memmove(start, _tensor_map(descriptor, meta, address), TENSOR_MAP)
                 if base is not None:
-                    self._maps.append((start, base, offset))
+                    self._uses_of(base).maps.append((start, offset))
             elif not code:
                 self._address(words, i, x, bases)
             elif type(x) is Length:
-                words[i] = int(x)
-                self._lengths.append((words, i, x))
+                self._length(words, i, x, bases)
             else:
                 struct.pack_into(code, words, 8 * i, x)
         metadata = compiled.metadata
@@ -343,7 +352,16 @@ class _Graph:
     def _address(self, words: Any, i: int, view: View, bases: list[int]) -> None:
         words[i], base, offset = self._where(view, bases)
         if base is not None:
-            self._words.append((words, i, base, offset))
+            self._uses_of(base).words.append((words, i, offset))
+
+    def _length(self, words: Any, i: int, length: Length, bases: list[int]) -> None:
+        words[i] = length.of(bases[-1])
+        self._uses_of(len(bases) - 1).lengths.append((words, i, length))
+
+    def _uses_of(self, base: int) -> _Uses:
+        uses = self._uses.setdefault(base, _Uses([], [], [], set()))
+        uses.nodes.add(len(self._nodes))
+        return uses
 
 
 @functools.cache
@@ -367,7 +385,7 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
     for kind, x in zip(compiled.src.signature.values(), args):
         if kind == "constexpr":
             continue
-        if code := _FORMATS.get(kind):
+        if code := FORMATS.get(kind):
             yield _SIZES[code], code, x
         elif kind[0] == "*":
             yield 8, "", x
@@ -377,24 +395,6 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
             yield from ((8, "q", stride) for stride in x.strides)
     yield 8, "Q", 0
     yield 8, "Q", 0
-
-
-@functools.cache
-def unlike_a_node(compiled: Any, num_args: int) -> str:
-    """Reason why a compiled kernel with num_args arguments cannot be a node of our graphs, or "" if it can."""
-    metadata = compiled.metadata
-    for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
-        if getattr(metadata, name, 0):
-            return f"{metadata.name} has {name}"
-    if getattr(metadata, "num_ctas", 1) != 1:
-        return f"{metadata.name} runs in clusters"
-    kinds = list(compiled.src.signature.values())[:num_args]
-    if unknown := [kind for kind in kinds if kind not in ("constexpr", *_FORMATS) and str(kind)[:1] not in ("*", "t")]:
-        return f"{metadata.name} takes {unknown}"
-    descriptors = sum(str(kind).startswith("tensordesc") for kind in kinds)
-    if descriptors != len(getattr(metadata, "tensordesc_meta", None) or ()):
-        return f"{metadata.name} takes descriptors apart"
-    return ""
 
 
 def _tensor_map(descriptor: Any, meta: Any, address: int) -> bytes:

@@ -19,7 +19,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from .graph import for_triton, keep_captures, unlike_a_node
+from .graph import FORMATS, for_triton, keep_captures
 from .lengths import Length
 from .record import Rehearsal, here
 
@@ -85,8 +85,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         compiled.run(x, y, z, torch._C._cuda_getCurrentRawStream(device), *how, *values, *constexprs)
     if recorder is not None:
         recorder.launch(kernel, compiled, grid, args, constants)
-        if why := "it was compiled alone" if found is None else unlike_a_node(compiled, len(args)):
+        if why := "it was compiled alone" if found is None else _unlike_a_node(compiled, len(args)):
             recorder.refuse(why)
+
+
+@functools.cache
+def _unlike_a_node(compiled: Any, num_args: int) -> str:
+    """Reason why a compiled kernel with num_args arguments cannot be a node of a record's graph, or "" if it can."""
+    metadata = compiled.metadata
+    for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
+        if getattr(metadata, name, 0):
+            return f"{metadata.name} has {name}"
+    if getattr(metadata, "num_ctas", 1) != 1:
+        return f"{metadata.name} runs in clusters"
+    kinds = list(compiled.src.signature.values())[:num_args]
+    if unknown := [kind for kind in kinds if kind not in ("constexpr", *FORMATS) and str(kind)[:1] not in ("*", "t")]:
+        return f"{metadata.name} takes {unknown}"
+    descriptors = sum(str(kind).startswith("tensordesc") for kind in kinds)
+    if descriptors != len(getattr(metadata, "tensordesc_meta", None) or ()):
+        return f"{metadata.name} takes descriptors apart"
+    return ""
 
 
 @contextmanager
