@@ -175,6 +175,14 @@ def test_torch_dtype_is_dtype_as_in_from_pretrained(tmp_path: Path) -> None:
         load_quantized(tmp_path, torch_dtype=torch.float16)
 
 
+def test_fields_of_the_config_may_be_given_as_in_from_pretrained(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", "ct-mxfp8")
+    config = load_quantized(tmp_path, use_cache=False, output_router_logits=True, attn_implementation="eager").config
+    assert (config.use_cache, config.output_router_logits, config._attn_implementation) == (False, True, "eager")
+    with pytest.raises(TypeError, match="no_such_field"):
+        load_quantized(tmp_path, no_such_field=1)
+
+
 def test_a_model_that_is_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", "minimax-m3")
     with torch.inference_mode():

@@ -248,7 +248,7 @@ def load_quantized(
         raise ValueError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype!r}")
     device = torch.device(device or "cpu")
     with QuantizedCheckpoint(folder) as checkpoint, torch.inference_mode(False):  # a later forward may train
-        config = _config(checkpoint)
+        config, how = _config(checkpoint, how)
         kind = _class_of(config)
         with torch.device("meta"):
             skeleton = kind._from_config(copy.deepcopy(config), dtype=dtype)
@@ -455,12 +455,12 @@ class _Dequantized:
         return x.dequantize(self.dtype) if isinstance(x, MXTensor | BlockFP8) else x
 
 
-def _config(checkpoint: QuantizedCheckpoint) -> Any:
-    """The folder's config, without its quantization_config."""
-    config = AutoConfig.from_pretrained(checkpoint.folder)
+def _config(checkpoint: QuantizedCheckpoint, how: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The folder's config, without its quantization_config and with the fields in `how`; and the rest of `how`."""
+    config, rest = AutoConfig.from_pretrained(checkpoint.folder, return_unused_kwargs=True, **how)
     for part in (config, config.get_text_config()):
         part.__dict__.pop("quantization_config", None)
-    return config
+    return config, rest
 
 
 def _class_of(config: Any) -> type[PreTrainedModel]:
