@@ -261,11 +261,11 @@ def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, alignment:
     return lost
 
 
-def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed: int, what: str, fits=False) -> None:
+def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed: int, what: str) -> None:
     mine = everyone[ctx.rank]
     rows, values = expert_rows(workspace, plan, everyone, dtype, seed)
     out, back = combine(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values).wait()
-    lost = set() if fits else lost_pairs(workspace, everyone, ctx.rank, plan.alignment, plan.max_rows)
+    lost = lost_pairs(workspace, everyone, ctx.rank, plan.alignment, plan.max_rows)
     sizes = {"experts_per_rank": workspace.num_local_experts, "world_size": ctx.world_size}
     outputs = expert_outputs(mine, ctx.rank, workspace.dim, dtype, seed)
     wanted, wanted_values = expected_return(mine, *outputs, lost, **sizes)

@@ -96,15 +96,12 @@ def check_over_capacity(ctx: Context, workspace: Workspace, cases: tuple[str, ..
         mine = bring_to(workspace, case, ctx.rank, seed)
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
-        for capacity in (Capacity.factor(0.2), Capacity.factor(1.0), Capacity.exact()):
+        for capacity in (Capacity.factor(0.2), Capacity.factor(1.0)):
             handle = dispatch(workspace, here.payload, here.ids, here.weights)
             plan = plan_slots(workspace, handle, alignment=2, capacity=capacity)
             what = f"{case}, {capacity}"
             check_arrived(handle.wait(), plan, everyone, my_experts(workspace, ctx.rank), what)
-            check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, what, capacity == Capacity.exact())
-            if capacity == Capacity.exact():
-                assert not plan.overflow.any()
-                assert plan.max_rows == int(plan.offs[-1])
+            check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, what)
             alike = [plan.overflow.tolist()] * ctx.world_size
             dist.all_gather_object(alike, plan.overflow.tolist(), group=ctx.group)
             assert all(each == alike[0] for each in alike), "every rank knows of every rank"

@@ -331,7 +331,7 @@ def test_slots_follow_from_the_capacity_and_the_nodes_that_a_token_may_reach() -
         return made.slots_per_node(8192, top_k)
 
     even = Capacity.factor(1.0)
-    assert slots(None, 8, 8) == slots(Capacity.exact(), 8, 8) == slots(Capacity.factor(9.0), 8, 8) == 8192
+    assert slots(None, 8, 8) == slots(Capacity.factor(9.0), 8, 8) == 8192
     assert slots(even, 8, 1) == 1024
     assert slots(even, 8, 1, 3) == 1024
     assert slots(even, 8, 8, 1) == 1024

@@ -269,8 +269,8 @@ def unsupported_reason(dispatcher: TokenDispatcher, config: LayerConfig, main_gr
         return "accumulate_in_place is open, and a graph adds to no .grad: leave it out, or compile around"
     if main_grads[0] is not None or main_grads[1] is not None:
         return "main_grad is memory that backward adds to, which a graph does not: leave it out, or compile around"
-    if dispatcher.capacity.kind == "exact" or dispatcher.static_tokens(0) is None:
-        return "the dispatcher learns its sizes at run time: give max_tokens, and no Capacity.exact()"
+    if dispatcher.static_tokens(0) is None:
+        return "the dispatcher learns its sizes at run time: give max_tokens"
     if recipe.wgrad != "mx":
         return f"recipe {recipe.name} has weight gradients of unquantized operands, which several functions compute"
     if recipe.fmt.name != E4M3.name or BACKENDS.get(backend.name) is not backend:

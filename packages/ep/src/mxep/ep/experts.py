@@ -146,7 +146,7 @@ def run_experts(
     and in torch.export they raise, with the reason:
 
     - a `main_grad`, or an open `accumulate_in_place`;
-    - a dispatcher that learns its sizes at run time, as with `Capacity.exact()` or without ``max_tokens``;
+    - a dispatcher that learns its sizes at run time, as without ``max_tokens``;
     - a recipe or a backend without a name;
     - wgrad "bf16", for which the functions of `functional.py` are used.
 

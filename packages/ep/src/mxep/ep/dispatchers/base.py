@@ -481,7 +481,7 @@ class TokenDispatcher(ABC):
         plan: RoutingPlan = _plan(ids, weights, num_tokens, total, **sizes, invalid=invalid)
         tokens, top_k = ids.shape[1:]
         max_rows = plan.max_rows
-        if max_tokens is not None and capacity.kind != "exact":  # the actual number of tokens decides how many rows fit
+        if max_tokens is not None:  # the actual number of tokens decides how many rows fit
             max_rows = capacity.rows(1, tokens, top_k, num_local_experts=self.num_local_experts, alignment=alignment)
         self._room = max(self._room, (tokens, top_k, alignment, max_rows))
         return plan
