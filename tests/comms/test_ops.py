@@ -28,7 +28,6 @@ def calls():
         "join_rows": (rows.join_parts, (wide, content(2, 5, 3), index, beside, number, 1)),
         "join_rows of one part": (rows.join_parts, (wide, None, index, None, None, 0)),
         "plan_all_to_all": (all_to_all.plan_all_to_all, (IDS, torch.rand(3, 2), 2, 2, 24)),
-        "mark_headers": (all_to_all.mark_headers, (wide, sizes, number, 1)),
         "compare_headers": (all_to_all.compare_headers, (wide, sizes, number, found, 1)),
         "plan_slots": (all_to_all.plan_slots, (IDS, torch.rand(3, 2), torch.zeros(3, dtype=torch.int64), 2, 2, 2, 4)),
         "read_tables": (all_to_all.read_tables, (wide, 1, 2)),

@@ -10,7 +10,7 @@ make_plan   assigns received tokens to rows in expert order, from the senders' r
 
 import importlib.metadata
 
-from .all_to_all import compare_headers, mark_headers, pick_values, plan_all_to_all, plan_slots, read_tables
+from .all_to_all import compare_headers, pick_values, plan_all_to_all, plan_slots, read_tables
 from .exchange import Handle, combine, dispatch
 from .layout import NEW, describe_dispatch, new_dispatch
 from .nvshmem import NvshmemTransport
@@ -63,7 +63,6 @@ __all__ = [
     "gather_rows",
     "join_rows",
     "make_plan",
-    "mark_headers",
     "narrow_ids",
     "new_dispatch",
     "pick_values",

@@ -104,24 +104,6 @@ def plan_all_to_all(
 
 
 @op(
-    "mxep::mark_headers",
-    fake=lambda rows, sizes, number, step: None,
-    launcher="mxep.comms.kernels.all_to_all:mark_headers",
-    mutates_args=("rows",),
-    capability=ANY_GPU,
-)
-def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None:
-    """Write the header word into the first row of each rank's block. If rows have n < 4 bytes, write its first n bytes.
-
-    rows: (R, n) uint8, with contiguous rows. number: (1,) int32 dispatch number.
-    sizes: (W, any) int64, with the number of rows of each block in the first column.
-    """
-    size = min(4, rows.shape[1])
-    word = (number * 4 + step).view(torch.uint8)[:size]
-    rows[:, :size].index_copy_(0, _heads(sizes), word.expand(len(sizes), size))
-
-
-@op(
     "mxep::compare_headers",
     fake=lambda rows, sizes, number, found, step: None,
     launcher="mxep.comms.kernels.all_to_all:compare_headers",
@@ -129,24 +111,21 @@ def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None
     capability=ANY_GPU,
 )
 def compare_headers(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, step: int) -> None:
-    """Compare the received header words with this rank's header word.
+    """Compare the received header words with this rank's header word: of rows with n < 4 bytes, its first n bytes.
 
-    rows, sizes, number: as in :func:`mark_headers`.
+    rows: (R, n) uint8, with contiguous rows. number: (1,) int32 dispatch number.
+    sizes: (W, any) int64, with the number of rows of each rank's block in the first column.
     found: (1 + W,) int32, zeros before. The first call that finds a different word writes 1, then the words of all W
         blocks. Later calls do not overwrite it.
     """
     size = min(4, rows.shape[1])
     seen, own = torch.zeros(2, len(sizes), 4, dtype=torch.uint8, device=rows.device).unbind()
-    seen[:, :size] = rows[:, :size].index_select(0, _heads(sizes))
+    seen[:, :size] = rows[:, :size].index_select(0, sizes[:, 0].cumsum(0) - sizes[:, 0])
     own[:, :size] = (number * 4 + step).view(torch.uint8)[:size]
     seen, own = seen.view(torch.int32)[:, 0], own.view(torch.int32)[:, 0]
     differ = ((seen != own) & (torch.maximum(seen, own) != ANY_NEW)).any()
     words = torch.cat((torch.ones_like(number), seen))
     found.copy_(torch.where(differ & (found[0] == 0), words, found))
-
-
-def _heads(sizes: Tensor) -> Tensor:
-    return sizes[:, 0].cumsum(0) - sizes[:, 0]
 
 
 @op(

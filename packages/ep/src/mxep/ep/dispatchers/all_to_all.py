@@ -38,7 +38,6 @@ from mxep.comms import (
     describe_dispatch,
     gather_rows,
     join_rows,
-    mark_headers,
     narrow_ids,
     plan_all_to_all,
     sum_slots,
@@ -52,7 +51,7 @@ STEPS = "", "dispatch", "redispatch", "combine"
 
 
 class Headers:
-    """Writes and compares a dispatcher's headers. ranks: for each block of received rows, the rank that sent it."""
+    """Compares a dispatcher's headers. ranks: for each block of received rows, the rank that sent it."""
 
     def __init__(self, rank: int, ranks: list[int]) -> None:
         self.rank, self.ranks = rank, ranks
@@ -68,14 +67,11 @@ class Headers:
             self._new[device, number] = made
         return self._new[device, number]
 
-    def mark(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
-        """Write headers into rows (R, n) uint8, which consist of W blocks.
-
-        sizes: (W, any) int64, with each block's number of rows in the first column. number: (1,) int32."""
-        _mark(rows, sizes, number, step=STEPS.index(step))
-
     def compare(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
-        """Compare received headers with this rank's. If they differ, raise PeersDisagree, on CUDA later in `check`."""
+        """Compare received headers with this rank's. If they differ, raise PeersDisagree, on CUDA later in `check`.
+
+        rows: (R, n) uint8, which consist of W blocks. number: (1,) int32.
+        sizes: (W, any) int64, with each block's number of rows in the first column."""
         device = rows.device
         if device not in self._found:
             self._found[device] = made_to_stay(device, lambda: self._make(device))
@@ -102,12 +98,6 @@ class Headers:
 def _said(word: int) -> str:
     number, step = word >> 2, word & 3
     return f"{STEPS[step]} of {describe_dispatch(number)}" if STEPS[step] else "none of this layer's"
-
-
-@replayed
-def _mark(rows: Tensor, sizes: Tensor, number: Tensor, *, step: int) -> Tensor:
-    mark_headers(rows, sizes, number, step)
-    return rows
 
 
 @replayed

@@ -7,11 +7,8 @@ is number r % L on node r // L. The process groups within and across nodes are m
                                    across   (0 2 4) (1 3 5)       the ranks with one number, of all nodes
 """
 
-import contextlib
 import datetime
 import platform
-import threading
-import time
 import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -174,10 +171,6 @@ def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
             return thread.submit(aside).result()
 
 
-GRACE = 1.0
-"""Seconds after a failed exchange in which a rank must report to the store to count as alive."""
-
-
 def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
     """Return the group's nodes. The first call with these arguments is collective.
 
@@ -230,29 +223,3 @@ def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
     finally:
         world.bound_device_id = bound
     return made
-
-
-def silence(group: dist.ProcessGroup) -> str:
-    """After an exchange of the group failed, return text that names the silent ranks. All live ranks call it."""
-    ranks, present = dist.get_process_group_ranks(group), set[int]()
-
-    def listen() -> None:
-        store = dist.distributed_c10d._world.pg_map[group][1]
-        with contextlib.suppress(RuntimeError):  # rank 0, which may hold the store, may end first
-            store.set(f"mxep/{dist.get_rank()}", "")
-            for _ in range(10):
-                present.update(rank for rank in ranks if store.check([f"mxep/{rank}"]))
-                time.sleep(GRACE / 10)
-            store.delete_key(f"mxep/{dist.get_rank()}")  # so that a later failure can ask again
-
-    thread = threading.Thread(target=listen, daemon=True)  # daemon: a store on a silent node blocks it forever
-    thread.start()
-    thread.join(2 * GRACE)
-    if not present:
-        return "nor does the job's store answer, on the node of rank 0"
-    silent = ", ".join(str(rank) for rank in ranks if rank not in present)
-    return (
-        f"nothing was heard of rank {silent} in {GRACE:g} s, gone or late"
-        if silent
-        else "all ranks are there, one came too late"
-    )

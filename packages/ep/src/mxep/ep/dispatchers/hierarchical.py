@@ -56,7 +56,7 @@ from mxep.runtime.replay import replayed
 
 from .all_to_all import STEPS, Headers
 from .base import Done, Handle, Later, Payload, Routing, TokenDispatcher, check_reserved
-from .groups import made_to_stay, nodes_of, silence
+from .groups import made_to_stay, nodes_of
 from .symmetric import SymmetricDispatcher, most_tokens
 
 
@@ -194,7 +194,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         self.claim()
         sums, values = self._within_by(routing).combine(rows, routing.within, row_values).wait()
         if self.nodes.across is not None:
-            self._headers.mark(sums.view(torch.uint8), self._block_sizes(sums), _number(routing), "combine")
+            heads = sums.view(torch.uint8).unflatten(0, (self.nodes.count, -1))[:, 0, :4]
+            heads.copy_((_number(routing) * 4 + STEPS.index("combine")).view(torch.uint8)[: heads.shape[1]])
         crossing = self._cross((sums,) if values is None else (sums, values), _number(routing), "combine")
 
         def finish() -> tuple[Tensor, Tensor | None]:
@@ -304,7 +305,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             except PeersDisagree:
                 raise
             except RuntimeError as error:  # from gloo; NCCL's watchdog ends the process instead
-                raise RuntimeError(f"{error}: {silence(across)}{self.told()}") from error
+                raise RuntimeError(f"{error}{self.told()}") from error
             return incoming
 
         return Later(arrived)
