@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import wait_tensor
 
+from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight
@@ -42,9 +43,11 @@ from mxep.gemm.functional import between_graphs, joined, taken_apart
 from mxep.gemm.product import for_anomaly_mode
 from mxep.quant import SwiGLU
 
-from .checks import checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher
 from .formats import PLAIN, Wire, pack, saved_gate_up, swiglu_backward, swiglu_forward
+
+FLOATS = torch.bfloat16, torch.float32
+"""Dtypes that tokens and parameters of a layer may have."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -62,6 +65,33 @@ def _between_graphs(function: _Function) -> _Function:
         return function(*tensors, **options)
 
     return cast(_Function, call)
+
+
+def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+    """Check a layer's input. Returns a copy of expert_ids: as int32, or if eager and on a CPU in its own dtype."""
+    # Not len(x): torch.export would make the number of tokens a constant.
+    fits = x.dim() == expert_ids.dim() == 2 and weights.shape == expert_ids.shape and x.shape[0] == expert_ids.shape[0]
+    if not fits or expert_ids.shape[1] == 0:
+        raise ValueError(
+            "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), K at least 1, "
+            f"got {tuple(x.shape)}, {tuple(expert_ids.shape)}, {tuple(weights.shape)}"
+        )
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x: got {x.dtype}, want one of {FLOATS} (torch.autocast wants dtype=torch.bfloat16)")
+    if weights.dtype != torch.float32 or expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype} "
+                         "(of FSDP2's MixedPrecisionPolicy: cast_forward_inputs=False)")  # fmt: skip
+    widest = dispatcher.row_dtype
+    if widest is not None and x.dtype.itemsize > widest.itemsize:
+        raise ValueError(
+            f"the dispatcher has room for rows of {widest}, got {x.dtype}: cast x, or make the layer "
+            f"(or its dispatcher) with dtype={x.dtype}"
+        )
+    if expert_ids.is_cpu and not torch.compiler.is_compiling():
+        return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher's errors quote them
+    ids = narrow_ids(expert_ids)
+    # A copy, because backward reads the ids, and the caller may overwrite them before.
+    return ids.clone(memory_format=torch.contiguous_format) if ids is expert_ids else ids
 
 
 @_between_graphs

@@ -26,12 +26,12 @@ from mxep.gemm.functional import between_graphs
 from mxep.gemm.recipe import AUTO, recipe_name, recipe_of, recipe_of_experts
 from mxep.quant import SwiGLU
 
-from .checks import FLOATS
 from .dispatchers import Dispatch, DispatchFields, Routing, TokenDispatcher, make_dispatcher
 from .dispatchers.symmetric import most_tokens
 from .dtensors import ep_mesh, group_of
 from .experts import Experts
 from .formats import PLAIN
+from .functional import FLOATS
 from .router import Router, check_sizes, checked_mask, recomputing
 from .shared_expert import SharedExpert
 
