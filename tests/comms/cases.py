@@ -177,7 +177,7 @@ def make_workspace(
 
 def poison(workspace: Workspace) -> None:
     """NaN in every row and value, and tables that name real experts: whoever reads what nobody sent shows it."""
-    for buffer in workspace.arena.buffers:
+    for buffer in workspace.transport.buffers:
         buffer.local[workspace.layout.rows_start :].fill_(255)
         workspace.layout.ids(buffer.local).fill_(0)
         workspace.layout.num_tokens(buffer.local).fill_(workspace.max_tokens)

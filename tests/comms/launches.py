@@ -47,7 +47,7 @@ def state() -> torch.Tensor:
 
 
 def exchange() -> KernelExchange:
-    transport = SimpleNamespace(rank=1, state=state(), max_sms=132, clock=True, arena=SimpleNamespace(exchanges=0))
+    transport = SimpleNamespace(rank=1, state=state(), max_sms=132, clock=True, exchanges=0)
     return KernelExchange(transport, Layout(W, T, K, 2 * D), 32, None)
 
 

@@ -172,8 +172,8 @@ def test_workspaces_of_other_sizes_take_turns_in_the_same_buffers(ctx: Context, 
             sent.append((plan, everyone))
         for workspace, (plan, everyone) in zip((one, other), sent):
             check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, case)
-    assert one.arena.buffers is other.arena.buffers
-    assert one.arena.exchanges == 4 * len(cases)
+    assert one.transport.buffers is other.transport.buffers
+    assert one.transport.exchanges == 4 * len(cases)
 
 
 @distributed(2, kind=KINDS)
@@ -289,7 +289,7 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
             dispatch(workspace, payload, ids, weights).wait()
         with pytest.raises(ValueError, match="expert ids: got"):
             dispatch(workspace, payload, ids).wait()
-        assert workspace.arena.exchanges == (0 if ctx.world_size == 1 else 1), "which refused"
+        assert workspace.transport.exchanges == (0 if ctx.world_size == 1 else 1), "which refused"
         return
     plan = plan_slots(workspace, dispatch(workspace, payload, ids, weights))
     assert int(plan.invalid) == 3 * ctx.world_size
@@ -332,7 +332,7 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    assert workspace.arena.exchanges == 1
+    assert workspace.transport.exchanges == 1
 
 
 @distributed(2)
@@ -366,7 +366,7 @@ def check_no_device_read(ctx: Context, workspace: Workspace) -> None:
 def test_epochs_wrap_around(ctx: Context):
     workspace = make_workspace(ctx, InterpretedTransport)
     layout, last = workspace.layout, 2**31 - 2
-    for buffer in workspace.arena.buffers:
+    for buffer in workspace.transport.buffers:
         words = buffer.local.view(torch.int64)
         words[: CHANNELS * ctx.world_size] = last << 32
         buffer.local[layout.counters_start :].view(torch.int64)[:2] = last

@@ -59,7 +59,7 @@ def rounds(ctx: ScheduledContext, cases: tuple[str, ...] = ("random", "full")) -
 def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
     """Sends that all use one buffer, as replays of a graph of one exchange do."""
     workspace = make_workspace(ctx, max_tokens=TOKENS)
-    workspace.arena.buffers = workspace.arena.buffers[:1] * 2
+    workspace.transport.buffers = workspace.transport.buffers[:1] * 2
     mine = bring_to(workspace, "full", ctx.rank, 0)
     for _ in range(3):
         if barriers:

@@ -142,8 +142,8 @@ class ScheduledTransport(Transport):
     def free(self, buffer: SymmetricBuffer) -> None:
         pass
 
-    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
-        signals.barrier((signal_pad or self._signal_pad).pointers, self.state, self.rank, self.clock)
+    def barrier(self, step: str) -> None:
+        signals.barrier(self._signal_pad.pointers, self.state, self.rank, self.clock)
 
     def check(self) -> None:
         self.record.check(self.rank, 0)

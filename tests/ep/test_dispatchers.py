@@ -188,10 +188,10 @@ def test_layers_of_a_group_share_one_pair_of_buffers_and_compute_what_they_do_al
         if kind == "symmetric":
             opened = {id(t): t for layer in layers for t in layer.dispatcher._opened.values()}
             (transport,) = opened.values()
-            assert transport.arena.users == 3
-            assert transport.arena.exchanges == 4 * len(layers)
+            assert transport.users == 3
+            assert transport.exchanges == 4 * len(layers)
             spaces = [w for layer in layers for w in layer.dispatcher._workspaces.values()]
-            assert transport.arena.buffers[0].local.numel() == max(w.layout.nbytes for w in spaces)
+            assert transport.buffers[0].local.numel() == max(w.layout.nbytes for w in spaces)
     assert all(torch.equal(*pair) for pair in zip(*answers))
 
 

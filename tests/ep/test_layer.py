@@ -94,7 +94,7 @@ def test_weights_that_do_not_fit_and_errors_on_the_way_leave_no_move_behind(ctx)
     with pytest.raises(MemoryError), mock.patch.object(Reference, "quantize_weight_rowwise", side_effect=MemoryError):
         run_experts(x, ids, weights, proj, down, **how)
     (workspace,) = dispatcher._workspaces.values()
-    assert workspace.arena.in_flight is None
+    assert workspace.transport.in_flight is None
     assert run_experts(x, ids, weights, proj, down, **how)[0].shape == x.shape
 
 

@@ -1,6 +1,6 @@
 """Workspace: two symmetric buffers that exchanges use in turn, and the proof that one barrier per exchange is enough.
 
-The buffers belong to the transport and are kept in its *arena*. All workspaces of a transport share them, each with its
+The buffers belong to the transport. All workspaces of a transport share them, each with its
 own layout. If a workspace needs larger buffers, it allocates two new ones for all workspaces. Exchanges are counted
 over all workspaces of a transport; exchange i below is the i-th of them.
 
@@ -48,7 +48,7 @@ from torch import Tensor
 from mxep.runtime.record import record_event, set_up, wait_event
 
 from .layout import ALIGNMENT, Layout, round_up
-from .transport import SymmetricBuffer, Transport, check_agreement, current_stream, signal_pad_bytes
+from .transport import SymmetricBuffer, Transport, check_agreement, current_stream
 
 Tables = tuple[Tensor, Tensor, Tensor]
 
@@ -91,7 +91,7 @@ class Workspace:
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
         sizes["num_experts"] = num_experts
-        agreed = {**sizes, "num_sms": num_sms, "exchanges made before": transport.arena.exchanges}
+        agreed = {**sizes, "num_sms": num_sms, "exchanges made before": transport.exchanges}
         check_agreement("Workspace", agreed, transport.group)
         for name, size in sizes.items():
             least = 0 if name == "max_tokens" else 1
@@ -107,7 +107,6 @@ class Workspace:
             raise ValueError(f"Workspace: got {num_slots} rows of {top_k} experts, wanted an index that fits int32")
 
         self.transport = transport
-        self.arena = transport.arena
         self.max_tokens = max_tokens
         self.top_k = top_k
         self.dim = dim
@@ -133,38 +132,38 @@ class Workspace:
         second thread, after this rank refused an exchange, and if an exchange is in flight when a capture starts or
         ends.
         """
-        arena, transport = self.arena, self.transport
-        arena.thread.claim()
+        transport = self.transport
+        transport.thread.claim()
         transport.check()
-        if arena.refused is not None:
+        if transport.refused is not None:
             cure = "make the layers again, or call reserve() of each, on all ranks"
-            raise RuntimeError(f"rank {transport.rank} refused an exchange ({arena.refused}): {cure}")
+            raise RuntimeError(f"rank {transport.rank} refused an exchange ({transport.refused}): {cure}")
         if transport.stream is not None:
             stream = current_stream(self._device_index)
             unknown = self._is_order_unknown(capture_of(stream))
             self.join(stream)
-            if arena.stream is not None and arena.stream != stream:
-                stream.wait_stream(arena.stream)  # after all reads of earlier exchanges' rows
-            arena.stream = stream
+            if transport.last_stream is not None and transport.last_stream != stream:
+                stream.wait_stream(transport.last_stream)  # after all reads of earlier exchanges' rows
+            transport.last_stream = stream
             if unknown:
                 # After this: all ranks have read the rows of all earlier exchanges.
-                transport.barrier(f"{step}, exchange {arena.exchanges}", arena.signal_pad)
-        return arena.buffers[arena.exchanges % 2]
+                transport.barrier(f"{step}, exchange {transport.exchanges}")
+        return transport.buffers[transport.exchanges % 2]
 
     def refuse(self, why: str, *, tokens: int = 0) -> None:
         """Tell the peers that this rank skips the next exchange, so that they raise PeersDisagree.
 
         why: the reason. tokens: size of a batch that is too large, 0 for other reasons. Does nothing with one rank.
         """
-        if self.transport.world_size > 1 and self.arena.refused is None:
+        if self.transport.world_size > 1 and self.transport.refused is None:
             self.exchange.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
-            self.arena.refused = why
+            self.transport.refused = why
 
     def new_dispatch(self) -> Tensor:
         """(1,) int32 dispatch number that a new dispatch sends. Call it after `begin`."""
         number = self.transport.new_dispatch
         with set_up():  # not part of a record, which layers may share: `announce` writes the number before each replay
-            number.fill_(self.arena.new_dispatch)
+            number.fill_(self.transport.next_dispatch)
         return number
 
     def slots(self, buffer: SymmetricBuffer, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -191,34 +190,35 @@ class Workspace:
 
         in_flight: tensors that the exchange uses. They are held until `join`.
         """
-        arena, stream = self.arena, self.transport.stream
-        arena.in_flight = in_flight
-        if stream is None or arena.stream is None:
+        transport, stream = self.transport, self.transport.stream
+        transport.in_flight = in_flight
+        if stream is None or transport.last_stream is None:
             yield
             return
         begun, done = self._events
-        record_event(begun, arena.stream)
+        record_event(begun, transport.last_stream)
         wait_event(stream, begun)
         torch.cuda.set_stream(stream)
         try:
             yield
         finally:
-            torch.cuda.set_stream(arena.stream)
+            torch.cuda.set_stream(transport.last_stream)
             record_event(done, stream)
-            arena.done = done
+            transport.done = done
 
     def join(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make the current stream wait for the last exchange, if that is in flight.
 
         stream: the current stream, if known.
         """
-        arena = self.arena
-        if arena.done is not None:
+        transport = self.transport
+        if transport.done is not None:
             stream = stream or current_stream(self._device_index)
-            wait_event(stream, arena.done)
-            if arena.in_flight is not None and arena.stream is not None and arena.stream != stream:
-                wait_event(arena.stream, arena.done)  # the tensors released below were allocated on this stream
-        arena.in_flight = None
+            wait_event(stream, transport.done)
+            begun = transport.last_stream
+            if transport.in_flight is not None and begun is not None and begun != stream:
+                wait_event(begun, transport.done)  # the tensors released below were allocated on this stream
+        transport.in_flight = None
 
     @functools.cached_property
     def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -229,14 +229,12 @@ class Workspace:
 
         `allocate` synchronizes all devices, so no exchange uses the old buffers any more.
         """
-        arena, transport = self.arena, self.transport
-        if arena.buffers and arena.buffers[0].local.numel() >= self.layout.nbytes:
+        transport = self.transport
+        if transport.buffers and transport.buffers[0].local.numel() >= self.layout.nbytes:
             return
-        if arena.signal_pad is None and transport.stream is not None:
-            arena.signal_pad = transport.allocate(signal_pad_bytes(transport.world_size))
-        old, arena.buffers = arena.buffers, tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
-        if arena.was_captured:
-            arena.replaced += old
+        old, transport.buffers = transport.buffers, tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
+        if transport.was_captured:
+            transport.replaced += old
         else:
             for buffer in old:
                 transport.free(buffer)
@@ -246,17 +244,18 @@ class Workspace:
 
         capture: result of `capture_of` for the current stream.
         """
-        arena = self.arena
-        changed = capture != arena.capture
-        if changed and arena.in_flight is not None:
-            if arena.capture:  # the capture has ended, and its events are not valid outside of it
-                arena.in_flight = arena.done = arena.stream = None
-            last = f"exchange {arena.exchanges - 1}"
+        transport = self.transport
+        changed = capture != transport.capture
+        if changed and transport.in_flight is not None:
+            if transport.capture:  # the capture has ended, and its events are not valid outside of it
+                transport.in_flight = transport.done = transport.last_stream = None
+            last = f"exchange {transport.exchanges - 1}"
             raise RuntimeError(f"{last}: in flight while a capture starts or ends, wanted wait() before")
         if changed:
-            arena.capture, arena.done, arena.stream = capture, None, None  # events are valid only inside their capture
-        arena.was_captured |= capture != 0
-        return arena.was_captured and (changed or capture == 0)
+            transport.capture = capture
+            transport.done = transport.last_stream = None  # events are valid only inside their capture
+        transport.was_captured |= capture != 0
+        return transport.was_captured and (changed or capture == 0)
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:

@@ -144,9 +144,9 @@ class Unsent(LocalDispatcher):
         super().__init__(of.num_local_experts, capacity=of.capacity)
         self.num_experts, self.rank, self.world_size = of.num_experts, of.rank, of.world_size
         self.borrows = of.borrows
-        self._buffer, self._layout = workspace.arena.buffers[0], workspace.layout
+        self._buffer, self._layout = workspace.transport.buffers[0], workspace.layout
         self._exchange = copy.copy(workspace.exchange)
-        self._exchange.arena = copy.copy(workspace.arena)  # a copy, because the arena counts exchanges
+        self._exchange.transport = copy.copy(workspace.transport)  # a copy, because it counts exchanges
 
     def dispatch(
         self,

@@ -250,7 +250,7 @@ class PutExchange:
         with contextlib.suppress(RuntimeError):  # this rank raises the reason of its refusal instead
             for channel in (ROWS, TABLES):
                 self._meet(buffer, channel, "refused", tokens)
-        self.transport.arena.exchanges += 1
+        self.transport.exchanges += 1
 
     def dispatch_tables(self, buffer: "StagedBuffer", expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
         layout, local = self.layout, buffer.local
@@ -313,7 +313,7 @@ class PutExchange:
         there = self.transport.bases + (layout.dispatches_start + 8 * self.rank)
         self.transport.put(buffer, word.view(torch.uint8)[None], there[None], self.num_sms)
         self._meet(buffer, ROWS, step, width)
-        self.transport.arena.exchanges += 1
+        self.transport.exchanges += 1
         op_id = layout.op_id(step, width)
         compare(buffer.local, number, self.transport.state, layout.counters_start, op_id, layout.world_size)
 

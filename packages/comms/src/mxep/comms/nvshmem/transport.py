@@ -110,11 +110,10 @@ class NvshmemTransport(CudaTransport):
         pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
         return StagedBuffer(self.rank, peers, pointers, staging=staging)
 
-    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
+    def barrier(self, step: str) -> None:
         self.check()
-        pad = self._signal_pad if signal_pad is None else signal_pad.local
         with torch.cuda.device(self.device):
-            self._meet(pad, 0, 0, self.world_size * 8)
+            self._meet(self._signal_pad, 0, 0, self.world_size * 8)
 
     def exchange(self, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
         from .exchange import PutExchange  # imports Triton

@@ -111,21 +111,21 @@ def open_transport(
         anywhere = [failed] * group.size()
         dist.all_gather_object(anywhere, failed, group=group)
         if found is not None and not failed and any(anywhere):
-            found.arena.refused, failed = "given up, because it failed on a peer", True
+            found.refused, failed = "given up, because it failed on a peer", True
     if found is None or failed:
         make: Callable[..., Transport] = kind
         found = transports[key] = make(group, timeout=timeout)
     elif timeout is not None and timeout != found.timeout:
         others = f"{found.timeout:g} s as other layers of the group have, whose buffers it shares"
         raise ValueError(f"timeout: got {timeout:g} s, wanted {others}")
-    found.arena.users += 1
+    found.users += 1
     return found
 
 
 def close_transport(transport: Transport) -> None:
     """Count one user less. If none is left, close the transport."""
-    transport.arena.users -= 1
-    if transport.arena.users:
+    transport.users -= 1
+    if transport.users:
         return
     transport.close()
     transports: MutableMapping[Key, Transport]
@@ -145,7 +145,7 @@ def has_failed(transport: Transport) -> bool:
         transport.check()
     except RuntimeError:
         return True
-    return transport.arena.refused is not None
+    return transport.refused is not None
 
 
 _T = TypeVar("_T")

@@ -100,7 +100,7 @@ class SymmetricDispatcher(TokenDispatcher):
         given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # on a CPU, errors quote the ids as given
         expert_ids = narrow_ids(given)
         workspace = self.workspace(expert_ids)
-        workspace.transport.arena.new_dispatch = self.new_dispatch
+        workspace.transport.next_dispatch = self.new_dispatch
         sms = OVERLAP_SMS if overlap else None
         handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms, room=room)
         assert handle.tables is not None
@@ -141,7 +141,7 @@ class SymmetricDispatcher(TokenDispatcher):
             if device in self._counts:
                 self._counts[device].zero_()  # counts of the failed step
             # A rank whose transport is intact must not reuse it, because its peers' transports have failed.
-            transport.arena.refused = transport.arena.refused or "given up by reserve(), which others need, too"
+            transport.refused = transport.refused or "given up by reserve(), which others need, too"
             close_transport(self._opened.pop(device))
         check_reserved(most, self.max_tokens)
         if self.max_tokens is None and most > self._most_tokens.get(device, 0):
@@ -154,15 +154,15 @@ class SymmetricDispatcher(TokenDispatcher):
             transport.announce(self.new_dispatch)
 
     def _sent(self) -> int:
-        return sum(transport.arena.exchanges for transport in self._opened.values())
+        return sum(transport.exchanges for transport in self._opened.values())
 
     def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
         transport = self._transport_here()
-        return None if transport is None else transport.arena.graph_state(transport)
+        return None if transport is None else transport.graph_state()
 
     def launched(self, exchanges: int) -> None:
         if (transport := self._transport_here()) is not None:
-            transport.arena.launched(exchanges)
+            transport.launched(exchanges)
 
     def close(self) -> None:
         super().close()
