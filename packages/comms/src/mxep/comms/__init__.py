@@ -11,7 +11,6 @@ make_plan   assigns received tokens to rows in expert order, from the senders' r
 import importlib.metadata
 
 from .all_to_all import compare_headers, pick_values, plan_all_to_all, plan_slots, read_tables
-from .exchange import Handle, combine, dispatch
 from .layout import NEW, describe_dispatch, new_dispatch
 from .nvshmem import NvshmemTransport
 from .plan import DROPPED, Capacity, CapacityExceeded, RoutingPlan, check_ids, make_plan, narrow_ids
@@ -30,7 +29,7 @@ from .transport import (
     timeout_of,
     told_failures,
 )
-from .workspace import Workspace
+from .workspace import Handle, Workspace, combine, dispatch
 
 try:
     __version__ = importlib.metadata.version("mxep-comms")

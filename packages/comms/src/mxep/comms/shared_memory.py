@@ -143,7 +143,7 @@ class SharedMemoryTransport(Transport):
 
 
 class PlainExchange:
-    """Exchanges of one workspace. Arguments are those of `dispatch` and `combine` in `exchange.py`, already checked.
+    """Exchanges of one workspace. Arguments are those of `dispatch` and `combine` in `workspace.py`, already checked.
 
     ``num_sms`` is ignored.
     """
