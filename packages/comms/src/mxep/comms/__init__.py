@@ -10,11 +10,19 @@ make_plan   assigns received tokens to rows in expert order, from the senders' r
 
 import importlib.metadata
 
-from .all_to_all import compare_headers, pick_values, plan_all_to_all, plan_slots, read_tables
 from .layout import NEW, describe_dispatch, new_dispatch
 from .nvshmem import NvshmemTransport
 from .plan import DROPPED, Capacity, CapacityExceeded, RoutingPlan, check_ids, make_plan, narrow_ids
-from .rows import gather_rows, join_rows, sum_slots
+from .rows import (
+    compare_headers,
+    gather_rows,
+    join_rows,
+    pick_values,
+    plan_all_to_all,
+    plan_slots,
+    read_tables,
+    sum_slots,
+)
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
 from .transport import (

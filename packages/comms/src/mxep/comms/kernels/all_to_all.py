@@ -1,4 +1,4 @@
-"""Kernels of the ops in `comms/all_to_all.py`, which has the legend of letters.
+"""Kernels of all-to-alls, whose ops are in `comms/rows.py`, which has the legend of letters.
 
 plan_all_to_all orders (token, expert) pairs by destination rank in two launches, without a sort:
 
