@@ -165,9 +165,9 @@ class AllToAllDispatcher(TokenDispatcher):
             found = wrong.unique().tolist() or ""
             raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found}")
         count = 0
-        if self._exchanges is not None:
-            self._exchanges.dispatches += 1
-            count = self._exchanges.dispatches % 2**29
+        if self._shared_state is not None:
+            self._shared_state.dispatches += 1
+            count = self._shared_state.dispatches % 2**29
         number = torch.full((1,), count, dtype=torch.int32, device=expert_ids.device)
         room = self.world_size + _room(sum(received) - self.world_size)
         header = self._headers.new(self.new_dispatch, expert_ids.device)
@@ -216,7 +216,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return Done((out, of_pairs.view(torch.float32).view(routing.position.shape)))
 
     def _sent(self) -> int:
-        return 0 if self._exchanges is None else self._exchanges.collectives
+        return 0 if self._shared_state is None else self._shared_state.collectives
 
     def _exchange_sizes(self, outgoing: Tensor) -> tuple[list[int], list[int], list[int], list[int], Tensor]:
         """Exchange the (W, 3) sizes of outgoing rows, and copy them to the host, as NCCL's all-to-all needs them there.
@@ -258,8 +258,8 @@ class AllToAllDispatcher(TokenDispatcher):
     def _collective(
         self, incoming: Tensor, outgoing: Tensor, received: list[int] | None = None, sent: list[int] | None = None
     ) -> None:
-        if self._exchanges is not None:
-            self._exchanges.collectives += 1
+        if self._shared_state is not None:
+            self._shared_state.collectives += 1
         try:
             dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
         except RuntimeError as error:  # from gloo; NCCL's watchdog ends the process instead

@@ -7,7 +7,8 @@
     redispatch   the same two steps with other bytes of the same tokens, without ids
     combine      within: one sum for each token that came across; then across: these sums return, and are summed
 
-N nodes of L ranks, W = N * L ranks. Rank r is number l = r % L on node n = r // L. Node m owns the E / N experts from
+N nodes of L ranks, W = N * L ranks. Rank r is number l = r % L on node n = r // L. For W = 6 and L = 2, the groups
+within nodes are (0 1) (2 3) (4 5), and the groups across nodes (0 2 4) (1 3 5). Node m owns the E / N experts from
 m * E / N on. T tokens of this rank, T_max maximum tokens of any rank, K experts per token, E experts in all, D model
 dim, S slots within the node.
 
@@ -29,7 +30,9 @@ the rows' dtype. With one node, or nodes of one rank, the other dispatchers sum 
 ordered by (l, n, token) of their source.
 """
 
+import datetime
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,13 +54,33 @@ from mxep.comms import (
     plan_slots,
     read_tables,
     sum_slots,
+    timeout_of,
 )
 from mxep.runtime.replay import replayed
 
 from .all_to_all import STEPS, Headers
 from .base import Done, Handle, Later, Payload, Routing, TokenDispatcher, check_reserved
-from .groups import made_to_stay, nodes_of
+from .groups import made_to_stay, state_of
 from .symmetric import SymmetricDispatcher, most_tokens
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a group, and where this rank is among them.
+
+    Attributes:
+        ranks: L, the number of ranks per node.
+        count: N, the number of nodes.
+        node: this rank's node.
+        within: process group of this node's ranks; None if this process is alone.
+        across: process group of the ranks with this rank's number on each node; None if there is one node.
+    """
+
+    ranks: int = 1
+    count: int = 1
+    node: int = 0
+    within: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -288,8 +311,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
         self._headers.check()
-        if self._exchanges is not None:
-            self._exchanges.collectives += 1
+        if self._shared_state is not None:
+            self._shared_state.collectives += 1
         sizes = self._block_sizes(outgoing[0])
         incoming, works = tuple(map(torch.empty_like, outgoing)), []
         for received, sent in zip(incoming, outgoing):
@@ -321,7 +344,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         return self._blocks[key]
 
     def _sent(self) -> int:
-        crossed = 0 if self._exchanges is None else self._exchanges.collectives
+        crossed = 0 if self._shared_state is None else self._shared_state.collectives
         return crossed + sum(each._sent() for each in self._within.values())
 
     def _share(self, top_k: int) -> float:
@@ -359,6 +382,60 @@ class HierarchicalDispatcher(TokenDispatcher):
         enough = math.ceil(100 * most / (max_tokens * self._share(top_k))) / 100
         cure = f"Capacity.factor({enough:g}) has as many, if rows of experts fit it, too"
         return f"rows did not fit {self.capacity}, {num_slots} slots for a node: {lost}; the step is not usable, {cure}"
+
+
+def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
+    """Return the group's nodes. The first call with these arguments is collective.
+
+    ranks: number of ranks per node. None: each host is a node.
+    timeout: maximum seconds of a collective between nodes. None: the group's timeout. Only the first call uses it.
+
+    Raises ValueError on all ranks if `ranks` does not divide the group's size, or differs between ranks.
+    """
+    if group is None:
+        return Nodes()
+    known: dict[int | None, Nodes] = state_of(group).nodes
+    if ranks not in known:
+        known[ranks] = _make_nodes(group, ranks, timeout)
+    return known[ranks]
+
+
+def _make_nodes(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) -> Nodes:
+    world_size, rank = group.size(), group.rank()
+    timeout = timeout_of(group, group._device_types[0]) if timeout is None else timeout
+    found: list[tuple[str, int | None]] = [("", None)] * world_size
+    dist.all_gather_object(found, (platform.node(), ranks), group=group)
+    hosts, given = [host for host, _ in found], {each for _, each in found}
+    if len(given) > 1:
+        raise ValueError(f"ranks_per_node: got {sorted(map(str, given))}, wanted the same on all ranks")
+    if ranks is None:
+        ranks = hosts.count(hosts[0])
+        alike = all(hosts[i : i + ranks] == [hosts[i]] * ranks for i in range(0, world_size, ranks))
+        if not alike or len(set(hosts)) * ranks != world_size:
+            counts = ", ".join(f"{host} x {hosts.count(host)}" for host in dict.fromkeys(hosts))
+            raise ValueError(f"ranks_per_node: got {counts}, wanted as many ranks on each host, side by side")
+    if ranks < 1 or world_size % ranks:
+        raise ValueError(f"ranks_per_node: got {ranks}, wanted a divisor of the {world_size} ranks of the group")
+    node, index, count = rank // ranks, rank % ranks, world_size // ranks
+    members = dist.get_process_group_ranks(group)
+    within = group if count == 1 else _group(members[node * ranks : (node + 1) * ranks], timeout)
+    across = None if count == 1 else group if ranks == 1 else _group(members[index::ranks], timeout)
+    return Nodes(ranks, count, node, within, across)
+
+
+def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
+    """Make a group of these ranks. Only they call this. They must be in ascending order, because torch sorts them."""
+    if ranks != sorted(ranks):
+        raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    world: Any = dist.group.WORLD
+    # If a device were bound, torch would split the default communicator, and NCCL would wait for all ranks of the job.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
+    return made
 
 
 def share_of_node(nodes: int, nodes_per_token: int, experts_per_node: int, top_k: int) -> float:

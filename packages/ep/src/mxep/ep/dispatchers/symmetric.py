@@ -1,14 +1,15 @@
 """SymmetricDispatcher stores rows into peers' memory, with one barrier per exchange, no host sync and no collective.
 
 A token travels once to each rank that has one of its experts, and each receiver makes its own plan. The first dispatch
-with new sizes makes a workspace, which takes collectives. All workspaces of a group share one pair of buffers
-(`groups.py`).
+with new sizes makes a workspace, which takes collectives. All layers of a group share one transport and its pair of
+buffers.
 
 T_max maximum tokens of any rank, K experts per token, D model dim.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from torch import Tensor
 from mxep.comms import (
     Capacity,
     NvshmemTransport,
+    SharedMemoryTransport,
     SymmetricBuffer,
+    SymmetricMemoryTransport,
     Transport,
     Workspace,
     combine,
@@ -26,7 +29,7 @@ from mxep.comms import (
 )
 
 from .base import Handle, Later, Payload, Routing, TokenDispatcher, check_reserved
-from .groups import close_transport, has_failed, made_to_stay, open_transport
+from .groups import made_to_stay, state_of
 
 OVERLAP_SMS = 32
 """Number of SMs for a dispatch that overlaps with other work. With these it reaches 0.92 of the links' bandwidth."""
@@ -214,6 +217,53 @@ class SymmetricDispatcher(TokenDispatcher):
 
         made = self._workspaces[device, max_tokens, top_k] = made_to_stay(device, make)
         return made
+
+
+def open_transport(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: float | None, kind: type[Transport] | None = None
+) -> Transport:
+    """Return the group's transport on this device, and count one more user. Collective.
+
+    If the transport has failed on any rank, or was closed, all ranks replace it.
+    kind: NvshmemTransport. None: NVLink on CUDA devices, shared memory on CPUs.
+
+    Raises ValueError if the open transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
+    """
+    if kind is NvshmemTransport and device.type != "cuda":
+        raise ValueError(f"dispatcher nvshmem: got tensors on {device}, wanted CUDA; on CPU use symmetric")
+    kind = kind or (SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport)
+    transports = state_of(group).transports
+    found = transports.get((device, kind))
+    failed = found is None or has_failed(found)
+    if group is not None and group.size() > 1:
+        anywhere = [failed] * group.size()
+        dist.all_gather_object(anywhere, failed, group=group)
+        if found is not None and not failed and any(anywhere):
+            found.refused, failed = "given up, because it failed on a peer", True
+    if found is None or failed:
+        make: Callable[..., Transport] = kind
+        found = transports[device, kind] = make(group, timeout=timeout)
+    elif timeout is not None and timeout != found.timeout:
+        others = f"{found.timeout:g} s as other layers of the group have, whose buffers it shares"
+        raise ValueError(f"timeout: got {timeout:g} s, wanted {others}")
+    found.users += 1
+    return found
+
+
+def close_transport(transport: Transport) -> None:
+    """Count one user less. If none is left, close the transport."""
+    transport.users -= 1
+    if not transport.users:
+        transport.close()
+
+
+def has_failed(transport: Transport) -> bool:
+    """True if this rank knows that the transport is unusable."""
+    try:
+        transport.check()
+    except RuntimeError:
+        return True
+    return transport.refused is not None
 
 
 def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
