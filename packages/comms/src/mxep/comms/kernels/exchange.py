@@ -1,6 +1,6 @@
 """KernelExchange: exchanges by kernels that store to the addresses of peers and end with a barrier.
 
-The kernels of dispatch are in this file, the kernel of combine is in `combine.py`. In a dispatch, a program loads the
+The kernels of dispatch are in this file, the kernel of combine is in `rows.py`. In a dispatch, a program loads the
 rows of BLOCK_T tokens once, then stores them to each rank that needs them. Programs start with different ranks, so that
 all links are busy. A row consists of parts, one per payload tensor. Each part is copied in the widest words that divide
 its width and its offset within the row.
@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.comms.kernels.combine import combine_kernel, owner_of
-from mxep.comms.kernels.rows import WORDS, tokens_per_tile
+from mxep.comms.kernels.rows import WORDS, combine_kernel, owner_of, tokens_per_tile
 from mxep.comms.kernels.signals import (
     arrive,
     compare_dispatches,

@@ -41,8 +41,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import core
 
-from mxep.comms.kernels.combine import is_sent, load_slot_rows, store_sum, sum_arrived
-from mxep.comms.kernels.rows import tokens_per_tile
+from mxep.comms.kernels.rows import is_sent, load_slot_rows, store_sum, sum_arrived, tokens_per_tile
 from mxep.comms.kernels.signals import compare, next_signal, wait_for_peers
 from mxep.comms.layout import ALIGNMENT, PE_SHIFT, ROWS, TABLES, Layout, round_up
 from mxep.comms.plan import RoutingPlan, narrow_ids
