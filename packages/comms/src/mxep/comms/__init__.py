@@ -26,7 +26,6 @@ from .rows import (
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
 from .transport import (
-    OneThread,
     PeersDisagree,
     PeerTimeout,
     SymmetricBuffer,
@@ -51,7 +50,6 @@ __all__ = [
     "CapacityExceeded",
     "Handle",
     "NvshmemTransport",
-    "OneThread",
     "PeerTimeout",
     "PeersDisagree",
     "RoutingPlan",

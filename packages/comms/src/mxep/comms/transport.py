@@ -59,33 +59,6 @@ class SymmetricBuffer:
         self.views.clear()
 
 
-class OneThread:
-    """Guard that lets only one thread make the exchanges of a group.
-
-    All ranks must make exchanges in the same order, but the order of two threads would be random. So the first thread
-    that makes an exchange is the only one until it ends. Autograd's threads are allowed as well, during a backward.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ident = 0
-        self._owner: threading.Thread | None = None
-
-    def claim(self) -> None:
-        """Call it before an exchange. Raises RuntimeError on a second thread while the first thread is alive."""
-        ident = threading.get_ident()
-        if ident == self._ident or torch._C._current_graph_task_id() != -1:
-            return
-        with self._lock:
-            mine, owner = threading.current_thread(), self._owner
-            if owner is not None and owner is not mine and owner.is_alive():
-                raise RuntimeError(
-                    f"exchange: got thread {mine.name!r}, expected {owner.name!r}, which made the exchanges before: "
-                    "call layers that share a group in one thread, or make a process group for each thread"
-                )
-            self._owner, self._ident = mine, ident
-
-
 def current_stream(device_index: int) -> torch.cuda.Stream:
     """`torch.cuda.current_stream` without creating a new object in each call."""
     return _stream(*torch._C._cuda_getCurrentStream(device_index))
@@ -124,7 +97,6 @@ class Transport(ABC):
         was_captured: True once any exchange was captured.
         replaced: older, smaller buffers, kept because captured graphs still store to them.
         refused: reason why this rank refused an exchange. No exchange is possible after a refusal.
-        thread: guard that lets only one thread make exchanges.
     """
 
     access: ClassVar[str]
@@ -145,7 +117,6 @@ class Transport(ABC):
         self.device = device
         self.stream: torch.cuda.Stream | None = None
         self.timeout = timeout_of(self.group, device) if timeout is None else timeout
-        self.thread = OneThread()
         self.new_dispatch = torch.full((1,), NEW, dtype=torch.int32, device=device)
         fixed(self.new_dispatch)
         self._buffers: list[SymmetricBuffer] = []
@@ -194,7 +165,6 @@ class Transport(ABC):
         """
         if self.access != "kernels" or self.refused is not None or not self.buffers:
             return None
-        self.thread.claim()
         self.check()
         if self.in_flight is not None or self.last_stream not in (None, current_stream(self.device.index)):
             return None

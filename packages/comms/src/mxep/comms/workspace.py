@@ -143,12 +143,10 @@ class Workspace:
         From now on, views of the exchange before the last one are invalid. An exchange is counted when its signals are
         sent to the peers. If it fails before, it can be repeated with the same buffer.
 
-        Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed. Raises RuntimeError on a
-        second thread, after this rank refused an exchange, and if an exchange is in flight when a capture starts or
-        ends.
+        Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed. Raises RuntimeError
+        after this rank refused an exchange, and if an exchange is in flight when a capture starts or ends.
         """
         transport = self.transport
-        transport.thread.claim()
         transport.check()
         if transport.refused is not None:
             cure = "make the layers again, or call reserve() of each, on all ranks"

@@ -1,13 +1,7 @@
 """The layer's autograd: one autograd function in eager mode, two ops under torch.compile. Both run `layer.py`.
 
-The autograd function gives the same bits as the functions of `functional.py` in sequence, and costs less:
-
-- If the backend folds, SwiGLU and its backward fold their results: one pass less over h and d_gate_up.
-- The slots that receive d_out are read in place, before the next exchange overwrites them.
-- Each pass quantizes the weights itself, during its exchange. So no quantized weights are saved for backward.
-- dx is combined while the gradient of gate_up_proj is computed.
-
-torch.compile does not trace into the ops:
+The autograd function gives the same bits as the functions of `functional.py` in sequence. It costs less, because
+several fusions and the overlap of exchanges cross the steps. torch.compile does not trace into the ops:
 
     mxep::layer_forward    x, weights, ids, parameters -> out, `Saved`, the plan, kept
     mxep::layer_backward   d_out and forward's tensors -> dx, d_weights and the gradients of parameters that need one

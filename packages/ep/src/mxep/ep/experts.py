@@ -35,7 +35,7 @@ from .autograd import (
 from .dispatchers.base import Routing, TokenDispatcher
 from .dtensors import empty_share, init_normal_, local_tensor, local_weight
 from .formats import PLAIN, AnyWeight, LayerConfig, held_rowwise, makes_rows_again
-from .functional import Weighted, add_down_bias, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
+from .functional import Combine, Weighted, add_down_bias, checked_tokens, dispatch, expert_mlp
 from .layer import ForwardInput, MainGrads, forward_pass, pass_of
 from .lora import LoRAWeights
 from .rehearse import rehearse_once
@@ -263,8 +263,7 @@ def _compose(
     Returns out (T, D), kept (T, K) or None, and the routing. kept: 1 for pairs that were computed, 0 for dropped ones.
     drops: True to return kept.
     """
-    how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": config.recipe}
-    rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
+    rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=config.recipe)
     y = expert_mlp(
         rows,
         local_weight(joined(proj)),
@@ -279,9 +278,8 @@ def _compose(
         gate_up_bias=local_weight(gate_up_bias),
         dispatcher=dispatcher,
     )
-    if drops:
-        return *combine_and_kept(y, routing, **how), routing
-    return combine(y, routing, **how), None, routing
+    out, kept = Combine.apply(y, routing, dispatcher, config.recipe, drops)  # type: ignore[no-untyped-call]
+    return out, kept, routing
 
 
 def _check_parameters(

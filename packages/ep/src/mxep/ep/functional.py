@@ -1,21 +1,13 @@
 """The differentiable parts of an expert-parallel layer: called one after another, they compute the layer.
 
-    forward                                          backward
-    x (T, D), weights (T, K)                         d_out (T, D)
-      dispatch     quantize, dispatch, plan            combine'     quantize, redispatch by the same plan
-    rows (R_max, D), row_weight (R_max,)             d_y rows (R_max, D)
-      expert_mlp   grouped_mm w13                      expert_mlp'  grouped_mm w2 dgrad, wgrad
-                   swiglu * row_weight, quantize                    swiglu backward, quantize; d_row_weight
-                   grouped_mm w2                                    grouped_mm w13 dgrad, wgrad
-    y (R_max, D)                                     d_rows (R_max, D), d_row_weight (R_max,)
-      combine      sum each token's rows               dispatch'    sum each token's rows
-    out (T, D)                                       dx (T, D), d_weights (T, K)
+    dispatch      x (T, D), weights (T, K) -> rows (R_max, D), row_weight (R_max,)       backward: combine
+    expert_mlp    rows, weights of experts -> y (R_max, D)                               backward: dgrads, wgrads
+    combine       y -> out (T, D)                                                        backward: redispatch
 
-A prime marks a function's backward. w13 is gate_up_proj, w2 is down_proj.
-
-SwiGLU multiplies h by the routing weight, which gives the same result as weighting y, because the down-projection is
-linear. So combine is a plain sum, and its backward sends one unscaled copy of each token. If the recipe quantizes,
-rows, h and the gradients between these functions are MXTensors, so that nothing is quantized twice.
+`layer.py` has the same steps in one pass. SwiGLU multiplies h by the routing weight, which gives the same result as
+weighting y, because the down-projection is linear. So combine is a plain sum, and its backward sends one unscaled copy
+of each token. If the recipe quantizes, rows, h and the gradients between these functions are MXTensors, so that nothing
+is quantized twice.
 
 Under torch.compile these functions break the graph. The exceptions are `expert_mlp` and `swiglu` with recipe "bf16".
 
@@ -128,16 +120,8 @@ def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe:
     max_rows = routing.plan.max_rows
     if y.dim() != 2 or len(y) != max_rows:
         raise ValueError(f"combine: expected y ({max_rows}, D), the rows of this routing, got {tuple(y.shape)}")
-    out: Tensor = _Combine.apply(y, routing, dispatcher, Recipe.named(recipe), False)[0]  # type: ignore[no-untyped-call]
+    out: Tensor = Combine.apply(y, routing, dispatcher, Recipe.named(recipe), False)[0]  # type: ignore[no-untyped-call]
     return out
-
-
-def combine_and_kept(
-    y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe
-) -> tuple[Tensor, Tensor]:
-    """(result of :func:`combine`, kept). kept: (T, K) fp32, 1 for a (token, expert) pair that has a row, else 0."""
-    out, kept = _Combine.apply(y, routing, dispatcher, recipe, True)  # type: ignore[no-untyped-call]
-    return out, kept
 
 
 @_between_graphs
@@ -249,7 +233,9 @@ class _Dispatch(torch.autograd.Function):
         return dx, d_weights, None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
+    """:func:`combine`, and with `drops` also kept: (T, K) fp32, 1 for a (token, expert) pair that has a row, else 0."""
+
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, routing: Routing, dispatcher: TokenDispatcher, recipe: Recipe, drops: bool
@@ -321,12 +307,9 @@ def add_down_bias(
         scale: factor for the bias's gradient.
         group: the ranks that share the experts. None: this process has all of them.
 
-    Returns (T, D), the sum. It is computed by one GEMM, S @ bias, with S (T, E) the routing weights by expert. This
-    GEMM is a hundredth of the layer's size, and its gradients use d_out unquantized. Ranks that share experts gather
-    the bias to (E, D), and reduce its gradient, by torch's own collectives.
-
-    0 * NaN is NaN, so one NaN would spread in a GEMM. Therefore the GEMMs exclude rows of bias, and of d_out, that are
-    not finite. NaN is then written only to the tokens, or experts, that such a row belongs to.
+    Returns (T, D), the sum. It is computed by one GEMM, S @ bias, with S (T, E) the routing weights by expert. Ranks
+    that share experts gather the bias to (E, D), and reduce its gradient, by torch's own collectives. A bias or d_out
+    that is not finite makes NaN only in the tokens, or experts, that it belongs to.
     """
     whole = scaled_gradient(bias, scale).float()
     if group is not None:
@@ -360,7 +343,10 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """out (T, D) + by_expert (T, E) @ bias (E, D). ids: (T, K) expert ids. routed: (T, K), True if an id is valid."""
+    """out (T, D) + by_expert (T, E) @ bias (E, D). ids: (T, K) expert ids. routed: (T, K), True if an id is valid.
+
+    0 * NaN is NaN, so one NaN would spread in a GEMM. Therefore the GEMMs exclude rows that are not finite.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, by_expert: Tensor, bias: Tensor, ids: Tensor, routed: Tensor) -> Tensor:

@@ -301,7 +301,7 @@ class TokenDispatcher(ABC):
         return told_failures(self.group, range(self.world_size))
 
     def claim(self) -> None:
-        """Check that no second thread makes exchanges, else raise: `mxep.comms.OneThread`. Call it before each."""
+        """Check that no second thread makes exchanges, else raise: `groups.OneThread`. Call it before each."""
         if self._shared_state is not None:
             self._shared_state.thread.claim()
 

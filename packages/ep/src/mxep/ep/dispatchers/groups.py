@@ -1,5 +1,6 @@
 """State that the dispatchers of a process group share."""
 
+import threading
 import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -8,9 +9,36 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mxep.comms import OneThread, Transport
+from mxep.comms import Transport
 from mxep.gemm.quantize_once import in_graph_tree
 from mxep.runtime.record import set_up
+
+
+class OneThread:
+    """Guard that lets only one thread make the exchanges of a group.
+
+    All ranks must make exchanges in the same order, but the order of two threads would be random. So the first thread
+    that makes an exchange is the only one until it ends. Autograd's threads are allowed as well, during a backward.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ident = 0
+        self._owner: threading.Thread | None = None
+
+    def claim(self) -> None:
+        """Call it before an exchange. Raises RuntimeError on a second thread while the first thread is alive."""
+        ident = threading.get_ident()
+        if ident == self._ident or torch._C._current_graph_task_id() != -1:
+            return
+        with self._lock:
+            mine, owner = threading.current_thread(), self._owner
+            if owner is not None and owner is not mine and owner.is_alive():
+                raise RuntimeError(
+                    f"exchange: got thread {mine.name!r}, expected {owner.name!r}, which made the exchanges before: "
+                    "call layers that share a group in one thread, or make a process group for each thread"
+                )
+            self._owner, self._ident = mine, ident
 
 
 class GroupState:

@@ -160,6 +160,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return sum(transport.exchanges for transport in self._opened.values())
 
     def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
+        self.claim()
         transport = self._transport_here()
         return None if transport is None else transport.graph_state()
 
@@ -191,7 +192,8 @@ class SymmetricDispatcher(TokenDispatcher):
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
 
     def _workspace_of(self, routing: Routing) -> Workspace:
-        """The workspace of the dispatch that made this routing."""
+        """The workspace of the dispatch that made this routing, for an exchange that follows."""
+        self.claim()
         slots, top_k = routing.plan.slot_rows.shape
         key = routing.plan.slot_rows.device, slots // self.world_size, top_k
         if key not in self._workspaces:
