@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mxep.gemm.recipe import AUTO
 
-from .dispatchers import Dispatch, DispatchFields, make_dispatcher
-from .dtensors import group_of, local_tensor, mesh_of
+from .dispatchers import Dispatch, DispatchFields
+from .dtensors import local_tensor, mesh_of
 from .moe import MoE
 
 
@@ -56,17 +56,7 @@ class ExpertParallel(ParallelStyle):
         if not isinstance(module, MoE) or any(isinstance(p, DTensor) for p in module.experts.parameters()):
             raise ValueError(f"ExpertParallel wants an MoE that holds all its experts, got {type(module).__name__}")
         experts, how = module.experts, self.dispatch
-        dispatcher = make_dispatcher(
-            how.times(module.rows_per_token),
-            experts.num_experts,
-            dim=module.dim,
-            dtype=experts.gate_up_proj.dtype,
-            group=group_of(device_mesh),
-        )
-        if dispatcher.world_size != device_mesh.size():
-            raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {device_mesh.size()}")
-        module.dispatcher, module.number = dispatcher, dispatcher.number_layer()
-        module.dispatch = None if dispatcher is how.dispatcher else how
+        module._use_dispatch(how, experts.num_experts, experts.gate_up_proj.dtype, device_mesh)
         if module.auto:
             module.max_tokens = how.max_tokens or module.max_tokens
             module.recipe = module._pick(None) or AUTO
