@@ -400,12 +400,8 @@ def combine(
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
             return combine(workspace, rows, plan, expert_ids, row_values, async_op=async_op, room=room)
-    tokens = expert_ids.shape[0]
-    expert_ids = _check_expert_ids(workspace, expert_ids, tokens)
-    if expert_ids.is_cpu:
-        check_ids(expert_ids, workspace.num_experts)
-    _check_rows(workspace, rows, plan, row_values)
-    room = max(tokens, room or 0)
+    _check_rows(workspace, rows, plan, expert_ids, row_values)
+    expert_ids, room = expert_ids.contiguous(), max(expert_ids.shape[0], room or 0)
     out = rows.new_empty(room, workspace.dim)  # allocated on the current stream, which uses it after the exchange
     values = None if row_values is None else row_values.new_empty(room, workspace.top_k)
     buffer = workspace.begin("combine")
@@ -418,27 +414,24 @@ def combine(
 def _check_tokens(
     workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None, room: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments. Returns contiguous ids (T, K) and weights.
+    """Check the arguments of a dispatch. Returns contiguous ids (T, K) and weights.
 
     If the batch is too large or has invalid ids, peers are told to raise, too. They cannot see these errors themselves.
     """
     if not payload:
         raise ValueError("payload: got no tensor, wanted at least one")
-    rows, width = payload[0].shape[0], 0
-    tokens = expert_ids.shape[0] if rows == room else rows
+    rows = payload[0].shape[0]
     for part in payload:
-        if part.dtype != torch.uint8 or part.ndim != 2 or part.shape[0] != rows or not part.shape[1]:
-            got = f"{part.dtype} {tuple(part.shape)}"
-            raise ValueError(f"payload: got {got}, wanted torch.uint8 ({rows}, bytes), at least one byte")
-        _check_device("payload", part, workspace)
-        width += part.shape[1]
-    if width > (most := workspace.layout.row_bytes):
-        raise ValueError(f"payload: got {width} bytes a row, wanted 1 to {most} as the workspace has")
+        _check("payload", part, (rows, part.shape[-1]), (torch.uint8,), workspace)
+    widths, most = [part.shape[1] for part in payload], workspace.layout.row_bytes
+    if min(widths) < 1 or sum(widths) > most:
+        raise ValueError(f"payload: got {widths} bytes a row, wanted at least 1 of each part, at most {most} of all")
+    tokens = expert_ids.shape[0] if rows == room else rows
     if tokens > workspace.max_tokens:
         why = batch_too_large(tokens, workspace.max_tokens)
         workspace.refuse(why, tokens=tokens)
         raise ValueError(why)
-    expert_ids = _check_expert_ids(workspace, expert_ids, tokens)
+    _check("expert_ids", expert_ids, (tokens, workspace.top_k), _INTS, workspace)
     if weights is not None:
         _check("weights", weights, (tokens, workspace.top_k), _FP32, workspace)
         weights = (weights.detach() if weights.requires_grad else weights).contiguous()
@@ -448,17 +441,19 @@ def _check_tokens(
         except ValueError as error:
             workspace.refuse(str(error))
             raise
-    return expert_ids, weights
+    return expert_ids.contiguous(), weights
 
 
-def _check_expert_ids(workspace: Workspace, expert_ids: Tensor, tokens: int) -> Tensor:
+def _check_rows(
+    workspace: Workspace, rows: Tensor, plan: RoutingPlan, expert_ids: Tensor, row_values: Tensor | None
+) -> None:
+    """Check the arguments of a combine."""
+    tokens = expert_ids.shape[0]
     _check("expert_ids", expert_ids, (tokens, workspace.top_k), _INTS, workspace)
     if tokens > workspace.max_tokens:
         raise ValueError(f"expert_ids: got {tokens} tokens, wanted at most max_tokens = {workspace.max_tokens}")
-    return expert_ids.contiguous()
-
-
-def _check_rows(workspace: Workspace, rows: Tensor, plan: RoutingPlan, row_values: Tensor | None) -> None:
+    if expert_ids.is_cpu:
+        check_ids(expert_ids, workspace.num_experts)
     _check("rows", rows, (plan.max_rows, workspace.dim), _ROWS, workspace)
     if (width := workspace.dim * rows.itemsize) > (most := workspace.layout.row_bytes):
         raise ValueError(f"rows: got {width} bytes a row, wanted at most {most} (row_bytes)")
@@ -474,9 +469,5 @@ def _check(
     if tensor.shape != shape or tensor.dtype not in dtypes:
         wanted = " or ".join(map(str, dtypes))
         raise ValueError(f"{name}: got {tensor.dtype} {tuple(tensor.shape)}, wanted {wanted} {shape}")
-    _check_device(name, tensor, workspace)
-
-
-def _check_device(name: str, tensor: Tensor, workspace: Workspace) -> None:
     if tensor.device != workspace.device:
         raise ValueError(f"{name}: got device {tensor.device}, wanted {workspace.device} as the transport has")
