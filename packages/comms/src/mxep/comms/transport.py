@@ -100,15 +100,6 @@ class Transport(ABC):
     """
 
     access: ClassVar[str]
-    buffers: tuple[SymmetricBuffer, ...] = ()
-    exchanges = dispatches = users = capture = 0
-    next_dispatch = NEW
-    last_stream: torch.cuda.Stream | None = None
-    in_flight: object = None
-    done: torch.cuda.Event | None = None
-    was_captured = False
-    replaced: tuple[SymmetricBuffer, ...] = ()
-    refused: str | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> None:
         self.group = (group or dist.group.WORLD) if dist.is_initialized() else None
@@ -119,6 +110,14 @@ class Transport(ABC):
         self.timeout = timeout_of(self.group, device) if timeout is None else timeout
         self.new_dispatch = torch.full((1,), NEW, dtype=torch.int32, device=device)
         fixed(self.new_dispatch)
+        self.buffers: tuple[SymmetricBuffer, ...] = ()
+        self.replaced: tuple[SymmetricBuffer, ...] = ()
+        self.exchanges = self.dispatches = self.users = self.capture = 0
+        self.next_dispatch, self.was_captured = NEW, False
+        self.last_stream: torch.cuda.Stream | None = None
+        self.in_flight: object = None
+        self.done: torch.cuda.Event | None = None
+        self.refused: str | None = None
         self._buffers: list[SymmetricBuffer] = []
         self._unusable: str | None = None
 

@@ -301,9 +301,9 @@ class TokenDispatcher(ABC):
         return told_failures(self.group, range(self.world_size))
 
     def claim(self) -> None:
-        """Check that no second thread makes exchanges, else raise: `groups.OneThread`. Call it before each."""
+        """Check that no second thread makes exchanges, else raise. Call it before each."""
         if self._shared_state is not None:
-            self._shared_state.thread.claim()
+            self._shared_state.claim()
 
     def close(self) -> None:
         """Count one user less. If none is left, free the memory shared with peers. The dispatcher is then unusable.

@@ -14,38 +14,10 @@ from mxep.gemm.quantize_once import in_graph_tree
 from mxep.runtime.record import set_up
 
 
-class OneThread:
-    """Guard that lets only one thread make the exchanges of a group.
-
-    All ranks must make exchanges in the same order, but the order of two threads would be random. So the first thread
-    that makes an exchange is the only one until it ends. Autograd's threads are allowed as well, during a backward.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ident = 0
-        self._owner: threading.Thread | None = None
-
-    def claim(self) -> None:
-        """Call it before an exchange. Raises RuntimeError on a second thread while the first thread is alive."""
-        ident = threading.get_ident()
-        if ident == self._ident or torch._C._current_graph_task_id() != -1:
-            return
-        with self._lock:
-            mine, owner = threading.current_thread(), self._owner
-            if owner is not None and owner is not mine and owner.is_alive():
-                raise RuntimeError(
-                    f"exchange: got thread {mine.name!r}, expected {owner.name!r}, which made the exchanges before: "
-                    "call layers that share a group in one thread, or make a process group for each thread"
-                )
-            self._owner, self._ident = mine, ident
-
-
 class GroupState:
     """State that all dispatchers of a group share. group: None: a single process without groups.
 
     Attributes:
-        thread: guard that admits only one thread to exchanges.
         dispatches: number of dispatches by collectives.
         collectives: number of collectives.
         layers: number of layers.
@@ -57,12 +29,32 @@ class GroupState:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.thread = OneThread()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ident = 0
         self.dispatches = self.collectives = self.layers = self.failures = 0
         self.nodes: dict[int | None, Any] = {}
         self.transports: MutableMapping[tuple[torch.device, type[Transport]], Transport] = {}
         if group is None or group.size() == 1:
             self.transports = weakref.WeakValueDictionary()
+
+    def claim(self) -> None:
+        """Call it before an exchange. Raises RuntimeError on a second thread while the first thread is alive.
+
+        All ranks must make exchanges in the same order, but the order of two threads would be random. So the first
+        thread that makes an exchange is the only one until it ends. During a backward, autograd's may, too.
+        """
+        ident = threading.get_ident()
+        if ident == self._ident or torch._C._current_graph_task_id() != -1:
+            return
+        with self._lock:
+            mine, first = threading.current_thread(), self._thread
+            if first is not None and first is not mine and first.is_alive():
+                raise RuntimeError(
+                    f"exchange: got thread {mine.name!r}, expected {first.name!r}, which made the exchanges before: "
+                    "call layers that share a group in one thread, or make a process group for each thread"
+                )
+            self._thread, self._ident = mine, ident
 
 
 _states: dict[dist.ProcessGroup | None, GroupState] = {}
