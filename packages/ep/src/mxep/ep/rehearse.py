@@ -19,6 +19,7 @@ from mxep.gemm.router_ops import dgrad_op, linear_op, top_k_backward_op, top_k_o
 from mxep.runtime.bundle import build, take_apart
 from mxep.runtime.replay import is_recordable
 
+from .dispatchers.all_to_all import split_columns, widths_of
 from .dispatchers.base import Done, Handle, Payload, Routing, TokenDispatcher
 from .dispatchers.local import LocalDispatcher
 from .dispatchers.symmetric import OVERLAP_SMS, SymmetricDispatcher
@@ -184,6 +185,5 @@ class Unsent(LocalDispatcher):
 
     def _received(self, payload: Payload) -> Payload:
         """Meta tensors like the received parts of `payload`: columns of a buffer, with the buffer's strides."""
-        widths = [part.shape[1] for part in payload]
         slots = payload[0].new_empty(self._layout.num_slots, self._layout.row_bytes)
-        return tuple(slots[:, : sum(widths)].split(widths, 1))
+        return split_columns(slots, widths_of(payload))

@@ -58,7 +58,7 @@ from mxep.comms import (
 )
 from mxep.runtime.replay import replayed
 
-from .all_to_all import STEPS, Headers
+from .all_to_all import STEPS, Headers, split_columns, widths_of
 from .base import Done, Handle, Later, Payload, Routing, TokenDispatcher, check_reserved
 from .groups import made_to_stay, state_of
 from .symmetric import SymmetricDispatcher, most_tokens
@@ -181,7 +181,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         tokens, top_k = expert_ids.shape
         max_tokens = self._max_tokens(tokens, expert_ids.device)
         within = self._within_of(max_tokens, self.slots_per_node(max_tokens, top_k))
-        self._agree(max_tokens, top_k, sum(part.shape[1] for part in payload))
+        self._agree(max_tokens, top_k, sum(widths_of(payload)))
         counts = self._running_counts(expert_ids.device, 1)
         sizes = {"num_nodes": self.nodes.count, "num_slots": self.slots_per_node(max_tokens, top_k)}
         sizes |= {"experts_per_node": self.experts_per_node, "num_experts": self.num_experts}
@@ -198,7 +198,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             arrived, routing = within.dispatch((rows,), *here, alignment=alignment).wait()
             self._room = max(self._room, (max_tokens, top_k, alignment, routing.plan.max_rows))
             between = HierarchicalRouting(routing.plan, ids, self.num_local_experts, routing, slots, token_of)
-            return _parted(arrived, payload), between
+            return split_columns(arrived[0], widths_of(payload)), between
 
         return Later(finish)
 
@@ -208,7 +208,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         within, of_node = self._within_by(routing), routing.within
         rows = self._join(payload, routing.tokens, _number(routing), "redispatch")
         crossing = self._cross((rows,), _number(routing), "redispatch")
-        return Later(lambda: _parted(within.redispatch(crossing.wait(), of_node).wait(), payload))
+        return Later(lambda: split_columns(within.redispatch(crossing.wait(), of_node).wait()[0], widths_of(payload)))
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
@@ -455,12 +455,6 @@ def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:
 def _number(routing: HierarchicalRouting) -> Tensor:
     assert routing.plan.dispatch is not None
     return routing.plan.dispatch
-
-
-def _parted(slots: Payload, payload: Payload) -> Payload:
-    """Split slots (S, n) along columns into parts as wide as the payload's."""
-    widths = [part.shape[1] for part in payload]
-    return tuple(slots[0][:, : sum(widths)].split(widths, 1))
 
 
 @replayed
