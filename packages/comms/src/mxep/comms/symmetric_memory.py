@@ -38,11 +38,7 @@ class FaultRecord:
         return torch.tensor([0, int(timeout * 1e9), self.values.data_ptr(), 0], device=device, dtype=torch.int64)
 
     def check(self, rank: int, limit: float, group: dist.ProcessGroup | None = None) -> None:
-        """Raise PeerTimeout or PeersDisagree if a failure is recorded.
-
-        limit: seconds that waits take at most. group: process group whose store has notes of late ranks
-        (`told_failures`).
-        """
+        """Raise PeerTimeout or PeersDisagree if a failure is recorded. limit: seconds. group: whose notes are read."""
         if not self._written[0]:
             return
         _, channel, signal, *seen = self.values.tolist()

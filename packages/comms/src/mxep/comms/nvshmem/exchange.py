@@ -317,7 +317,7 @@ class PutExchange:
         compare(buffer.local, number, self.transport.state, layout.counters_start, op_id, layout.world_size)
 
     def _meet(self, buffer: "StagedBuffer", channel: int, step: str, number: int) -> None:
-        self.transport.meet(buffer, channel, self.layout.op_id(step, number), self.layout.counters_start)
+        self.transport.meet(buffer.local, channel, self.layout.op_id(step, number), self.layout.counters_start)
 
     def _stage(self, buffer: "StagedBuffer", payload: Sequence[Tensor]) -> Tensor:
         """Concatenate the parts (T, n_i) in the staging area. Returns (T, n) uint8, n rounded up to 16."""

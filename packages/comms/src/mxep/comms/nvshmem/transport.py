@@ -113,7 +113,7 @@ class NvshmemTransport(CudaTransport):
     def barrier(self, step: str) -> None:
         self.check()
         with torch.cuda.device(self.device):
-            self._meet(self._signal_pad, 0, 0, self.world_size * 8)
+            self.meet(self._signal_pad, 0, 0, self.world_size * 8)
 
     def exchange(self, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
         from .exchange import PutExchange  # imports Triton
@@ -134,11 +134,8 @@ class NvshmemTransport(CudaTransport):
             programs -= 1
         self._kernels.put(self._put_kernel, programs, source, buffer.local, destinations, groups)
 
-    def meet(self, buffer: StagedBuffer, channel: int, op_id: int, counters_start: int) -> None:
-        """Wait until all puts of all ranks have landed."""
-        self._meet(buffer.local, channel, op_id, counters_start)
-
-    def _meet(self, buffer: Tensor, channel: int, op_id: int, counters_start: int) -> None:
+    def meet(self, buffer: Tensor, channel: int, op_id: int, counters_start: int) -> None:
+        """Wait until all puts of all ranks have landed. buffer: this rank's own."""
         numbers = op_id, channel, self.rank, counters_start
         self._kernels.meet(self._meet_kernel, buffer, self.pes, self.state, *numbers)
 
