@@ -230,8 +230,6 @@ def memory(layout: Layout) -> Memory:
     if dispatcher == "all_to_all":  # with room for a 32nd more, on average
         slots = math.ceil(pairs * 33 / 32)
         rows = round_up(slots + own * (align - 1), align)
-    elif capacity.kind == "exact":  # half of the padding, on average
-        rows = round_up(pairs + own * (align - 1) // 2, align)
     else:
         rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
     few = rows

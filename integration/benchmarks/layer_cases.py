@@ -4,7 +4,7 @@
                                    every step
     RECIPE/DISPATCHER, kept        KEPT micro-batches in quantize_weights_once; figures are for one of them. Forward
                                    alone quantizes in each call, as in the first micro-batch
-    ..., worst_case; ..., exact    the same with these capacities
+    ..., worst_case               the same with this capacity
     ..., recompute                 room for the worst case; 1.25 times the balanced load is kept for backward
     RECIPE/DISPATCHER, gate_up_fp8 gate_up is kept in FP8 for backward
     baseline bf16                  baseline.BaselineLayer
@@ -58,7 +58,7 @@ KEPT = 4
 BASELINE = "baseline bf16"
 MX = "mxfp8/symmetric"
 BASELINES = (BASELINE, "baseline fp8", "baseline mxfp8")
-SUFFIXES = ("", ", kept", ", worst_case", ", exact", ", recompute", f", {KEPT_IN_FP8}")
+SUFFIXES = ("", ", kept", ", worst_case", ", recompute", f", {KEPT_IN_FP8}")
 NAMES = (*BASELINES, *(f"{case}{suffix}" for case in CASES for suffix in SUFFIXES))
 """All cases."""
 
@@ -102,8 +102,8 @@ class Case:
         self.recipe, _, self.dispatcher = what.removeprefix("baseline ").partition("/")
         self.kept, self.kept_in_fp8 = self.suffix == "kept", self.suffix == KEPT_IN_FP8
         self.whole_recipe = self.recipe + f"_{KEPT_IN_FP8}" * self.kept_in_fp8
-        self.bounded = not self.baseline and self.suffix not in ("worst_case", "exact", "recompute")
-        self.in_graph = not self.baseline and self.dispatcher != "all_to_all" and self.suffix != "exact"
+        self.bounded = not self.baseline and self.suffix not in ("worst_case", "recompute")
+        self.in_graph = not self.baseline and self.dispatcher != "all_to_all"
         self.least_snr = 40.0 if self.recipe == "bf16" else 20.0
 
     def capacity(self, p: Problem) -> Capacity:

@@ -18,7 +18,6 @@ BORDERS = {
 NAMES = {"__torch_function__", "__torch_dispatch__", "__reduce_ex__", "forward", "backward"}
 """Methods that torch calls with a tuple of arguments, or whose result it takes by place."""
 ALLOWED = {
-    ("ep/parallel.py", "_total_norm"),  # gradients, all alike
     ("gemm/convert_mode.py", "report_missing"),  # a hook of torch's modules
     ("quant/quantize.py", "_parts"),  # of one tensor, all alike
 }

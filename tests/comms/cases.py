@@ -177,7 +177,7 @@ def make_workspace(
 
 def poison(workspace: Workspace) -> None:
     """NaN in every row and value, and tables that name real experts: whoever reads what nobody sent shows it."""
-    for buffer in workspace.arena.buffers:
+    for buffer in workspace.transport.buffers:
         buffer.local[workspace.layout.rows_start :].fill_(255)
         workspace.layout.ids(buffer.local).fill_(0)
         workspace.layout.num_tokens(buffer.local).fill_(workspace.max_tokens)
@@ -261,11 +261,11 @@ def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, alignment:
     return lost
 
 
-def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed: int, what: str, fits=False) -> None:
+def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed: int, what: str) -> None:
     mine = everyone[ctx.rank]
     rows, values = expert_rows(workspace, plan, everyone, dtype, seed)
     out, back = combine(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values).wait()
-    lost = set() if fits else lost_pairs(workspace, everyone, ctx.rank, plan.alignment, plan.max_rows)
+    lost = lost_pairs(workspace, everyone, ctx.rank, plan.alignment, plan.max_rows)
     sizes = {"experts_per_rank": workspace.num_local_experts, "world_size": ctx.world_size}
     outputs = expert_outputs(mine, ctx.rank, workspace.dim, dtype, seed)
     wanted, wanted_values = expected_return(mine, *outputs, lost, **sizes)

@@ -47,7 +47,7 @@ def state() -> torch.Tensor:
 
 
 def exchange() -> KernelExchange:
-    transport = SimpleNamespace(rank=1, state=state(), max_sms=132, clock=True, arena=SimpleNamespace(exchanges=0))
+    transport = SimpleNamespace(rank=1, state=state(), max_sms=132, clock=True, exchanges=0)
     return KernelExchange(transport, Layout(W, T, K, 2 * D), 32, None)
 
 
@@ -76,7 +76,6 @@ def plan_all_to_all(ranks: int) -> None:
 def headers() -> None:
     for rows in (1, 64, 99):
         of = torch.empty(rows, 7392, dtype=torch.uint8), torch.empty(W, 3, dtype=torch.int64), ints(1)
-        all_to_all.mark_headers(*of, 1)
         all_to_all.compare_headers(*of, ints(1 + W), 3)
 
 

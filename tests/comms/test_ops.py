@@ -9,7 +9,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from comms.cases import content
-from mxep.comms import all_to_all, plan, rows
+from mxep.comms import plan, rows
 
 IDS = torch.tensor([[0, 3], [-1, 1], [2, 2]], dtype=torch.int32)
 SLOT_ROWS = torch.tensor([[0, 3], [-1, 1], [2, -2], [-2, -2], [-1, -1], [4, 5]], dtype=torch.int32)
@@ -27,12 +27,11 @@ def calls():
         "sum_slots": (rows.sum_slots, (torch.randn(8, 5).bfloat16(), SLOT_ROWS)),
         "join_rows": (rows.join_parts, (wide, content(2, 5, 3), index, beside, number, 1)),
         "join_rows of one part": (rows.join_parts, (wide, None, index, None, None, 0)),
-        "plan_all_to_all": (all_to_all.plan_all_to_all, (IDS, torch.rand(3, 2), 2, 2, 24)),
-        "mark_headers": (all_to_all.mark_headers, (wide, sizes, number, 1)),
-        "compare_headers": (all_to_all.compare_headers, (wide, sizes, number, found, 1)),
-        "plan_slots": (all_to_all.plan_slots, (IDS, torch.rand(3, 2), torch.zeros(3, dtype=torch.int64), 2, 2, 2, 4)),
-        "read_tables": (all_to_all.read_tables, (wide, 1, 2)),
-        "pick_values": (all_to_all.pick_values, (torch.rand(6, 2), slots, IDS, 2)),
+        "plan_all_to_all": (rows.plan_all_to_all, (IDS, torch.rand(3, 2), 2, 2, 24)),
+        "compare_headers": (rows.compare_headers, (wide, sizes, number, found, 1)),
+        "plan_slots": (rows.plan_slots, (IDS, torch.rand(3, 2), torch.zeros(3, dtype=torch.int64), 2, 2, 2, 4)),
+        "read_tables": (rows.read_tables, (wide, 1, 2)),
+        "pick_values": (rows.pick_values, (torch.rand(6, 2), slots, IDS, 2)),
     }
 
 

@@ -13,8 +13,8 @@ from comms.cases import bring_to, check_arrived, check_return, cross, make_works
 from comms.transports import Ranks, ScheduledContext
 from mxep.comms import PeersDisagree
 from mxep.comms import dispatch as dispatch_tokens
-from mxep.comms.kernels import combine, signals
 from mxep.comms.kernels import exchange as dispatch
+from mxep.comms.kernels import rows, signals
 from schedule import Deadlock, Race, Schedule, mutate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there kernels are not interpreted")
@@ -59,7 +59,7 @@ def rounds(ctx: ScheduledContext, cases: tuple[str, ...] = ("random", "full")) -
 def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
     """Sends that all use one buffer, as replays of a graph of one exchange do."""
     workspace = make_workspace(ctx, max_tokens=TOKENS)
-    workspace.arena.buffers = workspace.arena.buffers[:1] * 2
+    workspace.transport.buffers = workspace.transport.buffers[:1] * 2
     mine = bring_to(workspace, "full", ctx.rank, 0)
     for _ in range(3):
         if barriers:
@@ -125,12 +125,12 @@ NOT_RAISED = pytest.fail.Exception
 CLAMP = "tl.minimum(tl.maximum(ids, -2), W * experts_per_rank)"
 MUTATIONS = {
     # A signal says more than is true.
-    "a chunk announced by each who leaves it": (rounds, combine.leave_chunk, "stored, chunk_tiles)", "0, 0)", Race),
+    "a chunk announced by each who leaves it": (rounds, rows.leave_chunk, "stored, chunk_tiles)", "0, 0)", Race),
     "a chunk announced by the first to leave it": (
-        rounds, combine.leave_chunk, "stored, chunk_tiles)", "stored, stored)", Race
+        rounds, rows.leave_chunk, "stored, chunk_tiles)", "stored, stored)", Race
     ),
     "a chunk announced before its tiles arrived": (
-        rounds, combine.leave_chunk,
+        rounds, rows.leave_chunk,
         "if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):", "if True:", Race
     ),
     "arrived before all have": (rounds, signals.arrive, "+ share == count", "+ share <= count", Race),
@@ -145,30 +145,30 @@ MUTATIONS = {
     "await this GPU only": (rounds, signals.wait_for_peers, 'acquire", scope="sys"', 'acquire", scope="gpu"', Race),
     "polls not volatile": (rounds, signals.wait_for_peers, "True)\n            if", "False)\n            if", Race),
     # Nobody, or the wrong one, is waited for.
-    "the first chunk not awaited": (rounds, combine.combine_kernel, "now >= lag:", "now > lag:", Race),
-    "the chunk before awaited": (rounds, combine.combine_kernel, "1 + now - lag, s", "now - lag, s", Deadlock),
+    "the first chunk not awaited": (rounds, rows.combine_kernel, "now >= lag:", "now > lag:", Race),
+    "the chunk before awaited": (rounds, rows.combine_kernel, "1 + now - lag, s", "now - lag, s", Deadlock),
     "the epoch of rows not kept": (rounds, dispatch.dispatch_kernel, "1, signal >> 32", "1, 0", (Race, PeersDisagree)),
-    "the epoch of sums not kept": (rounds, combine.combine_kernel, "1, signal >> 32", "1, 0", (Race, PeersDisagree)),
+    "the epoch of sums not kept": (rounds, rows.combine_kernel, "1, signal >> 32", "1, 0", (Race, PeersDisagree)),
     "a barrier that does not wait": (one_buffer, signals.barrier_kernel, MEET, "pass", Race),
     # Work is done twice, or never.
     "a ticket for two": (rounds, signals.next_ticket, "tl.full((), 1,", "tl.full((), 0,", Race),
     "tickets not taken back": (
-        rounds, combine.combine_kernel, "TILE_COUNTER, tl.zeros((), tl.int64)", "TILE_COUNTER, 99", AssertionError
+        rounds, rows.combine_kernel, "TILE_COUNTER, tl.zeros((), tl.int64)", "TILE_COUNTER, 99", AssertionError
     ),
     "tiles of a chunk counted for the next": (
-        rounds, combine.combine_kernel, "chunk = now\n            stored = 0", "chunk = now", (Race, Deadlock)
+        rounds, rows.combine_kernel, "chunk = now\n            stored = 0", "chunk = now", (Race, Deadlock)
     ),
-    "the last chunk not left": (rounds, combine.combine_kernel, f"{LEAVE}\n    if", "if", Deadlock),
+    "the last chunk not left": (rounds, rows.combine_kernel, f"{LEAVE}\n    if", "if", Deadlock),
     # It is not said, or not heard, which dispatch it is.
     "a dispatch not sent with rows": (rounds, dispatch.dispatch_kernel, SEND, "pass", (Race, PeersDisagree)),
-    "a dispatch not sent with sums": (rounds, combine.leave_chunk, SEND, "pass", (Race, PeersDisagree)),
+    "a dispatch not sent with sums": (rounds, rows.leave_chunk, SEND, "pass", (Race, PeersDisagree)),
     "a dispatch sent behind the signal": (
         rounds, dispatch.dispatch_kernel, f"{SEND}\n        {MEET_ROWS}", f"{MEET_ROWS}\n        {SEND}",
         (Race, PeersDisagree),
     ),
-    "a dispatch sent with each chunk": (rounds, combine.leave_chunk, "if chunk == 0:", "if chunk >= 0:", Race),
+    "a dispatch sent with each chunk": (rounds, rows.leave_chunk, "if chunk == 0:", "if chunk >= 0:", Race),
     "dispatches of rows not compared": (crossed, dispatch.dispatch_kernel, COMPARE, "pass", NOT_RAISED),
-    "dispatches of sums not compared": (crossed, combine.combine_kernel, COMPARE, "pass", NOT_RAISED),
+    "dispatches of sums not compared": (crossed, rows.combine_kernel, COMPARE, "pass", NOT_RAISED),
     "dispatches not counted": (
         crossed, signals.number_dispatch, "tl.store(state_ptr + 3, number)", "pass", NOT_RAISED
     ),

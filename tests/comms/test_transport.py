@@ -72,7 +72,7 @@ def test_peers_of_a_rank_with_ids_that_are_none_are_told_so(ctx: Context):
         with pytest.raises(PeersDisagree, match="refused to dispatch: rank 1 brought invalid expert ids"):
             dispatch(workspace, payload, ids, torch.ones(2, 1)).wait()
     dist.barrier(ctx.group)
-    for buffer in workspace.arena.buffers:
+    for buffer in workspace.transport.buffers:
         assert not workspace.layout.num_tokens(buffer.local)[1], "nothing moved from rank 1"
 
 
@@ -122,7 +122,7 @@ def test_buffers_have_no_name_and_no_descriptor_and_go_with_the_transport(ctx: C
     assert open_files() == []
     assert not [name for name in os.listdir("/dev/shm") if "mxep" in name]
     dist.barrier(ctx.group)
-    kept = workspace.arena.buffers[0].local[:4]
+    kept = workspace.transport.buffers[0].local[:4]
     transport.close()
     assert mappings() == before + 1
     kept.fill_(1)  # a view that is still held stays valid

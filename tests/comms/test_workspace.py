@@ -14,7 +14,7 @@ import torch
 from mxep.comms import Workspace, dispatch
 from mxep.comms import transport as transports
 from mxep.comms import workspace as workspaces
-from mxep.comms.transport import Arena, SymmetricBuffer, Transport
+from mxep.comms.transport import SymmetricBuffer, Transport
 from ranks import Context, distributed
 
 
@@ -23,20 +23,20 @@ def test_smaller_buffers_make_room_for_larger_ones_and_their_views_stay(ctx: Con
     transport = ctx.transport()
     sizes = {"top_k": 1, "dim": 16, "num_experts": ctx.world_size}
     small = Workspace(transport, max_tokens=2, **sizes)
-    old = small.arena.buffers
+    old = small.transport.buffers
     part = torch.full((2, 16), 7 + ctx.rank, dtype=torch.uint8, device=ctx.device)
     ids = torch.full((2, 1), ctx.world_size - 1, dtype=torch.int32, device=ctx.device)
     (arrived,) = dispatch(small, (part,), ids).wait()
     before = arrived.clone()
     larger = Workspace(transport, max_tokens=4, **sizes)
-    assert larger.arena.buffers is small.arena.buffers is not old
-    assert Workspace(transport, max_tokens=3, **sizes).arena.buffers is larger.arena.buffers
+    assert larger.transport.buffers is small.transport.buffers is not old
+    assert Workspace(transport, max_tokens=3, **sizes).transport.buffers is larger.transport.buffers
     for _ in range(3):
         dispatch(larger, (part + 1,), ids).wait()
         (again,) = dispatch(small, (part,), ids).wait()
         assert torch.equal(again, before) or ctx.rank < ctx.world_size - 1
     assert torch.equal(arrived, before)
-    assert small.arena.exchanges == larger.arena.exchanges == 7
+    assert small.transport.exchanges == larger.transport.exchanges == 7
 
 
 @distributed(2)
@@ -74,8 +74,7 @@ class Kernels(Transport):
     def exchange(self, *_: Any) -> SimpleNamespace:
         return SimpleNamespace()
 
-    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
-        assert signal_pad is not None
+    def barrier(self, step: str) -> None:
         self.barriers.append(step)
 
 
@@ -105,17 +104,12 @@ class Played:
     def make(self, **sizes: int) -> Workspace:
         return Workspace(self.transport, top_k=1, dim=16, num_experts=1, **sizes)
 
-    @property
-    def arena(self) -> Arena:
-        arena: Arena = self.transport.arena
-        return arena
-
     def exchanges(self, count: int) -> int:
         """How many barriers so many exchanges begin with."""
         before = len(self.transport.barriers)
         for _ in range(count):
             self.workspace.begin("dispatch")
-            self.arena.exchanges += 1  # as its kernel's launcher does
+            self.transport.exchanges += 1  # as its kernel's launcher does
         return len(self.transport.barriers) - before
 
     @contextmanager
@@ -143,69 +137,69 @@ def test_until_a_user_captures_nobody_meets_before_an_exchange(played: Played) -
 
 def test_exchanges_of_records_are_counted_by_who_plays_them(played: Played) -> None:
     played.exchanges(3)
-    arena, stream = played.arena, played.stream
+    transport, stream = played.transport, played.stream
     for plays in (1, 2, 3):
-        arena.launched(2)
-        assert (arena.exchanges, arena.stream) == (3 + 2 * plays, stream)
+        transport.launched(2)
+        assert (transport.exchanges, transport.last_stream) == (3 + 2 * plays, stream)
     played.stream = Stream()
-    arena.launched(1)
-    assert (arena.exchanges, arena.stream) == (10, played.stream)
+    transport.launched(1)
+    assert (transport.exchanges, transport.last_stream) == (10, played.stream)
 
 
 def test_a_record_holds_for_the_buffer_that_is_next_and_for_whether_users_have_captured(played: Played) -> None:
     states = []
     for _ in range(4):
-        states.append(played.arena.graph_state(played.transport))
+        states.append(played.transport.graph_state())
         played.exchanges(1)
-    one, other = played.workspace.arena.buffers
+    one, other = played.workspace.transport.buffers
     assert [(state[0] is one, state[0] is other, state[1]) for state in states] == [
         (True, False, False),
         (False, True, False),
     ] * 2
     played.make(max_tokens=64)  # brings other buffers
-    assert played.arena.graph_state(played.transport)[0] is played.arena.buffers[0]
-    assert played.arena.graph_state(played.transport) not in states
+    assert played.transport.graph_state()[0] is played.transport.buffers[0]
+    assert played.transport.graph_state() not in states
     with played.users_capture():
         played.exchanges(1)
     played.exchanges(1)
-    assert played.arena.graph_state(played.transport) == (played.arena.buffers[0], True)
+    assert played.transport.graph_state() == (played.transport.buffers[0], True)
 
 
 def test_there_is_no_record_of_exchanges_that_others_may_be_in_the_way_of(played: Played) -> None:
-    transport, arena = played.transport, played.arena
-    assert arena.graph_state(transport) is not None
+    transport = played.transport
+    assert transport.graph_state() is not None
     played.exchanges(1)
-    assert arena.graph_state(transport) is not None
+    assert transport.graph_state() is not None
     stream, played.stream = played.stream, Stream()
-    assert arena.graph_state(transport) is None, "the last was on another stream"
+    assert transport.graph_state() is None, "the last was on another stream"
     played.stream = stream
-    arena.in_flight = object()
-    assert arena.graph_state(transport) is None
-    arena.in_flight = None
-    arena.refused = "too many tokens"
-    assert arena.graph_state(transport) is None
-    arena.refused = None
+    transport.in_flight = object()
+    assert transport.graph_state() is None
+    transport.in_flight = None
+    transport.refused = "too many tokens"
+    assert transport.graph_state() is None
+    transport.refused = None
     transport.access = "puts"
-    assert arena.graph_state(transport) is None
+    assert transport.graph_state() is None
     del transport.access
-    buffers, arena.buffers = arena.buffers, ()
-    assert arena.graph_state(transport) is None
-    arena.buffers = buffers
-    assert arena.graph_state(transport) is not None
+    buffers, transport.buffers = transport.buffers, ()
+    assert transport.graph_state() is None
+    transport.buffers = buffers
+    assert transport.graph_state() is not None
     transport.close()
     with pytest.raises(RuntimeError, match="closed"):
-        arena.graph_state(transport)
+        transport.graph_state()
 
 
 def test_an_exchange_comes_after_the_last_on_another_stream_and_not_after_a_captures(played: Played) -> None:
     """What an exchange holds is let go of on the stream that it began on, and on the one that goes on with it."""
-    arena, first = played.arena, played.stream
+    transport, first = played.transport, played.stream
     played.exchanges(1)
-    arena.done, arena.in_flight = "over", object()
+    transport.done, transport.in_flight = "over", object()
     played.stream = Stream()
     played.exchanges(1)
     assert (first.waited_for, played.stream.waited_for) == (["over"], ["over", first])
-    arena.done = None
+    transport.done = None
     with played.users_capture():
         played.exchanges(1)
         assert not played.stream.waited_for, "events do not cross"
@@ -215,14 +209,14 @@ def test_an_exchange_comes_after_the_last_on_another_stream_and_not_after_a_capt
 
 def test_what_is_in_flight_across_the_start_or_end_of_a_capture_is_refused(played: Played) -> None:
     played.exchanges(1)
-    played.arena.in_flight = object()
+    played.transport.in_flight = object()
     with played.users_capture():
         for _ in range(2):  # it is there until someone waits
             with pytest.raises(RuntimeError, match="exchange 0: in flight while a capture starts or ends, wanted wait"):
                 played.exchanges(1)
         played.workspace.join()
         played.exchanges(1)
-        played.arena.in_flight = object()
+        played.transport.in_flight = object()
     with pytest.raises(RuntimeError, match="in flight while a capture starts or ends"):
         played.exchanges(1)
     played.exchanges(1)  # what was in flight is gone with its capture

@@ -71,7 +71,7 @@ class PlayedTransport(_Recorded):
                     rank, byte = self.world_size - 1 - (destination >> PE_SHIFT), destination % (1 << PE_SHIFT)
                     buffer.peers[rank][byte : byte + len(row)] = row
 
-    def meet(self, buffer: StagedBuffer, channel: int, op_id: int, counters_start: int) -> None:
+    def meet(self, buffer: Tensor, channel: int, op_id: int, counters_start: int) -> None:
         self.barrier(step_of(op_id), op_id=op_id)
 
 
@@ -142,8 +142,8 @@ class ScheduledTransport(Transport):
     def free(self, buffer: SymmetricBuffer) -> None:
         pass
 
-    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
-        signals.barrier((signal_pad or self._signal_pad).pointers, self.state, self.rank, self.clock)
+    def barrier(self, step: str) -> None:
+        signals.barrier(self._signal_pad.pointers, self.state, self.rank, self.clock)
 
     def check(self) -> None:
         self.record.check(self.rank, 0)

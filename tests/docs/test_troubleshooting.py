@@ -28,7 +28,7 @@ TELLERS = ("refuse", "report", "tell")
 MAKERS = (
     *("_complaints", "_check_own_model", "_check_ranks", "_check_transformers", "out_of_bounds"),
     *("complaint", "tokenizer_complaint"),
-    *("unknown", "_difference", "_unlike", "complaints", "silence"),
+    *("unknown", "_difference", "_unlike", "complaints"),
     *("_what_did_not_fit", "unsupported_reason", "changed", "_taken"),
 )
 """Functions that return, or yield, what others raise."""

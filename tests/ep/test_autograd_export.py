@@ -35,7 +35,6 @@ def test_an_exported_model_takes_any_number_of_tokens(options: dict) -> None:
 
 
 REFUSED: list[tuple[dict, str]] = [
-    ({"capacity": Capacity.exact()}, "the dispatcher learns its sizes at run time"),
     ({"recipe": "mxfp8_wgrad_bf16"}, "has weight gradients of unquantized operands"),
 ]
 

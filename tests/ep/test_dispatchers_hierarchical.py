@@ -14,7 +14,6 @@ from ep.problem import FixedRouting, Ranks, make_ranks, send, share
 from mxep.comms import Capacity, CapacityExceeded, PeerTimeout
 from mxep.ep import HierarchicalDispatcher, LocalDispatcher, MoE, make_dispatcher
 from mxep.ep.dispatchers.base import Done, Handle, Routing
-from mxep.ep.dispatchers.groups import silence
 from mxep.integration.verify import Results
 from ranks import Context, distributed
 
@@ -298,7 +297,7 @@ def test_what_does_not_fit_is_said_and_close_ends_it(ctx: Context) -> None:
 
 @distributed(4, slow=[4], device="cpu")
 def test_a_rank_that_does_not_come_ends_all_others_within_the_limit(ctx: Context) -> None:
-    """Rank 3: its node's other rank names it by its index there, its peer on the other node as it does not answer."""
+    """Rank 3: its node's other rank names it by its index there."""
     dispatcher = hierarchical(ctx, 2, max_tokens=4, timeout=3.0)
     send(dispatcher, ctx, [[0], [9]])
     dist.barrier(ctx.group)
@@ -308,17 +307,8 @@ def test_a_rank_that_does_not_come_ends_all_others_within_the_limit(ctx: Context
             send(dispatcher, ctx, [[0], [9]])
         assert (ctx.rank == 1) != isinstance(caught.value, PeerTimeout)
         assert ctx.rank == 1 or caught.value.missing == (1,)
-        assert ctx.rank != 1 or str(caught.value).endswith(": nothing was heard of rank 3 in 1 s, gone or late")
     assert time.monotonic() - started < 15
     dist.barrier(ctx.group)
-
-
-@distributed(2, device="cpu")
-def test_ranks_that_answer_and_a_store_that_does_not_are_told(ctx: Context) -> None:
-    assert silence(ctx.group) == "all ranks are there, one came too late"
-    gone = mock.Mock(set=mock.Mock(side_effect=dist.DistNetworkError))
-    with mock.patch.dict(dist.distributed_c10d._world.pg_map, {ctx.group: ("gloo", gone)}):
-        assert silence(ctx.group) == "nor does the job's store answer, on the node of rank 0"
 
 
 def test_slots_follow_from_the_capacity_and_the_nodes_that_a_token_may_reach() -> None:
@@ -331,7 +321,7 @@ def test_slots_follow_from_the_capacity_and_the_nodes_that_a_token_may_reach() -
         return made.slots_per_node(8192, top_k)
 
     even = Capacity.factor(1.0)
-    assert slots(None, 8, 8) == slots(Capacity.exact(), 8, 8) == slots(Capacity.factor(9.0), 8, 8) == 8192
+    assert slots(None, 8, 8) == slots(Capacity.factor(9.0), 8, 8) == 8192
     assert slots(even, 8, 1) == 1024
     assert slots(even, 8, 1, 3) == 1024
     assert slots(even, 8, 8, 1) == 1024

@@ -196,17 +196,15 @@ def test_gradients_are_scaled_by_the_factor_unrounded(dtype: torch.dtype) -> Non
         assert torch.equal(weight.grad, (grad.float() * (0.7 / (norm.double() + 1e-6)).float()).to(dtype))
 
 
-@distributed(4, norm_type=[2.0, 0.5, 0, "inf", float("-inf")])
-def test_a_norm_counts_each_number_once_however_it_is_sharded(ctx: Context, norm_type: float | str) -> None:
+@distributed(4)
+def test_a_norm_counts_each_number_once_however_it_is_sharded(ctx: Context) -> None:
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "ep"))
     world = DeviceMesh.from_group(ctx.group, ctx.device.type)
 
     def gradients(block: nn.Module) -> nn.Module:
         generator = torch.Generator().manual_seed(3)
-        for number, weight in enumerate(block.parameters()):
+        for weight in block.parameters():
             grad = torch.randn(weight.shape, generator=generator).to(ctx.device)
-            if norm_type == 0:
-                grad[number % 2 :] = 0.0  # all, or all but what the first rank holds
             if isinstance(weight, DTensor):
                 grad = distribute_tensor(grad, weight.device_mesh, weight.placements)
             weight.grad = grad
@@ -220,11 +218,10 @@ def test_a_norm_counts_each_number_once_however_it_is_sharded(ctx: Context, norm
         return made
 
     alone = gradients(Block(ctx, dtype=torch.float32, dispatcher="local", max_tokens=None))
-    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5, norm_type)
+    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
     for name, block in blocks().items():
-        norm = clip_grad_norm_(gradients(block).parameters(), 0.5, norm_type)
-        # Powers but 2 are summed in fp32 by torch, too, in another order.
-        torch.testing.assert_close(norm, wanted, rtol=1e-6 if norm_type == 2 else 1e-5, atol=0.0, msg=name)
+        norm = clip_grad_norm_(gradients(block).parameters(), 0.5)
+        torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0.0, msg=name)
         for a, b in zip(alone.parameters(), block.parameters()):
             torch.testing.assert_close(whole(b.grad), a.grad, rtol=1e-5, atol=0.0)
         norms = [torch.empty_like(norm) for _ in range(ctx.world_size)]
@@ -233,7 +230,7 @@ def test_a_norm_counts_each_number_once_however_it_is_sharded(ctx: Context, norm
 
 
 @distributed(2)
-def test_clipping_takes_main_grads_and_says_what_is_not_finite(ctx: Context) -> None:
+def test_clipping_takes_main_grads_and_returns_what_is_not_finite(ctx: Context) -> None:
     block = Block(ctx, group=ctx.group)
     experts = list(block.moe.experts.parameters())
     for weight in experts:
@@ -245,16 +242,15 @@ def test_clipping_takes_main_grads_and_says_what_is_not_finite(ctx: Context) -> 
     if ctx.rank == 1:
         experts[0].main_grad[0, 0, 0] = float("inf")
     assert clip_grad_norm_(block.parameters(), 1e9).isinf()
-    with pytest.raises(RuntimeError, match="nan: nothing was clipped"):  # inf * 0, on all ranks
-        clip_grad_norm_(block.parameters(), 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_(block.parameters(), 1.0).isnan()  # inf * 0, on all ranks
 
 
-@pytest.mark.parametrize("wrong", [(-1.0, 2.0), (math.nan, 2.0), (1.0, math.nan), (1.0, "nan")])
-def test_clipping_turns_no_gradient_around_or_into_nan(wrong: tuple) -> None:
+@pytest.mark.parametrize("wrong", [-1.0, math.nan])
+def test_clipping_turns_no_gradient_around_or_into_nan(wrong: float) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    with pytest.raises(ValueError, match="expected a max_norm of at least 0 and a norm, got"):
-        clip_grad_norm_([weight], *wrong)
+    with pytest.raises(ValueError, match="expected a max_norm of at least 0, got"):
+        clip_grad_norm_([weight], wrong)
     assert torch.equal(weight.grad, torch.ones(3))
 
 

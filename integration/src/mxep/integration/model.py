@@ -72,7 +72,7 @@ def make_dispatch(config: Config) -> Dispatch:
 def make_capacity(config: Config) -> Capacity:
     if config.dispatcher.capacity == "factor":
         return Capacity.factor(config.dispatcher.factor, config.dispatcher.overflow)
-    return Capacity.exact() if config.dispatcher.capacity == "exact" else Capacity.worst_case()
+    return Capacity.worst_case()
 
 
 class Attention(nn.Module):

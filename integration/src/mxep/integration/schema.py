@@ -108,7 +108,7 @@ class DispatcherConfig:
     """How tokens reach experts, and how many rows fit on a rank."""
 
     name: Annotated[str, one_of(*DISPATCHERS)]
-    capacity: Annotated[str, one_of("worst_case", "exact", "factor")]
+    capacity: Annotated[str, one_of("worst_case", "factor")]
     factor: Positive
     overflow: Annotated[str, one_of("raise", "drop", "recompute")]
     timeout: Seconds

@@ -10,16 +10,22 @@ make_plan   assigns received tokens to rows in expert order, from the senders' r
 
 import importlib.metadata
 
-from .all_to_all import compare_headers, mark_headers, pick_values, plan_all_to_all, plan_slots, read_tables
-from .exchange import Handle, combine, dispatch
 from .layout import NEW, describe_dispatch, new_dispatch
 from .nvshmem import NvshmemTransport
 from .plan import DROPPED, Capacity, CapacityExceeded, RoutingPlan, check_ids, make_plan, narrow_ids
-from .rows import gather_rows, join_rows, sum_slots
+from .rows import (
+    compare_headers,
+    gather_rows,
+    join_rows,
+    pick_values,
+    plan_all_to_all,
+    plan_slots,
+    read_tables,
+    sum_slots,
+)
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
 from .transport import (
-    OneThread,
     PeersDisagree,
     PeerTimeout,
     SymmetricBuffer,
@@ -30,7 +36,7 @@ from .transport import (
     timeout_of,
     told_failures,
 )
-from .workspace import Workspace
+from .workspace import Handle, Workspace, combine, dispatch
 
 try:
     __version__ = importlib.metadata.version("mxep-comms")
@@ -44,7 +50,6 @@ __all__ = [
     "CapacityExceeded",
     "Handle",
     "NvshmemTransport",
-    "OneThread",
     "PeerTimeout",
     "PeersDisagree",
     "RoutingPlan",
@@ -63,7 +68,6 @@ __all__ = [
     "gather_rows",
     "join_rows",
     "make_plan",
-    "mark_headers",
     "narrow_ids",
     "new_dispatch",
     "pick_values",

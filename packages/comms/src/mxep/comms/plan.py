@@ -57,7 +57,7 @@ class CapacityExceeded(RuntimeError):
 
 @dataclass(frozen=True)
 class Capacity:
-    """Rule that decides R_max, the number of rows of a plan. Create it with one of three constructors.
+    """Rule that decides R_max, the number of rows of a plan. Create it with one of two constructors.
 
     With S slots, K experts per token, e local experts and groups padded to a multiple of m rows:
 
@@ -69,7 +69,6 @@ class Capacity:
       "drop": they are dropped and counted. The module's docstring says which rows are dropped.
       "recompute": none are dropped, because R_max is the worst case. c bounds only the rows that a layer keeps from
       forward to backward (`kept_rows`). Backward recomputes the other rows.
-    - :meth:`exact`: the rows that this step needs. The host reads the number (a device-to-host sync).
 
     Raises ValueError for values out of range.
     """
@@ -79,8 +78,8 @@ class Capacity:
     overflow: str = "raise"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("worst_case", "factor", "exact"):
-            raise ValueError(f"Capacity: got {self.kind!r}, wanted worst_case(), factor(c) or exact()")
+        if self.kind not in ("worst_case", "factor"):
+            raise ValueError(f"Capacity: got {self.kind!r}, wanted worst_case() or factor(c)")
         number = isinstance(self.load, numbers.Real) and not isinstance(self.load, bool)
         if self.kind == "factor" and not (number and 0 < self.load < math.inf):
             raise ValueError(f"Capacity.factor: got {self.load!r}, wanted a positive number")
@@ -107,12 +106,8 @@ class Capacity:
     def factor(load: float, overflow: str = "raise") -> "Capacity":
         return Capacity("factor", load, overflow)
 
-    @staticmethod
-    def exact() -> "Capacity":
-        return Capacity("exact")
-
     def rows(self, num_sources: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> int:
-        """R_max, a multiple of ``alignment``. Not defined for ``exact``: its R_max depends on the step's tables."""
+        """R_max, a multiple of ``alignment``."""
         of = Capacity.worst_case() if self.overflow == "recompute" else self
         return of.kept_rows(num_sources, max_tokens, top_k, num_local_experts=num_local_experts, alignment=alignment)
 
@@ -120,7 +115,6 @@ class Capacity:
         self, num_sources: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int
     ) -> int:
         """Rows that a layer keeps for backward, a multiple of ``alignment``. R_max unless overflow is "recompute"."""
-        assert self.kind != "exact"
         padding = num_local_experts * (alignment - 1)
         worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, alignment)
         if self.kind == "worst_case":
@@ -136,7 +130,7 @@ class Capacity:
 
     def __str__(self) -> str:
         if self.kind != "factor":
-            return f"Capacity.{self.kind}()"
+            return "Capacity.worst_case()"
         overflow = "" if self.overflow == "raise" else f", overflow={self.overflow!r}"
         return f"Capacity.factor({self.load:g}{overflow})"
 
@@ -218,7 +212,7 @@ def make_plan(
         weights: (W, T_max, K) fp32 routing weights.
         num_tokens: (W,) int32, number of tokens of each sender. Table entries of further tokens are not read.
         alignment: groups are padded to a multiple of it. Experts without rows get no padding.
-        capacity: decides R_max. None: :meth:`Capacity.worst_case`. Only ``exact`` syncs with the device.
+        capacity: decides R_max. None: :meth:`Capacity.worst_case`.
         num_experts: E. Ids outside [-1, E) are invalid. If E is a multiple of num_local_experts, `counts` has all
             owners of experts. None: only ids below -1 are invalid.
         running: totals of `counts` over several plans, updated in place: the maximum for `needed`, sums for `overflow`
@@ -247,24 +241,15 @@ def make_plan(
         check_ids(expert_ids[_live(expert_ids, num_tokens)], bound)
 
     capacity = Capacity.of(capacity)
-    exact = capacity.kind == "exact"
-    if exact:
-        local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
-        limit = max_rows = int(_round_up(_group_sizes(local, num_local_experts), alignment).sum())
-    else:
-        of = {"num_local_experts": num_local_experts, "alignment": alignment}
-        limit = max_rows = capacity.rows(tables, max_tokens or tokens, top_k, **of)
-        if max_tokens is not None:
-            limit = Length(tokens, lambda tokens: capacity.rows(1, tokens, top_k, **of))
+    of = {"num_local_experts": num_local_experts, "alignment": alignment}
+    limit = max_rows = capacity.rows(tables, max_tokens or tokens, top_k, **of)
+    if max_tokens is not None:
+        limit = Length(tokens, lambda tokens: capacity.rows(1, tokens, top_k, **of))
     sizes = first_expert, num_local_experts, alignment, max_rows, bound
-    rest = blocks, max_tokens or tokens, limit, None if exact else running
-    fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, *rest)
-    plan = RoutingPlan(*fields, alignment=alignment)
-    if exact:
-        plan.overflow.zero_()  # it was counted with this rank's R_max for all owners, but each owner has its own R_max
-        if running is not None:
-            _count(plan.counts, running)
-    return plan
+    fields: PlanTensors = plan_rows(
+        expert_ids, weights, num_tokens, *sizes, blocks, max_tokens or tokens, limit, running
+    )
+    return RoutingPlan(*fields, alignment=alignment)
 
 
 def narrow_ids(expert_ids: Tensor) -> Tensor:
@@ -340,15 +325,10 @@ def plan_rows(
     overflow = (sizes_of - _capped(sizes_of, alignment, limit)).sum(1)
     counts = torch.cat((_round_up(sizes_of, alignment).sum(1), overflow, wrong.sum()[None]))
     if running is not None:
-        _count(counts, running)
+        running[owners:] += counts[owners:]
+        running[:owners] = torch.maximum(running[:owners], counts[:owners])
     slot_rows = row_of_pair.int().view(-1, top_k)
     return row_slot.int(), row_weight, slot_rows, ends.int(), sizes.int(), counts, num_tokens.clone()
-
-
-def _count(counts: Tensor, running: Tensor) -> None:
-    owners = len(counts) // 2
-    running[owners:] += counts[owners:]
-    running[:owners] = torch.maximum(running[:owners], counts[:owners])
 
 
 def _live(expert_ids: Tensor, num_tokens: Tensor) -> Tensor:

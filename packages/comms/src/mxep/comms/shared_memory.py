@@ -88,7 +88,7 @@ class SharedMemoryTransport(Transport):
             self.rank, peers, torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device="cpu")
         )
 
-    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None, op_id: int = 0, dispatch: int = 0) -> None:
+    def barrier(self, step: str, op_id: int = 0, dispatch: int = 0) -> None:
         self.check()
         self.signal(op_id, dispatch)
         # Acquire: if a peer's signal is visible, so are its stores before the signal.
@@ -143,7 +143,7 @@ class SharedMemoryTransport(Transport):
 
 
 class PlainExchange:
-    """Exchanges of one workspace. Arguments are those of `dispatch` and `combine` in `exchange.py`, already checked.
+    """Exchanges of one workspace. Arguments are those of `dispatch` and `combine` in `workspace.py`, already checked.
 
     ``num_sms`` is ignored.
     """
@@ -169,9 +169,8 @@ class PlainExchange:
             layout.values(peer)[self.rank, :tokens] = weights
             layout.num_tokens(peer)[self.rank] = tokens
         self._meet("dispatch_tables", layout.top_k)
-        arena = self.transport.arena
-        arena.dispatches += 1
-        number.fill_(arena.dispatches)
+        self.transport.dispatches += 1
+        number.fill_(self.transport.dispatches)
 
     def dispatch(
         self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor,
@@ -219,10 +218,10 @@ class PlainExchange:
 
     def _count(self) -> None:
         self.transport.check()  # may raise; after it nothing can fail before the signal
-        self.transport.arena.exchanges += 1
+        self.transport.exchanges += 1
 
     def _meet(self, step: str, number: int, dispatch: Tensor | None = None) -> None:
-        name = f"{step}, exchange {self.transport.arena.exchanges - 1}"
+        name = f"{step}, exchange {self.transport.exchanges - 1}"
         of = 0 if dispatch is None else int(dispatch)
         self.transport.barrier(name, op_id=self.layout.op_id(step, number), dispatch=of)
 

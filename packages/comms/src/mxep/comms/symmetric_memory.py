@@ -38,11 +38,7 @@ class FaultRecord:
         return torch.tensor([0, int(timeout * 1e9), self.values.data_ptr(), 0], device=device, dtype=torch.int64)
 
     def check(self, rank: int, limit: float, group: dist.ProcessGroup | None = None) -> None:
-        """Raise PeerTimeout or PeersDisagree if a failure is recorded.
-
-        limit: seconds that waits take at most. group: process group whose store has notes of late ranks
-        (`told_failures`).
-        """
+        """Raise PeerTimeout or PeersDisagree if a failure is recorded. limit: seconds. group: whose notes are read."""
         if not self._written[0]:
             return
         _, channel, signal, *seen = self.values.tolist()
@@ -123,14 +119,14 @@ class SymmetricMemoryTransport(CudaTransport):
         self.max_sms = min(gather_objects(here, self.group))
         # Torch reads this variable when it maps a buffer. With it torch does not call cuMulticastCreate.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        self._signal_pad = self._allocate(signal_pad_bytes(self.world_size))
+        self._signal_pad = self.allocate(signal_pad_bytes(self.world_size))
 
-    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
+    def barrier(self, step: str) -> None:
         from .kernels.signals import barrier
 
         self.check()
         with torch.cuda.device(self.device):
-            barrier((signal_pad or self._signal_pad).pointers, self.state, self.rank, self.clock)
+            barrier(self._signal_pad.pointers, self.state, self.rank, self.clock)
 
     def exchange(self, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
         from .kernels.exchange import KernelExchange  # imports Triton

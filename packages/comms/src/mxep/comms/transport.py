@@ -59,92 +59,6 @@ class SymmetricBuffer:
         self.views.clear()
 
 
-class OneThread:
-    """Guard that lets only one thread make the exchanges of a group.
-
-    All ranks must make exchanges in the same order, but the order of two threads would be random. So the first thread
-    that makes an exchange is the only one until it ends. Autograd's threads are allowed as well, during a backward.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ident = 0
-        self._owner: threading.Thread | None = None
-
-    def claim(self) -> None:
-        """Call it before an exchange. Raises RuntimeError on a second thread while the first thread is alive."""
-        ident = threading.get_ident()
-        if ident == self._ident or torch._C._current_graph_task_id() != -1:
-            return
-        with self._lock:
-            mine, owner = threading.current_thread(), self._owner
-            if owner is not None and owner is not mine and owner.is_alive():
-                raise RuntimeError(
-                    f"exchange: got thread {mine.name!r}, expected {owner.name!r}, which made the exchanges before: "
-                    "call layers that share a group in one thread, or make a process group for each thread"
-                )
-            self._owner, self._ident = mine, ident
-
-
-@dataclass(eq=False)
-class Arena:
-    """State shared by all workspaces of a transport. `workspace.py` explains how it is used.
-
-    Attributes:
-        device: the transport's device.
-        buffers: two buffers of equal size, used in turn. Empty before the first workspace.
-        exchanges: number of exchanges that have begun.
-        dispatches: number of dispatches with tables. Counted only on the CPU.
-        new_dispatch: dispatch number that the next new dispatch sends, see `Transport.announce`.
-        signal_pad: signal pad of barriers without rows. None on the CPU.
-        stream: the current stream when the last exchange began.
-        in_flight: tensors that the last exchange may still use. None if no exchange is in flight.
-        done: event at the end of the last exchange that ran on the transport's stream.
-        capture: id of the CUDA graph capture that contains the last exchange, 0 if none.
-        was_captured: True once any exchange was captured.
-        replaced: older, smaller buffers, kept because captured graphs still store to them.
-        refused: reason why this rank refused an exchange. No exchange is possible after a refusal.
-        users: number of open users of this transport, counted by the code that shares it.
-        thread: guard that lets only one thread make exchanges.
-    """
-
-    device: torch.device
-    buffers: tuple[SymmetricBuffer, ...] = ()
-    exchanges: int = 0
-    dispatches: int = 0
-    new_dispatch: int = NEW
-    signal_pad: SymmetricBuffer | None = None
-    stream: torch.cuda.Stream | None = None
-    in_flight: object = None
-    done: torch.cuda.Event | None = None
-    capture: int = 0
-    was_captured: bool = False
-    replaced: tuple[SymmetricBuffer, ...] = ()
-    refused: str | None = None
-    users: int = 0
-    thread: OneThread = field(default_factory=OneThread)
-
-    def graph_state(self, transport: Transport) -> tuple[SymmetricBuffer, bool] | None:
-        """State on which recorded launches (`mxep.runtime.record`) of the next exchanges depend.
-
-        Returns (buffer of the next exchange, was_captured), or None if records cannot be replayed now. That is the case
-        if exchanges are not kernels, there are no buffers yet, an exchange was refused, an exchange is in flight, or
-        the last exchange began on another stream. Raises as ``transport.check()`` does.
-        """
-        if transport.access != "kernels" or self.refused is not None or not self.buffers:
-            return None
-        self.thread.claim()
-        transport.check()
-        if self.in_flight is not None or self.stream not in (None, current_stream(self.device.index)):
-            return None
-        return self.buffers[self.exchanges % 2], self.was_captured
-
-    def launched(self, exchanges: int) -> None:
-        """Count exchanges that a record just replayed on the current stream."""
-        self.exchanges += exchanges
-        self.stream = current_stream(self.device.index)
-
-
 def current_stream(device_index: int) -> torch.cuda.Stream:
     """`torch.cuda.current_stream` without creating a new object in each call."""
     return _stream(*torch._C._cuda_getCurrentStream(device_index))
@@ -168,9 +82,21 @@ class Transport(ABC):
             another on it, because two at the same time could deadlock: on one rank the first may fill all
             multiprocessors, on a peer the second, and each waits for the other rank.
         timeout: maximum seconds to wait for a peer. Default: the process group's timeout.
-        arena: state shared by all workspaces of the transport.
+        users: number of open users of this transport, counted by the code that shares it.
         new_dispatch: (1,) int32 on the device, the dispatch number that the next new dispatch sends, see
-            `layout.new_dispatch`.
+            `layout.new_dispatch`. next_dispatch: the same number on the host, see `announce`.
+
+    State shared by all workspaces. `workspace.py` explains how it is used:
+        buffers: two buffers of equal size, used in turn. Empty before the first workspace.
+        exchanges: number of exchanges that have begun.
+        dispatches: number of dispatches with tables. Counted only on the CPU.
+        last_stream: the current stream when the last exchange began.
+        in_flight: tensors that the last exchange may still use. None if no exchange is in flight.
+        done: event at the end of the last exchange that ran on `stream`.
+        capture: id of the CUDA graph capture that contains the last exchange, 0 if none.
+        was_captured: True once any exchange was captured.
+        replaced: older, smaller buffers, kept because captured graphs still store to them.
+        refused: reason why this rank refused an exchange. No exchange is possible after a refusal.
     """
 
     access: ClassVar[str]
@@ -182,9 +108,16 @@ class Transport(ABC):
         self.device = device
         self.stream: torch.cuda.Stream | None = None
         self.timeout = timeout_of(self.group, device) if timeout is None else timeout
-        self.arena = Arena(device)
         self.new_dispatch = torch.full((1,), NEW, dtype=torch.int32, device=device)
         fixed(self.new_dispatch)
+        self.buffers: tuple[SymmetricBuffer, ...] = ()
+        self.replaced: tuple[SymmetricBuffer, ...] = ()
+        self.exchanges = self.dispatches = self.users = self.capture = 0
+        self.next_dispatch, self.was_captured = NEW, False
+        self.last_stream: torch.cuda.Stream | None = None
+        self.in_flight: object = None
+        self.done: torch.cuda.Event | None = None
+        self.refused: str | None = None
         self._buffers: list[SymmetricBuffer] = []
         self._unusable: str | None = None
 
@@ -200,12 +133,10 @@ class Transport(ABC):
     def _allocate(self, nbytes: int) -> SymmetricBuffer: ...
 
     @abstractmethod
-    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
-        """Wait for all ranks.
+    def barrier(self, step: str) -> None:
+        """Wait for all ranks. step: name of the operation, for the message of a PeerTimeout.
 
-        step: name of the operation, for the message of a PeerTimeout.
-        signal_pad: buffer of `signal_pad_bytes`. None: the transport's own. Barriers on different streams, which may
-            run at the same time, need different signal pads.
+        On CUDA it is a kernel of the current stream. Barriers on different streams must not run at the same time.
         """
 
     @abstractmethod
@@ -218,12 +149,30 @@ class Transport(ABC):
         The number is written to the device at once. Layers may share a record, and its replays only read the number. A
         dispatch that is not replayed writes the number again (`Workspace.new_dispatch`).
         """
-        arena = self.arena
-        arena.new_dispatch = new_dispatch
+        self.next_dispatch = new_dispatch
         if self.stream is None or torch.cuda.is_current_stream_capturing():
             return
-        if arena.stream in (None, current_stream(self.device.index)):
+        if self.last_stream in (None, current_stream(self.device.index)):
             self.new_dispatch.fill_(new_dispatch)
+
+    def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
+        """State on which recorded launches (`mxep.runtime.record`) of the next exchanges depend.
+
+        Returns (buffer of the next exchange, was_captured), or None if records cannot be replayed now. That is the case
+        if exchanges are not kernels, there are no buffers yet, an exchange was refused, an exchange is in flight, or
+        the last exchange began on another stream. Raises as `check` does.
+        """
+        if self.access != "kernels" or self.refused is not None or not self.buffers:
+            return None
+        self.check()
+        if self.in_flight is not None or self.last_stream not in (None, current_stream(self.device.index)):
+            return None
+        return self.buffers[self.exchanges % 2], self.was_captured
+
+    def launched(self, exchanges: int) -> None:
+        """Count exchanges that a record just replayed on the current stream."""
+        self.exchanges += exchanges
+        self.last_stream = current_stream(self.device.index)
 
     def free(self, buffer: SymmetricBuffer) -> None:
         """Release a buffer that no exchange in flight uses. Not collective. Views that are still held stay valid."""

@@ -1,6 +1,17 @@
-"""Workspace: two symmetric buffers that exchanges use in turn, and the proof that one barrier per exchange is enough.
+"""Workspaces and the two exchanges between ranks, `dispatch` and `combine`; the proof that one barrier each is enough.
 
-The buffers belong to the transport and are kept in its *arena*. All workspaces of a transport share them, each with its
+    dispatch   stores token t into slot (this rank, t) of every rank that owns one of its experts, once per rank; also
+               stores this rank's routing tables on all ranks
+    combine    sums the rows of slot (r, t), the token t of rank r, and stores the sum into slot (this rank, t) of rank
+               r; rank r then adds up the sums of all ranks, in rank order
+
+The backward of `combine` is a `dispatch`, and the backward of `dispatch` is a `combine`. A CUDA exchange runs on the
+transport's own stream if ``async_op=True``, or if it is a dispatch with tables. Others run on the current stream.
+Letters: T tokens on this rank, T_max the largest T of a rank, K experts per token, W ranks, S = W * T_max slots,
+E experts, D elements per row.
+
+A workspace has two symmetric buffers, which exchanges use in turn.
+The buffers belong to the transport. All workspaces of a transport share them, each with its
 own layout. If a workspace needs larger buffers, it allocates two new ones for all workspaces. Exchanges are counted
 over all workspaces of a transport; exchange i below is the i-th of them.
 
@@ -40,7 +51,8 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,9 +60,12 @@ from torch import Tensor
 from mxep.runtime.record import record_event, set_up, wait_event
 
 from .layout import ALIGNMENT, Layout, round_up
-from .transport import SymmetricBuffer, Transport, check_agreement, current_stream, signal_pad_bytes
+from .plan import RoutingPlan, check_ids
+from .transport import SymmetricBuffer, Transport, batch_too_large, check_agreement, current_stream
 
 Tables = tuple[Tensor, Tensor, Tensor]
+T = TypeVar("T")
+_INTS, _ROWS, _FP32 = (torch.int32, torch.int64), (torch.bfloat16, torch.float32), (torch.float32,)
 
 
 class Workspace:
@@ -91,7 +106,7 @@ class Workspace:
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
         sizes["num_experts"] = num_experts
-        agreed = {**sizes, "num_sms": num_sms, "exchanges made before": transport.arena.exchanges}
+        agreed = {**sizes, "num_sms": num_sms, "exchanges made before": transport.exchanges}
         check_agreement("Workspace", agreed, transport.group)
         for name, size in sizes.items():
             least = 0 if name == "max_tokens" else 1
@@ -107,7 +122,6 @@ class Workspace:
             raise ValueError(f"Workspace: got {num_slots} rows of {top_k} experts, wanted an index that fits int32")
 
         self.transport = transport
-        self.arena = transport.arena
         self.max_tokens = max_tokens
         self.top_k = top_k
         self.dim = dim
@@ -129,42 +143,40 @@ class Workspace:
         From now on, views of the exchange before the last one are invalid. An exchange is counted when its signals are
         sent to the peers. If it fails before, it can be repeated with the same buffer.
 
-        Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed. Raises RuntimeError on a
-        second thread, after this rank refused an exchange, and if an exchange is in flight when a capture starts or
-        ends.
+        Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed. Raises RuntimeError
+        after this rank refused an exchange, and if an exchange is in flight when a capture starts or ends.
         """
-        arena, transport = self.arena, self.transport
-        arena.thread.claim()
+        transport = self.transport
         transport.check()
-        if arena.refused is not None:
+        if transport.refused is not None:
             cure = "make the layers again, or call reserve() of each, on all ranks"
-            raise RuntimeError(f"rank {transport.rank} refused an exchange ({arena.refused}): {cure}")
+            raise RuntimeError(f"rank {transport.rank} refused an exchange ({transport.refused}): {cure}")
         if transport.stream is not None:
             stream = current_stream(self._device_index)
             unknown = self._is_order_unknown(capture_of(stream))
             self.join(stream)
-            if arena.stream is not None and arena.stream != stream:
-                stream.wait_stream(arena.stream)  # after all reads of earlier exchanges' rows
-            arena.stream = stream
+            if transport.last_stream is not None and transport.last_stream != stream:
+                stream.wait_stream(transport.last_stream)  # after all reads of earlier exchanges' rows
+            transport.last_stream = stream
             if unknown:
                 # After this: all ranks have read the rows of all earlier exchanges.
-                transport.barrier(f"{step}, exchange {arena.exchanges}", arena.signal_pad)
-        return arena.buffers[arena.exchanges % 2]
+                transport.barrier(f"{step}, exchange {transport.exchanges}")
+        return transport.buffers[transport.exchanges % 2]
 
     def refuse(self, why: str, *, tokens: int = 0) -> None:
         """Tell the peers that this rank skips the next exchange, so that they raise PeersDisagree.
 
         why: the reason. tokens: size of a batch that is too large, 0 for other reasons. Does nothing with one rank.
         """
-        if self.transport.world_size > 1 and self.arena.refused is None:
+        if self.transport.world_size > 1 and self.transport.refused is None:
             self.exchange.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
-            self.arena.refused = why
+            self.transport.refused = why
 
     def new_dispatch(self) -> Tensor:
         """(1,) int32 dispatch number that a new dispatch sends. Call it after `begin`."""
         number = self.transport.new_dispatch
         with set_up():  # not part of a record, which layers may share: `announce` writes the number before each replay
-            number.fill_(self.arena.new_dispatch)
+            number.fill_(self.transport.next_dispatch)
         return number
 
     def slots(self, buffer: SymmetricBuffer, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -191,34 +203,35 @@ class Workspace:
 
         in_flight: tensors that the exchange uses. They are held until `join`.
         """
-        arena, stream = self.arena, self.transport.stream
-        arena.in_flight = in_flight
-        if stream is None or arena.stream is None:
+        transport, stream = self.transport, self.transport.stream
+        transport.in_flight = in_flight
+        if stream is None or transport.last_stream is None:
             yield
             return
         begun, done = self._events
-        record_event(begun, arena.stream)
+        record_event(begun, transport.last_stream)
         wait_event(stream, begun)
         torch.cuda.set_stream(stream)
         try:
             yield
         finally:
-            torch.cuda.set_stream(arena.stream)
+            torch.cuda.set_stream(transport.last_stream)
             record_event(done, stream)
-            arena.done = done
+            transport.done = done
 
     def join(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make the current stream wait for the last exchange, if that is in flight.
 
         stream: the current stream, if known.
         """
-        arena = self.arena
-        if arena.done is not None:
+        transport = self.transport
+        if transport.done is not None:
             stream = stream or current_stream(self._device_index)
-            wait_event(stream, arena.done)
-            if arena.in_flight is not None and arena.stream is not None and arena.stream != stream:
-                wait_event(arena.stream, arena.done)  # the tensors released below were allocated on this stream
-        arena.in_flight = None
+            wait_event(stream, transport.done)
+            begun = transport.last_stream
+            if transport.in_flight is not None and begun is not None and begun != stream:
+                wait_event(begun, transport.done)  # the tensors released below were allocated on this stream
+        transport.in_flight = None
 
     @functools.cached_property
     def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -229,14 +242,12 @@ class Workspace:
 
         `allocate` synchronizes all devices, so no exchange uses the old buffers any more.
         """
-        arena, transport = self.arena, self.transport
-        if arena.buffers and arena.buffers[0].local.numel() >= self.layout.nbytes:
+        transport = self.transport
+        if transport.buffers and transport.buffers[0].local.numel() >= self.layout.nbytes:
             return
-        if arena.signal_pad is None and transport.stream is not None:
-            arena.signal_pad = transport.allocate(signal_pad_bytes(transport.world_size))
-        old, arena.buffers = arena.buffers, tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
-        if arena.was_captured:
-            arena.replaced += old
+        old, transport.buffers = transport.buffers, tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
+        if transport.was_captured:
+            transport.replaced += old
         else:
             for buffer in old:
                 transport.free(buffer)
@@ -246,17 +257,18 @@ class Workspace:
 
         capture: result of `capture_of` for the current stream.
         """
-        arena = self.arena
-        changed = capture != arena.capture
-        if changed and arena.in_flight is not None:
-            if arena.capture:  # the capture has ended, and its events are not valid outside of it
-                arena.in_flight = arena.done = arena.stream = None
-            last = f"exchange {arena.exchanges - 1}"
+        transport = self.transport
+        changed = capture != transport.capture
+        if changed and transport.in_flight is not None:
+            if transport.capture:  # the capture has ended, and its events are not valid outside of it
+                transport.in_flight = transport.done = transport.last_stream = None
+            last = f"exchange {transport.exchanges - 1}"
             raise RuntimeError(f"{last}: in flight while a capture starts or ends, wanted wait() before")
         if changed:
-            arena.capture, arena.done, arena.stream = capture, None, None  # events are valid only inside their capture
-        arena.was_captured |= capture != 0
-        return arena.was_captured and (changed or capture == 0)
+            transport.capture = capture
+            transport.done = transport.last_stream = None  # events are valid only inside their capture
+        transport.was_captured |= capture != 0
+        return transport.was_captured and (changed or capture == 0)
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:
@@ -270,3 +282,192 @@ def capture_of(stream: torch.cuda.Stream) -> int:
     if failed:
         raise RuntimeError(f"cuStreamGetCaptureInfo: got error {failed}, wanted the number of the capture")
     return number.value + 1
+
+
+@dataclass(slots=True, eq=False)
+class Handle(Generic[T]):
+    """An exchange that has begun.
+
+    tables: for a dispatch with weights, the senders' tables: expert_ids (W, T_max, K) int32, weights (W, T_max, K) fp32
+        and num_tokens (W,) int32. Entries past num_tokens are unspecified. They may be used before ``wait``. Like the
+        slots, they are valid until the workspace's next exchange. None for other exchanges.
+    number: (1,) int32 number of a dispatch with weights, for `RoutingPlan.dispatch`.
+    """
+
+    _in_flight: Workspace | None
+    _result: T
+    tables: Tables | None = None
+    number: Tensor | None = None
+
+    def wait(self) -> T:
+        """Return the result of the exchange, for use on the current stream. Does not block the host.
+
+        The result is the slots of a dispatch, or the sums and values of a combine.
+        """
+        if self._in_flight is not None:
+            self._in_flight.join()
+        return self._result
+
+
+def dispatch(
+    workspace: Workspace,
+    payload: Sequence[Tensor],
+    expert_ids: Tensor,
+    weights: Tensor | None = None,
+    *,
+    plan: RoutingPlan | None = None,
+    async_op: bool = False,
+    num_sms: int | None = None,
+    room: int | None = None,
+) -> Handle[tuple[Tensor, ...]]:
+    """Send each token once to every rank that owns one of its experts. Collective.
+
+    Args:
+        payload: uint8 tensors (T, n_i), concatenated per row.
+        expert_ids: (T, K) int32 or int64, -1 is not routed.
+        weights: (T, K) fp32 routing weights. None: this is a redispatch with the ids of ``plan``, and no tables are
+            sent.
+        plan: plan of a redispatch. Ranks compare its `dispatch` number.
+        async_op: True: work on the current stream may overlap the exchange until ``wait``.
+        num_sms: maximum multiprocessors for sending rows, at most the workspace's num_sms. None: the workspace's. Lower
+            it to leave multiprocessors for overlapping kernels: on H200s no other kernel was seen to start on a
+            multiprocessor that an exchange used.
+        room: rows of the payload tensors, if they have more than T. Rows from T on are ignored.
+    Returns:
+        A handle. Its ``wait`` returns the slots: one uint8 tensor (S, n_i) per payload tensor. Slot
+        s = rank * T_max + token holds the payload of that token. Slots that no table names are unspecified. The tensors
+        are strided views into the workspace, valid until its next exchange.
+
+    Raises ValueError for wrong shapes, dtypes or devices, before anything is sent. Ids outside [-1, E) raise ValueError
+    on the CPU. On CUDA such a pair is not sent, and make_plan counts it.
+
+    Raises PeerTimeout if a peer does not arrive. Raises PeersDisagree if a peer has invalid ids or more than max_tokens
+    tokens, if the ranks' plans come from different dispatches, or if the ranks begin new dispatches of different
+    layers. On CUDA a later exchange or ``workspace.transport.check()`` raises them. The transport is unusable then.
+    """
+    if workspace.is_on_other_device():
+        with torch.cuda.device(workspace.device):
+            how = {"plan": plan, "async_op": async_op, "num_sms": num_sms, "room": room}
+            return dispatch(workspace, payload, expert_ids, weights, **how)  # type: ignore[arg-type]
+    if num_sms is not None and num_sms < 1:
+        raise ValueError(f"num_sms: got {num_sms}, wanted at least 1, or None")
+    expert_ids, weights = _check_tokens(workspace, payload, expert_ids, weights, room)
+    number = None if plan is None else plan.dispatch
+    buffer = workspace.begin("dispatch")
+    if weights is not None:
+        number = workspace.new_dispatch()
+    in_flight = async_op or weights is not None
+    with workspace.stream((payload, expert_ids)) if in_flight else contextlib.nullcontext():
+        # After this: this rank's slots hold every rank's tokens for it.
+        workspace.exchange.dispatch(buffer, payload, expert_ids, num_sms, number)
+    tables = None
+    if weights is not None:
+        # After this: this rank has the tables of all W ranks.
+        number = expert_ids.new_empty(1, dtype=torch.int32)
+        workspace.exchange.dispatch_tables(buffer, expert_ids, weights, number)
+        tables = workspace.tables(buffer)
+    return Handle(workspace if in_flight else None, workspace.slots(buffer, payload), tables, number)
+
+
+def combine(
+    workspace: Workspace,
+    rows: Tensor,
+    plan: RoutingPlan,
+    expert_ids: Tensor,
+    row_values: Tensor | None = None,
+    *,
+    async_op: bool = False,
+    room: int | None = None,
+) -> Handle[tuple[Tensor, Tensor | None]]:
+    """Send each token's rows back to the token's rank, summed. Collective.
+
+    Each rank sums its rows of a token in fp32, in the order of the token's expert list, and rounds the sum to the dtype
+    of rows. The token's rank adds up these sums in fp32, in rank order, and rounds once.
+
+    Args:
+        rows: (R_max, D) bf16 or fp32, in the order of ``plan``. Rows past the plan's last group are not read.
+        plan: plan of the dispatch that brought the tokens. Ranks with different `dispatch` numbers raise.
+        expert_ids: (T, K), this rank's expert ids in that dispatch.
+        row_values: (R_max,) fp32, one number to send back with each row.
+        async_op: True: work on the current stream may overlap the exchange until ``wait``.
+        room: rows of the results, at least T. None: T. Rows from T on are unspecified.
+    Returns:
+        A handle. Its ``wait`` returns two tensors:
+        sums: (T, D) in the dtype of rows, zero for tokens without a row.
+        values: (T, K) fp32, the row value of each pair, 0 for a pair without a row. None without row_values.
+    Raises as :func:`dispatch` does.
+    """
+    if workspace.is_on_other_device():
+        with torch.cuda.device(workspace.device):
+            return combine(workspace, rows, plan, expert_ids, row_values, async_op=async_op, room=room)
+    _check_rows(workspace, rows, plan, expert_ids, row_values)
+    expert_ids, room = expert_ids.contiguous(), max(expert_ids.shape[0], room or 0)
+    out = rows.new_empty(room, workspace.dim)  # allocated on the current stream, which uses it after the exchange
+    values = None if row_values is None else row_values.new_empty(room, workspace.top_k)
+    buffer = workspace.begin("combine")
+    in_flight = (rows, plan, expert_ids, row_values, out, values)
+    with workspace.stream(in_flight) if async_op else contextlib.nullcontext():
+        workspace.exchange.combine(buffer, rows, row_values, plan, expert_ids, out, values)
+    return Handle(workspace if async_op else None, (out, values))
+
+
+def _check_tokens(
+    workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None, room: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments of a dispatch. Returns contiguous ids (T, K) and weights.
+
+    If the batch is too large or has invalid ids, peers are told to raise, too. They cannot see these errors themselves.
+    """
+    if not payload:
+        raise ValueError("payload: got no tensor, wanted at least one")
+    rows = payload[0].shape[0]
+    for part in payload:
+        _check("payload", part, (rows, part.shape[-1]), (torch.uint8,), workspace)
+    widths, most = [part.shape[1] for part in payload], workspace.layout.row_bytes
+    if min(widths) < 1 or sum(widths) > most:
+        raise ValueError(f"payload: got {widths} bytes a row, wanted at least 1 of each part, at most {most} of all")
+    tokens = expert_ids.shape[0] if rows == room else rows
+    if tokens > workspace.max_tokens:
+        why = batch_too_large(tokens, workspace.max_tokens)
+        workspace.refuse(why, tokens=tokens)
+        raise ValueError(why)
+    _check("expert_ids", expert_ids, (tokens, workspace.top_k), _INTS, workspace)
+    if weights is not None:
+        _check("weights", weights, (tokens, workspace.top_k), _FP32, workspace)
+        weights = (weights.detach() if weights.requires_grad else weights).contiguous()
+    if expert_ids.is_cpu:
+        try:
+            check_ids(expert_ids, workspace.num_experts)
+        except ValueError as error:
+            workspace.refuse(str(error))
+            raise
+    return expert_ids.contiguous(), weights
+
+
+def _check_rows(
+    workspace: Workspace, rows: Tensor, plan: RoutingPlan, expert_ids: Tensor, row_values: Tensor | None
+) -> None:
+    """Check the arguments of a combine."""
+    tokens = expert_ids.shape[0]
+    _check("expert_ids", expert_ids, (tokens, workspace.top_k), _INTS, workspace)
+    if tokens > workspace.max_tokens:
+        raise ValueError(f"expert_ids: got {tokens} tokens, wanted at most max_tokens = {workspace.max_tokens}")
+    if expert_ids.is_cpu:
+        check_ids(expert_ids, workspace.num_experts)
+    _check("rows", rows, (plan.max_rows, workspace.dim), _ROWS, workspace)
+    if (width := workspace.dim * rows.itemsize) > (most := workspace.layout.row_bytes):
+        raise ValueError(f"rows: got {width} bytes a row, wanted at most {most} (row_bytes)")
+    if plan.slot_rows.shape != (slots := (workspace.layout.num_slots, workspace.top_k)):
+        raise ValueError(f"plan.slot_rows: got {tuple(plan.slot_rows.shape)}, wanted {slots} as the workspace has")
+    if row_values is not None:
+        _check("row_values", row_values, (plan.max_rows,), _FP32, workspace)
+
+
+def _check(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], workspace: Workspace
+) -> None:
+    if tensor.shape != shape or tensor.dtype not in dtypes:
+        wanted = " or ".join(map(str, dtypes))
+        raise ValueError(f"{name}: got {tensor.dtype} {tuple(tensor.shape)}, wanted {wanted} {shape}")
+    if tensor.device != workspace.device:
+        raise ValueError(f"{name}: got device {tensor.device}, wanted {workspace.device} as the transport has")

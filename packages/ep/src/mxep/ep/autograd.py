@@ -1,13 +1,7 @@
 """The layer's autograd: one autograd function in eager mode, two ops under torch.compile. Both run `layer.py`.
 
-The autograd function gives the same bits as the functions of `functional.py` in sequence, and costs less:
-
-- If the backend folds, SwiGLU and its backward fold their results: one pass less over h and d_gate_up.
-- The slots that receive d_out are read in place, before the next exchange overwrites them.
-- Each pass quantizes the weights itself, during its exchange. So no quantized weights are saved for backward.
-- dx is combined while the gradient of gate_up_proj is computed.
-
-torch.compile does not trace into the ops:
+The autograd function gives the same bits as the functions of `functional.py` in sequence. It costs less, because
+several fusions and the overlap of exchanges cross the steps. torch.compile does not trace into the ops:
 
     mxep::layer_forward    x, weights, ids, parameters -> out, `Saved`, the plan, kept
     mxep::layer_backward   d_out and forward's tensors -> dx, d_weights and the gradients of parameters that need one
@@ -44,9 +38,8 @@ from mxep.runtime.bundle import build, take_apart, tensors_in
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import count_flops, offer_flops
 
-from .checks import check_frozen, check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
-from .dtensors import Share, local_tensor, local_weight, weight_behind
+from .dtensors import Share, local_tensor, weight_behind
 from .formats import (
     NONE,
     AnyWeight,
@@ -269,8 +262,8 @@ def unsupported_reason(dispatcher: TokenDispatcher, config: LayerConfig, main_gr
         return "accumulate_in_place is open, and a graph adds to no .grad: leave it out, or compile around"
     if main_grads[0] is not None or main_grads[1] is not None:
         return "main_grad is memory that backward adds to, which a graph does not: leave it out, or compile around"
-    if dispatcher.capacity.kind == "exact" or dispatcher.static_tokens(0) is None:
-        return "the dispatcher learns its sizes at run time: give max_tokens, and no Capacity.exact()"
+    if dispatcher.static_tokens(0) is None:
+        return "the dispatcher learns its sizes at run time: give max_tokens"
     if recipe.wgrad != "mx":
         return f"recipe {recipe.name} has weight gradients of unquantized operands, which several functions compute"
     if recipe.fmt.name != E4M3.name or BACKENDS.get(backend.name) is not backend:
@@ -280,36 +273,31 @@ def unsupported_reason(dispatcher: TokenDispatcher, config: LayerConfig, main_gr
 
 def compiled_layer(
     x: Tensor,
-    expert_ids: Tensor,
+    ids: Tensor,
     weights: Tensor,
-    gate_up_proj: AnyWeight,
-    down_proj: AnyWeight,
-    gate_up_bias: Tensor | None,
-    lora: LoRAWeights | None,
+    proj: tuple[AnyWeight, Tensor | FrozenWeight],
+    parameters: Parameters,
+    *,
     dispatcher: TokenDispatcher,
     config: LayerConfig,
     wgrad_scale: float,
+    lora_scale: float,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`run_experts` by the op, if there is no `unsupported_reason`. Returns out (T, D), and kept (T, K) or None."""
-    expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
-    local_bias = local_weight(gate_up_bias)
-    bias = [] if local_bias is None else [local_bias]
-    four = [] if lora is None else [local_weight(each) for each in lora.tensors]
-    if isinstance(gate_up_proj, FrozenWeight) and isinstance(down_proj, FrozenWeight):
-        gate_up, down = gate_up_proj.parts, down_proj.parts
-        check_frozen(x, gate_up_proj, down_proj, local_bias, dispatcher, config)
-    else:
-        gate_up, down = ([local_weight(part) for part in weight_parts(w)] for w in (gate_up_proj, down_proj))  # type: ignore[arg-type]
-        check_weights(x, join_parts(gate_up), down[0], local_bias, dispatcher, config)
-    kinds = gate_up, down, bias, four
+    """`run_experts` by the op, if there is no `unsupported_reason`. Returns out (T, D), and kept (T, K) or None.
+
+    proj: gate_up_proj and down_proj. They and the bias and LoRA in `parameters` are this rank's, already checked.
+    """
+    gate_up, down = ([*(w.parts if isinstance(w, FrozenWeight) else weight_parts(w))] for w in proj)
+    bias = [] if parameters.gate_up_bias is None else [parameters.gate_up_bias]
+    kinds = gate_up, down, bias, [each for each in parameters[4:] if each is not None]
     needs = [any(each.requires_grad for each in kind) for kind in kinds]
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
-    again = makes_rows_again(dispatcher, config.recipe, Needs(*needs) if backward else None, expert_ids.shape[1])
+    again = makes_rows_again(dispatcher, config.recipe, Needs(*needs) if backward else None, ids.shape[1])
     names = dispatcher.key, config.recipe.name, config.backend.name
-    how = *names, wgrad_scale, config.activation.packed, 0.0 if lora is None else lora.scale, needs, backward, again
-    parameters = [each for kind in kinds for each in kind]
-    out, *others = forward_op(x, weights, expert_ids, parameters, [len(kind) for kind in kinds], *how, drops)
+    how = *names, wgrad_scale, config.activation.packed, lora_scale, needs, backward, again
+    tensors = [each for kind in kinds for each in kind]
+    out, *others = forward_op(x, weights, ids, tensors, [len(kind) for kind in kinds], *how, drops)
     return out, others[-1].detach() if drops else None
 
 

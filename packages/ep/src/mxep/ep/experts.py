@@ -17,7 +17,8 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs
-from mxep.gemm.quantize_once import Weight, join_parts, joined, weight_parts
+from mxep.gemm.quantize_once import Weight, joined, weight_parts
+from mxep.gemm.recipe import check_weight
 from mxep.quant import SwiGLU
 from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import check_no_tangent, check_no_transform
@@ -31,11 +32,10 @@ from .autograd import (
     parameter_needs,
     unsupported_reason,
 )
-from .checks import check_frozen, check_lora, check_weights, checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher
 from .dtensors import empty_share, init_normal_, local_tensor, local_weight
-from .formats import PLAIN, LayerConfig, held_rowwise, makes_rows_again
-from .functional import Weighted, add_down_bias, combine, combine_and_kept, dispatch, expert_mlp
+from .formats import PLAIN, AnyWeight, LayerConfig, held_rowwise, makes_rows_again
+from .functional import Combine, Weighted, add_down_bias, checked_tokens, dispatch, expert_mlp
 from .layer import ForwardInput, MainGrads, forward_pass, pass_of
 from .lora import LoRAWeights
 from .rehearse import rehearse_once
@@ -146,7 +146,7 @@ def run_experts(
     and in torch.export they raise, with the reason:
 
     - a `main_grad`, or an open `accumulate_in_place`;
-    - a dispatcher that learns its sizes at run time, as with `Capacity.exact()` or without ``max_tokens``;
+    - a dispatcher that learns its sizes at run time, as without ``max_tokens``;
     - a recipe or a backend without a name;
     - wgrad "bf16", for which the functions of `functional.py` are used.
 
@@ -185,56 +185,48 @@ def run_experts(
     bias = local_weight(down_bias)
     if bias is not None and bias.shape != (wanted := (dispatcher.num_local_experts, x.shape[1])):
         raise ValueError(f"down_bias: got shape {tuple(bias.shape)}, want (experts here, D) = {wanted}")
-    ids, drops = expert_ids, bias is not None and dispatcher.capacity.overflow == "drop"
+    drops = bias is not None and dispatcher.capacity.overflow == "drop"
+    unquantized_wgrad = recipe.wgrad == "bf16" and frozen is None and lora is None
+    ids = expert_ids if unquantized_wgrad else checked_tokens(x, expert_ids, weights, dispatcher)
+    if lora is not None:
+        _check_lora(x, lora, dispatcher.num_local_experts, gate_up_proj, down_proj)
+    gate = up = down = None
+    if frozen is None:
+        (gate, up, *_), down = (*weight_parts(dense[0]), None), dense[1]
+    parameters = Parameters(gate, down, up, gate_up_bias, *(() if lora is None else lora.tensors))
+    mine = parameters.local()
+    proj: tuple[Any, Any] = frozen or (
+        mine.gate_up_proj if mine.up_proj is None else (mine.gate_up_proj, mine.up_proj),
+        mine.down_proj,
+    )
+    _check_parameters(x, *proj, mine.gate_up_bias, dispatcher, config, main_grads)
+    if lora is not None and recipe.wgrad == "bf16" and frozen is None and any(w.requires_grad for w in dense):
+        raise ValueError(f"lora: expected weights without gradients for recipe {recipe.name}: freeze them")
+    of_layer: dict[str, Any] = {"dispatcher": dispatcher, "config": config, "wgrad_scale": wgrad_scale, "drops": drops}
+    scale = 0.0 if lora is None else lora.scale
     routing: Routing | None = None
     kept: Tensor | None = None
-    if lora is not None:
-        check_lora(x, lora, dispatcher.num_local_experts, gate_up_proj, down_proj)
-    unquantized_wgrad = recipe.wgrad == "bf16" and frozen is None
-    if lora is not None and unquantized_wgrad:
-        if any(w.requires_grad for w in dense):
-            raise ValueError(f"lora: expected weights without gradients for recipe {recipe.name}: freeze them")
-        unquantized_wgrad = False
     if unquantized_wgrad:
-        proj = join_parts([local_tensor(part) for part in weight_parts(dense[0])])
-        here_bias = local_tensor(gate_up_bias)
-        check_weights(x, proj, local_tensor(dense[1]), here_bias, dispatcher, config, main_grads)
-        how = {"dispatcher": dispatcher, "config": config, "main_grads": main_grads, "wgrad_scale": wgrad_scale}
-        how |= {"gate_up_bias": gate_up_bias, "drops": drops}
         with dispatcher.watched():
-            out, kept, routing = _compose(x, ids, weights, *dense, **how)
+            given = x, ids, weights, *dense, gate_up_bias
+            out, kept, routing = _compose(*given, main_grads=main_grads, **of_layer)
     elif torch.compiler.is_compiling():
-        how_op = gate_up_bias, lora, dispatcher, config, wgrad_scale, drops
-        out, kept = compiled_layer(x, ids, weights, dense[0], dense[1], *how_op)
+        out, kept = compiled_layer(x, ids, weights, proj, mine, lora_scale=scale, **of_layer)
     else:
-        ids = checked_tokens(x, ids, weights, dispatcher)
-        four = {} if lora is None else dict(zip(Parameters._fields[-4:], lora.tensors))
-        parameters = Parameters(gate_up_bias=gate_up_bias, **four)
-        if frozen is None:
-            gate, up = (*weight_parts(dense[0]), None)[:2]
-            parameters = parameters._replace(gate_up_proj=gate, down_proj=dense[1], up_proj=up)
-        mine = parameters.local()
-        proj = mine.gate_up_proj if mine.up_proj is None else (mine.gate_up_proj, mine.up_proj)
-        both: tuple[Any, Any] = frozen or (proj, mine.down_proj)
-        if frozen is not None:
-            check_frozen(x, *frozen, mine.gate_up_bias, dispatcher, config)
-        else:
-            check_weights(x, *both, mine.gate_up_bias, dispatcher, config, main_grads)
         grads = [each is not None and each.requires_grad for each in parameters]
         backward = torch.is_grad_enabled() and (any(grads) or x.requires_grad or weights.requires_grad)
         check_no_tangent(x, weights, *mine)
-        scale = 0.0 if lora is None else lora.scale
         with dispatcher.watched(), torch.no_grad():
             # With room, a replayed graph reads tokens where they lie, so they must be dense.
             room = dispatcher.room_for(x, per_token)
             of_tokens = (x, weights) if room is None else (x.contiguous(), weights.contiguous())
-            given = ForwardInput(*of_tokens, ids, *both, mine.gate_up_bias, join_lora(mine, scale))
+            into = ForwardInput(*of_tokens, ids, *proj, mine.gate_up_bias, join_lora(mine, scale))
             needs = parameter_needs(grads) if backward else None
             again = makes_rows_again(dispatcher, recipe, needs, ids.shape[1])
-            rehearse_once(given, dispatcher, config, needs, main_grads, rows_again=again, room=room)
-            rowwise = held_rowwise(*both, config, dgrad=backward)
+            rehearse_once(into, dispatcher, config, needs, main_grads, rows_again=again, room=room)
+            rowwise = held_rowwise(*proj, config, dgrad=backward)
             forward = pass_of(dispatcher, forward_pass)
-            made = forward(given, rowwise, config=config, needs=needs, rows_again=again, drops=drops, room=room)
+            made = forward(into, rowwise, config=config, needs=needs, rows_again=again, drops=drops, room=room)
             made = dataclasses.replace(made, out=first_rows(made.out, len(x)))
         routing, out = made.routing, made.out
         kept = None if made.kept is None else first_rows(made.kept, len(x))
@@ -258,12 +250,12 @@ def _compose(
     weights: Tensor,
     proj: Weight,
     down: Tensor,
+    gate_up_bias: Tensor | None,
     *,
     dispatcher: TokenDispatcher,
     config: LayerConfig,
     main_grads: MainGrads,
     wgrad_scale: float,
-    gate_up_bias: Tensor | None,
     drops: bool,
 ) -> tuple[Tensor, Tensor | None, Routing]:
     """`run_experts` with unquantized weight gradients (wgrad "bf16").
@@ -271,8 +263,7 @@ def _compose(
     Returns out (T, D), kept (T, K) or None, and the routing. kept: 1 for pairs that were computed, 0 for dropped ones.
     drops: True to return kept.
     """
-    how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": config.recipe}
-    rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
+    rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=config.recipe)
     y = expert_mlp(
         rows,
         local_weight(joined(proj)),
@@ -287,9 +278,59 @@ def _compose(
         gate_up_bias=local_weight(gate_up_bias),
         dispatcher=dispatcher,
     )
-    if drops:
-        return *combine_and_kept(y, routing, **how), routing
-    return combine(y, routing, **how), None, routing
+    out, kept = Combine.apply(y, routing, dispatcher, config.recipe, drops)  # type: ignore[no-untyped-call]
+    return out, kept, routing
+
+
+def _check_parameters(
+    x: Tensor,
+    gate_up_proj: AnyWeight,
+    down_proj: Tensor | FrozenWeight,
+    gate_up_bias: Tensor | None,
+    dispatcher: TokenDispatcher,
+    config: LayerConfig,
+    main_grads: MainGrads,
+) -> None:
+    """Raise ValueError if parameters do not fit x, each other, the dispatcher or the recipe."""
+    e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if len(down_proj.shape) else 0
+    wanted: list[Any] = [("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim))]
+    if not isinstance(gate_up_proj, tuple):
+        shape = e, 2 * hidden_dim, dim
+        wanted.append(("gate_up_proj", gate_up_proj, main_grads[0], "(experts here, 2 F, D)", shape))
+    else:
+        if config.activation.interleaved:
+            raise ValueError("activation: got interleaved gate and up, which are apart; join them, or not interleaved")
+        if main_grads[0] is not None:
+            raise ValueError("main_grad: got one of gate and up, which are apart; none, or join them")
+        shape = e, hidden_dim, dim
+        wanted += [(name, w, None, "(experts here, F, D)", shape) for name, w in zip(("gate", "up"), gate_up_proj)]
+    alignment = config.recipe.group_alignment
+    for name, w, main_grad, meant, shape in wanted:
+        if w.shape != shape:
+            raise ValueError(f"{name}: got shape {tuple(w.shape)}, want {meant} = {shape}")
+        if not isinstance(w, FrozenWeight):
+            check_weight(w, recipe=config.recipe, device=x.device, main_grad=main_grad, name=name)
+        elif w.device != x.device:
+            raise ValueError(f"{name}: got device {w.device}, want {x.device}, where a is")
+        elif any(size % alignment for size in shape[1:]):
+            raise ValueError(f"{name}: expected sizes in multiples of {alignment} for the recipe, got {shape[1:]}")
+    expected = e, 2 * hidden_dim
+    if gate_up_bias is not None and (gate_up_bias.shape != expected or gate_up_bias.device != x.device):
+        got = f"{tuple(gate_up_bias.shape)} on {gate_up_bias.device}"
+        raise ValueError(f"gate_up_bias: got {got}, want (experts here, 2 F) = {expected} on {x.device}")
+
+
+def _check_lora(x: Tensor, lora: LoRAWeights, experts: int, gate_up_proj: Any, down_proj: Any) -> None:
+    """Raise ValueError if A or B does not fit the weights. experts: number of experts on this rank."""
+    pairs = ("gate_up", gate_up_proj, lora.gate_up_A, lora.gate_up_B), ("down", down_proj, lora.down_A, lora.down_B)
+    for name, weight, *both in pairs:
+        if isinstance(weight, tuple):
+            raise ValueError("lora: expected one gate_up_proj, got gate and up apart: join them")
+        A, B = map(local_tensor, both)
+        expected = (experts, A.shape[1], weight.shape[2]), (experts, weight.shape[1], A.shape[1])
+        if (tuple(A.shape), tuple(B.shape)) != expected or {A.device, B.device} != {x.device}:
+            got = f"{tuple(A.shape)} and {tuple(B.shape)} on {A.device}"
+            raise ValueError(f"lora: expected A and B of {name} {expected} on {x.device}, got {got}")
 
 
 def frozen_pair(gate_up_proj: object, down_proj: object) -> tuple[FrozenWeight, FrozenWeight] | None:

@@ -94,10 +94,6 @@ class Wire(Bundle):
             row_index=index,
         )
 
-    def copied(self, slots: Payload) -> Tensor:
-        """Copy unquantized slots. Returns (S, D)."""
-        return gather_rows(slots, None)[0].view(self.dtype)
-
 
 def keeps_rows(max_rows: int, num_slots: int, *, copied: bool) -> bool:
     """True if forward saves gathered quantized rows, False if it saves slots and a row index.

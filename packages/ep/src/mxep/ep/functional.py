@@ -1,21 +1,13 @@
 """The differentiable parts of an expert-parallel layer: called one after another, they compute the layer.
 
-    forward                                          backward
-    x (T, D), weights (T, K)                         d_out (T, D)
-      dispatch     quantize, dispatch, plan            combine'     quantize, redispatch by the same plan
-    rows (R_max, D), row_weight (R_max,)             d_y rows (R_max, D)
-      expert_mlp   grouped_mm w13                      expert_mlp'  grouped_mm w2 dgrad, wgrad
-                   swiglu * row_weight, quantize                    swiglu backward, quantize; d_row_weight
-                   grouped_mm w2                                    grouped_mm w13 dgrad, wgrad
-    y (R_max, D)                                     d_rows (R_max, D), d_row_weight (R_max,)
-      combine      sum each token's rows               dispatch'    sum each token's rows
-    out (T, D)                                       dx (T, D), d_weights (T, K)
+    dispatch      x (T, D), weights (T, K) -> rows (R_max, D), row_weight (R_max,)       backward: combine
+    expert_mlp    rows, weights of experts -> y (R_max, D)                               backward: dgrads, wgrads
+    combine       y -> out (T, D)                                                        backward: redispatch
 
-A prime marks a function's backward. w13 is gate_up_proj, w2 is down_proj.
-
-SwiGLU multiplies h by the routing weight, which gives the same result as weighting y, because the down-projection is
-linear. So combine is a plain sum, and its backward sends one unscaled copy of each token. If the recipe quantizes,
-rows, h and the gradients between these functions are MXTensors, so that nothing is quantized twice.
+`layer.py` has the same steps in one pass. SwiGLU multiplies h by the routing weight, which gives the same result as
+weighting y, because the down-projection is linear. So combine is a plain sum, and its backward sends one unscaled copy
+of each token. If the recipe quantizes, rows, h and the gradients between these functions are MXTensors, so that nothing
+is quantized twice.
 
 Under torch.compile these functions break the graph. The exceptions are `expert_mlp` and `swiglu` with recipe "bf16".
 
@@ -35,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import wait_tensor
 
+from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight
@@ -42,9 +35,11 @@ from mxep.gemm.functional import between_graphs, joined, taken_apart
 from mxep.gemm.product import for_anomaly_mode
 from mxep.quant import SwiGLU
 
-from .checks import checked_tokens
 from .dispatchers.base import Routing, TokenDispatcher
 from .formats import PLAIN, Wire, pack, saved_gate_up, swiglu_backward, swiglu_forward
+
+FLOATS = torch.bfloat16, torch.float32
+"""Dtypes that tokens and parameters of a layer may have."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -62,6 +57,33 @@ def _between_graphs(function: _Function) -> _Function:
         return function(*tensors, **options)
 
     return cast(_Function, call)
+
+
+def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+    """Check a layer's input. Returns a copy of expert_ids: as int32, or if eager and on a CPU in its own dtype."""
+    # Not len(x): torch.export would make the number of tokens a constant.
+    fits = x.dim() == expert_ids.dim() == 2 and weights.shape == expert_ids.shape and x.shape[0] == expert_ids.shape[0]
+    if not fits or expert_ids.shape[1] == 0:
+        raise ValueError(
+            "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), K at least 1, "
+            f"got {tuple(x.shape)}, {tuple(expert_ids.shape)}, {tuple(weights.shape)}"
+        )
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x: got {x.dtype}, want one of {FLOATS} (torch.autocast wants dtype=torch.bfloat16)")
+    if weights.dtype != torch.float32 or expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype} "
+                         "(of FSDP2's MixedPrecisionPolicy: cast_forward_inputs=False)")  # fmt: skip
+    widest = dispatcher.row_dtype
+    if widest is not None and x.dtype.itemsize > widest.itemsize:
+        raise ValueError(
+            f"the dispatcher has room for rows of {widest}, got {x.dtype}: cast x, or make the layer "
+            f"(or its dispatcher) with dtype={x.dtype}"
+        )
+    if expert_ids.is_cpu and not torch.compiler.is_compiling():
+        return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher's errors quote them
+    ids = narrow_ids(expert_ids)
+    # A copy, because backward reads the ids, and the caller may overwrite them before.
+    return ids.clone(memory_format=torch.contiguous_format) if ids is expert_ids else ids
 
 
 @_between_graphs
@@ -98,16 +120,8 @@ def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe:
     max_rows = routing.plan.max_rows
     if y.dim() != 2 or len(y) != max_rows:
         raise ValueError(f"combine: expected y ({max_rows}, D), the rows of this routing, got {tuple(y.shape)}")
-    out: Tensor = _Combine.apply(y, routing, dispatcher, Recipe.named(recipe), False)[0]  # type: ignore[no-untyped-call]
+    out: Tensor = Combine.apply(y, routing, dispatcher, Recipe.named(recipe), False)[0]  # type: ignore[no-untyped-call]
     return out
-
-
-def combine_and_kept(
-    y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe
-) -> tuple[Tensor, Tensor]:
-    """(result of :func:`combine`, kept). kept: (T, K) fp32, 1 for a (token, expert) pair that has a row, else 0."""
-    out, kept = _Combine.apply(y, routing, dispatcher, recipe, True)  # type: ignore[no-untyped-call]
-    return out, kept
 
 
 @_between_graphs
@@ -219,7 +233,9 @@ class _Dispatch(torch.autograd.Function):
         return dx, d_weights, None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
+    """:func:`combine`, and with `drops` also kept: (T, K) fp32, 1 for a (token, expert) pair that has a row, else 0."""
+
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, routing: Routing, dispatcher: TokenDispatcher, recipe: Recipe, drops: bool
@@ -291,12 +307,9 @@ def add_down_bias(
         scale: factor for the bias's gradient.
         group: the ranks that share the experts. None: this process has all of them.
 
-    Returns (T, D), the sum. It is computed by one GEMM, S @ bias, with S (T, E) the routing weights by expert. This
-    GEMM is a hundredth of the layer's size, and its gradients use d_out unquantized. Ranks that share experts gather
-    the bias to (E, D), and reduce its gradient, by torch's own collectives.
-
-    0 * NaN is NaN, so one NaN would spread in a GEMM. Therefore the GEMMs exclude rows of bias, and of d_out, that are
-    not finite. NaN is then written only to the tokens, or experts, that such a row belongs to.
+    Returns (T, D), the sum. It is computed by one GEMM, S @ bias, with S (T, E) the routing weights by expert. Ranks
+    that share experts gather the bias to (E, D), and reduce its gradient, by torch's own collectives. A bias or d_out
+    that is not finite makes NaN only in the tokens, or experts, that it belongs to.
     """
     whole = scaled_gradient(bias, scale).float()
     if group is not None:
@@ -330,7 +343,10 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """out (T, D) + by_expert (T, E) @ bias (E, D). ids: (T, K) expert ids. routed: (T, K), True if an id is valid."""
+    """out (T, D) + by_expert (T, E) @ bias (E, D). ids: (T, K) expert ids. routed: (T, K), True if an id is valid.
+
+    0 * NaN is NaN, so one NaN would spread in a GEMM. Therefore the GEMMs exclude rows that are not finite.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, by_expert: Tensor, bias: Tensor, ids: Tensor, routed: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mxep.comms import RoutingPlan
+from mxep.comms import RoutingPlan, gather_rows
 from mxep.gemm.frozen import expanded
 from mxep.quant import MXParts, group_sums
 from mxep.runtime.bundle import Bundle, Operands
@@ -187,7 +187,7 @@ def mlp_forward(
     gate_up, rest, gate_up_inner = product.first_rows(rows, offs, len(rows) if keep_gate_up is None else keep_gate_up)
     del w, product
     if keep_rows and rest is not None and wire.qdata is None:
-        rows = wire.copied(given.slots)
+        rows = gather_rows(given.slots, None)[0].view(wire.dtype)  # slots (S, D)
     given.release("slots")
     rows = rows if keep_rows else None
     how: dict[str, Any] = {"folded": backend.wants_rowwise, "rest": rest}

@@ -26,12 +26,12 @@ from mxep.gemm.functional import between_graphs
 from mxep.gemm.recipe import AUTO, recipe_name, recipe_of, recipe_of_experts
 from mxep.quant import SwiGLU
 
-from .checks import FLOATS
 from .dispatchers import Dispatch, DispatchFields, Routing, TokenDispatcher, make_dispatcher
 from .dispatchers.symmetric import most_tokens
 from .dtensors import ep_mesh, group_of
 from .experts import Experts
 from .formats import PLAIN
+from .functional import FLOATS
 from .router import Router, check_sizes, checked_mask, recomputing
 from .shared_expert import SharedExpert
 
@@ -184,21 +184,16 @@ class MoE(nn.Module):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', got {gradient_reduction!r}")
         if shared_expert_gate and not num_shared_experts:
             raise ValueError("shared_expert_gate: got num_shared_experts 0, want at least 1")
-        mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
         self.score_before_experts = score_before_experts
         self.rows_per_token = top_k if score_before_experts else 1
-        how = Dispatch.of(dispatch, fields)
-        dispatcher = make_dispatcher(how.times(self.rows_per_token), num_experts, dim=dim, dtype=dtype, group=ranks)
-        if mesh is not None and mesh.size() != dispatcher.world_size:
-            raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {mesh.size()}")
-        if mesh is None and dispatcher.world_size > 1:
-            assert dispatcher.group is not None
-            mesh = ep_mesh(dispatcher.group, torch.empty(0, device=device, dtype=torch.float32).device)
         self.dim = dim
         self.hidden_dim = hidden_dim
         self.top_k = top_k
-        self.dispatcher, self.number = dispatcher, dispatcher.number_layer()
-        self.dispatch = None if dispatcher is how.dispatcher else how
+        how = Dispatch.of(dispatch, fields)
+        self._use_dispatch(how, num_experts, dtype, group)
+        dispatcher, mesh = self.dispatcher, group if isinstance(group, DeviceMesh) else None
+        if mesh is None and dispatcher.group is not None and dispatcher.world_size > 1:
+            mesh = ep_mesh(dispatcher.group, torch.empty(0, device=device, dtype=torch.float32).device)
         self.max_tokens = how.max_tokens
         if self.dispatch is None and (sent := getattr(dispatcher, "max_tokens", None)) is not None:
             self.max_tokens = sent // self.rows_per_token
@@ -215,6 +210,20 @@ class MoE(nn.Module):
             self.shared = SharedExpert(dim, shared_dim, gate=shared_expert_gate, device=device, dtype=dtype)
         self.last_routing = None
         self.register_load_state_dict_post_hook(_follow_dtype)  # type: ignore[no-untyped-call]
+
+    def _use_dispatch(
+        self, how: Dispatch, num_experts: int, dtype: torch.dtype, group: dist.ProcessGroup | DeviceMesh | None
+    ) -> None:
+        """Make the dispatcher and number the layer. Raises ValueError for a mesh of another size than the dispatcher's.
+
+        num_experts: E. dtype: widest dtype of rows that are sent.
+        """
+        mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
+        made = make_dispatcher(how.times(self.rows_per_token), num_experts, dim=self.dim, dtype=dtype, group=ranks)
+        if mesh is not None and mesh.size() != made.world_size:
+            raise ValueError(f"the dispatcher serves {made.world_size} ranks, the mesh has {mesh.size()}")
+        self.dispatcher, self.number = made, made.number_layer()
+        self.dispatch = None if made is how.dispatcher else how
 
     def forward(
         self,

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mxep.gemm.recipe import AUTO
 
-from .dispatchers import Dispatch, DispatchFields, make_dispatcher
-from .dtensors import group_of, local_tensor, mesh_of
+from .dispatchers import Dispatch, DispatchFields
+from .dtensors import local_tensor, mesh_of
 from .moe import MoE
 
 
@@ -56,17 +56,7 @@ class ExpertParallel(ParallelStyle):
         if not isinstance(module, MoE) or any(isinstance(p, DTensor) for p in module.experts.parameters()):
             raise ValueError(f"ExpertParallel wants an MoE that holds all its experts, got {type(module).__name__}")
         experts, how = module.experts, self.dispatch
-        dispatcher = make_dispatcher(
-            how.times(module.rows_per_token),
-            experts.num_experts,
-            dim=module.dim,
-            dtype=experts.gate_up_proj.dtype,
-            group=group_of(device_mesh),
-        )
-        if dispatcher.world_size != device_mesh.size():
-            raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {device_mesh.size()}")
-        module.dispatcher, module.number = dispatcher, dispatcher.number_layer()
-        module.dispatch = None if dispatcher is how.dispatcher else how
+        module._use_dispatch(how, experts.num_experts, experts.gate_up_proj.dtype, device_mesh)
         if module.auto:
             module.max_tokens = how.max_tokens or module.max_tokens
             module.recipe = module._pick(None) or AUTO
@@ -115,14 +105,8 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float | str = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """Scale all gradients so that their total norm, over all parameters and ranks, is at most ``max_norm``.
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients so that their total 2-norm, over all parameters and ranks, is at most ``max_norm``.
 
     Call it on every rank with the same parameters in the same order, after gradients are averaged over data-parallel
     ranks.
@@ -132,23 +116,19 @@ def clip_grad_norm_(
             meshes: experts over ep, or over dp and ep, other parameters over all ranks. If a parameter has a
             ``main_grad``, that is taken as its gradient.
         max_norm: as in torch, the factor is ``max_norm / (norm + 1e-6)`` if that is below 1.
-        norm_type: a number, or its text, such as "inf". The norm of order 0 is the number of parameters with a nonzero
-            gradient.
-        error_if_nonfinite: True to raise RuntimeError if the norm is not finite, which takes a host sync.
 
     Returns the norm before clipping, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. For each mesh dimension
-    that shards parameters, one number is all-reduced (for order 0, one per parameter).
+    that shards parameters, one number is all-reduced. The host is not synchronized.
 
-    Raises ValueError for a negative or NaN max_norm, a NaN norm_type, a gradient that is a partial sum, and a parameter
-    whose ``grad`` and ``main_grad`` are two tensors.
+    Raises ValueError for a negative or NaN max_norm, a gradient that is a partial sum, and a parameter whose ``grad``
+    and ``main_grad`` are two tensors.
     """
-    norm_type = float(norm_type)
-    if norm_type != norm_type or not max_norm >= 0:  # such values would reverse gradients, or make them NaN
-        raise ValueError(f"clip_grad_norm_: expected a max_norm of at least 0 and a norm, got {max_norm}, {norm_type}")
+    if not max_norm >= 0:  # such values would reverse gradients, or make them NaN
+        raise ValueError(f"clip_grad_norm_: expected a max_norm of at least 0, got {max_norm}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not parameters:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor | None]] = {}
+    shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
         main_grad, grad = getattr(parameter, "main_grad", None), parameter.grad
         if main_grad is not None and grad is not None and main_grad is not grad:
@@ -157,13 +137,12 @@ def clip_grad_norm_(
                 "whose gradients autograd accumulates"
             )
         grad = grad if main_grad is None else main_grad
-        # A parameter without a gradient is listed, too, because other ranks wait in the all-reduce of its group.
+        # A parameter without a gradient has a share, too, because other ranks wait in the all-reduce of its group.
         share = shares.setdefault(_sharded_over(grad if isinstance(grad, DTensor) else parameter), [])
-        share.append(local_tensor(grad))
-    grads = [grad for share in shares.values() for grad in share if grad is not None]
-    total = _total_norm(shares, norm_type, parameters[0].device)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}: nothing was clipped")
+        if grad is not None:
+            share.append(local_tensor(grad))
+    grads = [grad for share in shares.values() for grad in share]
+    total = _total_norm(shares, parameters[0].device)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for of_a_kind in _by_kind(grads):
         first = of_a_kind[0]
@@ -172,30 +151,20 @@ def clip_grad_norm_(
     return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
 
 
-def _total_norm(
-    shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor | None]], norm_type: float, device: torch.device
-) -> Tensor:
+def _total_norm(shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]], device: torch.device) -> Tensor:
     """Compute the total norm, 0-d fp64. shares: this rank's parts of gradients, by the groups that shard them."""
-    # Depending on norm_type, the total is the maximum, the minimum, or a sum of powers of the parts' norms. For order
-    # 0, it is the number of parameters with a nonzero flag.
-    of_none, power, reduction = 0.0, 1.0, dist.ReduceOp.MAX
-    if norm_type == -float("inf"):
-        of_none, reduction = float("inf"), dist.ReduceOp.MIN
-    elif norm_type not in (0.0, float("inf")):
-        of_none, power, reduction = float("inf") if norm_type < 0 else 0.0, norm_type, dist.ReduceOp.SUM
-    totals: list[Tensor] = []
+    totals = []
     for groups, share in shares.items():
-        none = torch.full((), of_none, device=device, dtype=torch.float64)
-        if norm_type == 0:
-            own = torch.stack([none if grad is None else grad.any().to(none) for grad in share])
-        else:
-            norms = [norms.to(none) for norms in _norms([grad for grad in share if grad is not None], norm_type)]
-            own = (torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else none) ** power
+        norms = [torch.zeros(1, device=device, dtype=torch.float64)]
+        for of_a_kind in _by_kind([grad for grad in share if grad.numel()]):
+            wide = None if of_a_kind[0].dtype == torch.float64 else torch.float32
+            norms.append(torch.stack(torch._foreach_norm(of_a_kind, dtype=wide)).to(norms[0]))
+        square = torch.linalg.vector_norm(torch.cat(norms)) ** 2
         for group in groups:
-            dist.all_reduce(own, reduction, group=group)
-        totals.append(own.sum() if norm_type == 0 else own ** (1 / power))
-    total: Tensor = torch.stack(totals)
-    return total.sum() if norm_type == 0 else torch.linalg.vector_norm(total, norm_type)
+            dist.all_reduce(square, group=group)
+        totals.append(square.sqrt())
+    total: Tensor = torch.linalg.vector_norm(torch.stack(totals))
+    return total
 
 
 def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -206,15 +175,6 @@ def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
         raise ValueError(f"a gradient is a partial sum, {x.placements}: redistribute it before clipping")
     mesh = x.device_mesh
     return tuple(mesh.get_group(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
-
-
-def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Norms of nonempty gradients, in fp32 or fp64: one tensor of norms per device and dtype."""
-    norms: list[Tensor] = []
-    for of_a_kind in _by_kind([grad for grad in grads if grad.numel()]):
-        wide = None if of_a_kind[0].dtype == torch.float64 else torch.float32
-        norms.append(torch.stack(torch._foreach_norm(of_a_kind, norm_type, dtype=wide)))
-    return norms
 
 
 def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:

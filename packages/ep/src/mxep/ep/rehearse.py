@@ -19,6 +19,7 @@ from mxep.gemm.router_ops import dgrad_op, linear_op, top_k_backward_op, top_k_o
 from mxep.runtime.bundle import build, take_apart
 from mxep.runtime.replay import is_recordable
 
+from .dispatchers.all_to_all import split_columns, widths_of
 from .dispatchers.base import Done, Handle, Payload, Routing, TokenDispatcher
 from .dispatchers.local import LocalDispatcher
 from .dispatchers.symmetric import OVERLAP_SMS, SymmetricDispatcher
@@ -144,9 +145,9 @@ class Unsent(LocalDispatcher):
         super().__init__(of.num_local_experts, capacity=of.capacity)
         self.num_experts, self.rank, self.world_size = of.num_experts, of.rank, of.world_size
         self.borrows = of.borrows
-        self._buffer, self._layout = workspace.arena.buffers[0], workspace.layout
+        self._buffer, self._layout = workspace.transport.buffers[0], workspace.layout
         self._exchange = copy.copy(workspace.exchange)
-        self._exchange.arena = copy.copy(workspace.arena)  # a copy, because the arena counts exchanges
+        self._exchange.transport = copy.copy(workspace.transport)  # a copy, because it counts exchanges
 
     def dispatch(
         self,
@@ -184,6 +185,5 @@ class Unsent(LocalDispatcher):
 
     def _received(self, payload: Payload) -> Payload:
         """Meta tensors like the received parts of `payload`: columns of a buffer, with the buffer's strides."""
-        widths = [part.shape[1] for part in payload]
         slots = payload[0].new_empty(self._layout.num_slots, self._layout.row_bytes)
-        return tuple(slots[:, : sum(widths)].split(widths, 1))
+        return split_columns(slots, widths_of(payload))

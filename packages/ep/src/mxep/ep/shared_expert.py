@@ -1,19 +1,12 @@
 """The shared expert: a dense gated MLP in the layer's recipe, which every token takes.
 
-    forward                                    backward
-    x (T, D)                                   d_out (T, D)
-      quantize                                   quantize
-    gate_up (T, 2F) = x w13^T                  d_h (T, F) = d_out w2
-      SwiGLU, quantize                           SwiGLU backward, h again, quantize;  dw2 = d_out^T h
-    out (T, D) = h w2^T                        dx (T, D) = d_gate_up w13;   dw13 = d_gate_up^T x
-
-w13 is gate_up_proj (2F, D), w2 is down_proj (D, F). gate and up are computed by one GEMM, so x is quantized once. The
-GEMMs are those of `mxep.gemm.linear`, so T may be any number.
+    forward     x (T, D) quantized, gate_up = x gate_up_proj^T (T, 2F), h = SwiGLU quantized, out = h down_proj^T (T, D)
+    backward    d_h = d_out down_proj, SwiGLU backward with h again, dx = d_gate_up gate_up_proj, weight gradients
 
 The shared expert is one autograd function, and `mxep.runtime.replay` replays each of its passes. No MXTensor crosses
 autograd, and torch.compile does not break the graph. With wgrad "bf16" it is composed of `mxep.gemm` functions instead.
 
-T tokens, D model dim, F hidden dim.
+T tokens (any number), D model dim, F hidden dim.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Kernels of the ops in `comms/all_to_all.py`, which has the legend of letters.
+"""Kernels of all-to-alls, whose ops are in `comms/rows.py`, which has the legend of letters.
 
 plan_all_to_all orders (token, expert) pairs by destination rank in two launches, without a sort:
 
@@ -162,31 +162,15 @@ def plan_all_to_all(
     return sizes, ids, token, tables.view(torch.uint8), position, rows, sums
 
 
-@triton.jit
-def _header_bytes(rows_ptr, sizes_ptr, row_stride, size_stride, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
-    """Returns (BLOCKS, 4) pointers to the first 4 bytes of each block's first row, and a mask of bytes that exist."""
-    block, byte = tl.arange(0, BLOCKS), tl.arange(0, 4)[None, :]
-    sizes = tl.load(sizes_ptr + block * size_stride, mask=block < blocks, other=0)
-    head = tl.cumsum(sizes, 0) - sizes
-    return rows_ptr + head[:, None] * row_stride + byte, (block < blocks)[:, None] & (byte < WIDTH)
-
-
-@triton.jit(do_not_specialize=["row_stride", "size_stride", "blocks", "step"])
-def mark_kernel(
-    rows_ptr, sizes_ptr, number_ptr, row_stride, size_stride, blocks, step, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
-):
-    ptrs, mask = _header_bytes(rows_ptr, sizes_ptr, row_stride, size_stride, blocks, WIDTH, BLOCKS)
-    word = tl.load(number_ptr) * 4 + step
-    tl.store(ptrs, ((word >> (8 * tl.arange(0, 4)[None, :])) & 255).to(tl.uint8), mask=mask)
-
-
 @triton.jit(do_not_specialize=["row_stride", "size_stride", "blocks", "step"])
 def compare_kernel(
     rows_ptr, sizes_ptr, number_ptr, found_ptr, row_stride, size_stride, blocks, step,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    ptrs, mask = _header_bytes(rows_ptr, sizes_ptr, row_stride, size_stride, blocks, WIDTH, BLOCKS)
     block, byte = tl.arange(0, BLOCKS), tl.arange(0, 4)[None, :]
+    sizes = tl.load(sizes_ptr + block * size_stride, mask=block < blocks, other=0)
+    head = tl.cumsum(sizes, 0) - sizes
+    ptrs, mask = rows_ptr + head[:, None] * row_stride + byte, (block < blocks)[:, None] & (byte < WIDTH)
     seen = tl.sum(tl.load(ptrs, mask=mask, other=0).to(tl.int32) << (8 * byte), 1)
     word = tl.load(number_ptr) * 4 + step
     own = tl.sum(tl.where(byte < WIDTH, word & (255 << (8 * byte)), 0), 1)
@@ -194,14 +178,6 @@ def compare_kernel(
     if (tl.sum(differ.to(tl.int32), 0) > 0) & (tl.load(found_ptr) == 0):
         tl.store(found_ptr + 1 + block, seen, mask=block < blocks)
         tl.store(found_ptr, 1)
-
-
-def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None:
-    assert rows.stride(1) == 1 or rows.shape[1] == 1
-    launch(mark_kernel, (1,),
-        rows, sizes, number, rows.stride(0), sizes.stride(0), len(sizes), step,
-        WIDTH=min(4, rows.shape[1]), BLOCKS=next_power_of_2(len(sizes)), num_warps=1,
-    )  # fmt: skip
 
 
 def compare_headers(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, step: int) -> None:

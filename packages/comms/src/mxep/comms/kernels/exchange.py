@@ -1,6 +1,6 @@
 """KernelExchange: exchanges by kernels that store to the addresses of peers and end with a barrier.
 
-The kernels of dispatch are in this file, the kernel of combine is in `combine.py`. In a dispatch, a program loads the
+The kernels of dispatch are in this file, the kernel of combine is in `rows.py`. In a dispatch, a program loads the
 rows of BLOCK_T tokens once, then stores them to each rank that needs them. Programs start with different ranks, so that
 all links are busy. A row consists of parts, one per payload tensor. Each part is copied in the widest words that divide
 its width and its offset within the row.
@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.comms.kernels.combine import combine_kernel, owner_of
-from mxep.comms.kernels.rows import WORDS, tokens_per_tile
+from mxep.comms.kernels.rows import WORDS, combine_kernel, owner_of, tokens_per_tile
 from mxep.comms.kernels.signals import (
     arrive,
     compare_dispatches,
@@ -188,7 +187,7 @@ class KernelExchange:
     """Exchanges of one workspace. `shared_memory.PlainExchange` explains the methods. num_sms: as in `Workspace`."""
 
     def __init__(self, transport: "CudaTransport", layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:
-        self.rank, self.state, self.arena = transport.rank, transport.state, transport.arena
+        self.transport, self.rank, self.state = transport, transport.rank, transport.state
         self.layout, self.experts_per_rank = layout, experts_per_rank
         self.max_sms = min(num_sms or transport.max_sms, transport.max_sms)
         world_size, top_k = layout.world_size, layout.top_k
@@ -201,7 +200,7 @@ class KernelExchange:
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
         scalars = self.rank, self.layout.op_id("refused", tokens), self.layout.counters_start
         launch(refuse_kernel, (1,), buffer.pointers, *scalars, **self._ranks, num_warps=1)
-        self.arena.exchanges += 1
+        self.transport.exchanges += 1
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
         (tokens, top_k), layout = expert_ids.shape, self.layout
@@ -236,7 +235,7 @@ class KernelExchange:
             self.experts_per_rank, op_id, layout.counters_start, layout.rows_start,
             **constants, BLOCK_T=block_t, **self._clock, num_warps=DISPATCH_WARPS,
         )  # fmt: skip
-        self.arena.exchanges += 1
+        self.transport.exchanges += 1
 
     def _dispatch_args(self, sms: int, part0: Tensor, part1: Tensor | None) -> tuple[int, int, dict[str, Any]]:
         """Returns the op id, the maximum tokens per tile, and the constexprs of the kernel."""
@@ -263,7 +262,7 @@ class KernelExchange:
             Length(expert_ids.shape[0]), self.layout.max_tokens, self.rank, self.experts_per_rank, *scalars,
             **constants, **self._clock, num_warps=COMBINE_WARPS, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
-        self.arena.exchanges += 1
+        self.transport.exchanges += 1
 
     def _combine_args(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
         """Returns the number of programs, scalar arguments of the kernel, and its constexprs."""

@@ -41,8 +41,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import core
 
-from mxep.comms.kernels.combine import is_sent, load_slot_rows, store_sum, sum_arrived
-from mxep.comms.kernels.rows import tokens_per_tile
+from mxep.comms.kernels.rows import is_sent, load_slot_rows, store_sum, sum_arrived, tokens_per_tile
 from mxep.comms.kernels.signals import compare, next_signal, wait_for_peers
 from mxep.comms.layout import ALIGNMENT, PE_SHIFT, ROWS, TABLES, Layout, round_up
 from mxep.comms.plan import RoutingPlan, narrow_ids
@@ -250,7 +249,7 @@ class PutExchange:
         with contextlib.suppress(RuntimeError):  # this rank raises the reason of its refusal instead
             for channel in (ROWS, TABLES):
                 self._meet(buffer, channel, "refused", tokens)
-        self.transport.arena.exchanges += 1
+        self.transport.exchanges += 1
 
     def dispatch_tables(self, buffer: "StagedBuffer", expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
         layout, local = self.layout, buffer.local
@@ -313,12 +312,12 @@ class PutExchange:
         there = self.transport.bases + (layout.dispatches_start + 8 * self.rank)
         self.transport.put(buffer, word.view(torch.uint8)[None], there[None], self.num_sms)
         self._meet(buffer, ROWS, step, width)
-        self.transport.arena.exchanges += 1
+        self.transport.exchanges += 1
         op_id = layout.op_id(step, width)
         compare(buffer.local, number, self.transport.state, layout.counters_start, op_id, layout.world_size)
 
     def _meet(self, buffer: "StagedBuffer", channel: int, step: str, number: int) -> None:
-        self.transport.meet(buffer, channel, self.layout.op_id(step, number), self.layout.counters_start)
+        self.transport.meet(buffer.local, channel, self.layout.op_id(step, number), self.layout.counters_start)
 
     def _stage(self, buffer: "StagedBuffer", payload: Sequence[Tensor]) -> Tensor:
         """Concatenate the parts (T, n_i) in the staging area. Returns (T, n) uint8, n rounded up to 16."""

@@ -110,11 +110,10 @@ class NvshmemTransport(CudaTransport):
         pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
         return StagedBuffer(self.rank, peers, pointers, staging=staging)
 
-    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
+    def barrier(self, step: str) -> None:
         self.check()
-        pad = self._signal_pad if signal_pad is None else signal_pad.local
         with torch.cuda.device(self.device):
-            self._meet(pad, 0, 0, self.world_size * 8)
+            self.meet(self._signal_pad, 0, 0, self.world_size * 8)
 
     def exchange(self, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
         from .exchange import PutExchange  # imports Triton
@@ -135,11 +134,8 @@ class NvshmemTransport(CudaTransport):
             programs -= 1
         self._kernels.put(self._put_kernel, programs, source, buffer.local, destinations, groups)
 
-    def meet(self, buffer: StagedBuffer, channel: int, op_id: int, counters_start: int) -> None:
-        """Wait until all puts of all ranks have landed."""
-        self._meet(buffer.local, channel, op_id, counters_start)
-
-    def _meet(self, buffer: Tensor, channel: int, op_id: int, counters_start: int) -> None:
+    def meet(self, buffer: Tensor, channel: int, op_id: int, counters_start: int) -> None:
+        """Wait until all puts of all ranks have landed. buffer: this rank's own."""
         numbers = op_id, channel, self.rank, counters_start
         self._kernels.meet(self._meet_kernel, buffer, self.pes, self.state, *numbers)
 

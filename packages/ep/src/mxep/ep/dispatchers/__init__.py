@@ -186,7 +186,7 @@ def make_dispatcher(
         return how.dispatcher
     kind, limits = how.dispatcher, how.limits
     sizes: dict[str, Any] = {"group": group, "capacity": limits["capacity"]}
-    if kind != "local" and ranks_of(group) == 1:
+    if kind != "local" and (not dist.is_initialized() or dist.get_world_size(group) == 1):
         sizes |= {"max_tokens": limits["max_tokens"], "stands_in_for": kind}
         if kind == "all_to_all":  # it has neither limit
             sizes["capacity"] = sizes["max_tokens"] = None
@@ -202,8 +202,3 @@ def make_dispatcher(
         return made
     twin.uses += 1
     return twin
-
-
-def ranks_of(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks of a group. None: the default group, or this process alone."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1

@@ -6,8 +6,8 @@
 
 The host must know split sizes. Only a dispatch exchanges them, with a device-to-host copy. Received rows are ordered by
 source rank, then token, then position in the token's expert_ids. They are the slots of a plan with one sender. So
-experts get the same rows in the same order as with the other dispatchers. Receive buffers are rounded up (`_room`), so
-that shapes repeat and steps between exchanges are replayed.
+experts get the same rows in the same order as with the other dispatchers. Receive buffers are rounded up, so that
+shapes repeat and steps between exchanges are replayed.
 
 The rows that a rank sends to another begin with a header row. In the plan, it is a pair without an expert.
 
@@ -38,11 +38,11 @@ from mxep.comms import (
     describe_dispatch,
     gather_rows,
     join_rows,
-    mark_headers,
     narrow_ids,
     plan_all_to_all,
     sum_slots,
 )
+from mxep.runtime.lengths import room_for
 from mxep.runtime.replay import replayed
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher
@@ -52,7 +52,7 @@ STEPS = "", "dispatch", "redispatch", "combine"
 
 
 class Headers:
-    """Writes and compares a dispatcher's headers. ranks: for each block of received rows, the rank that sent it."""
+    """Compares a dispatcher's headers. ranks: for each block of received rows, the rank that sent it."""
 
     def __init__(self, rank: int, ranks: list[int]) -> None:
         self.rank, self.ranks = rank, ranks
@@ -68,14 +68,11 @@ class Headers:
             self._new[device, number] = made
         return self._new[device, number]
 
-    def mark(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
-        """Write headers into rows (R, n) uint8, which consist of W blocks.
-
-        sizes: (W, any) int64, with each block's number of rows in the first column. number: (1,) int32."""
-        _mark(rows, sizes, number, step=STEPS.index(step))
-
     def compare(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
-        """Compare received headers with this rank's. If they differ, raise PeersDisagree, on CUDA later in `check`."""
+        """Compare received headers with this rank's. If they differ, raise PeersDisagree, on CUDA later in `check`.
+
+        rows: (R, n) uint8, which consist of W blocks. number: (1,) int32.
+        sizes: (W, any) int64, with each block's number of rows in the first column."""
         device = rows.device
         if device not in self._found:
             self._found[device] = made_to_stay(device, lambda: self._make(device))
@@ -102,12 +99,6 @@ class Headers:
 def _said(word: int) -> str:
     number, step = word >> 2, word & 3
     return f"{STEPS[step]} of {describe_dispatch(number)}" if STEPS[step] else "none of this layer's"
-
-
-@replayed
-def _mark(rows: Tensor, sizes: Tensor, number: Tensor, *, step: int) -> Tensor:
-    mark_headers(rows, sizes, number, step)
-    return rows
 
 
 @replayed
@@ -157,7 +148,7 @@ class AllToAllDispatcher(TokenDispatcher):
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
         self.claim()
-        width = sum(_widths(payload))
+        width = sum(widths_of(payload))
         planned = _plan_rows(
             narrow_ids(expert_ids),
             weights,
@@ -175,15 +166,15 @@ class AllToAllDispatcher(TokenDispatcher):
             found = wrong.unique().tolist() or ""
             raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found}")
         count = 0
-        if self._exchanges is not None:
-            self._exchanges.dispatches += 1
-            count = self._exchanges.dispatches % 2**29
+        if self._shared_state is not None:
+            self._shared_state.dispatches += 1
+            count = self._shared_state.dispatches % 2**29
         number = torch.full((1,), count, dtype=torch.int32, device=expert_ids.device)
-        room = self.world_size + _room(sum(received) - self.world_size)
+        room = self.world_size + room_for(sum(received) - self.world_size)
         header = self._headers.new(self.new_dispatch, expert_ids.device)
         way = sent, received, sizes_received, room
         arrived = self._all_to_all(payload, token, tables, *way, header, "dispatch")
-        *slots, ids, weight = _parts(arrived, [*_widths(payload), 4, 4])
+        *slots, ids, weight = split_columns(arrived, [*widths_of(payload), 4, 4])
         ids, weight = gather_rows((ids, weight), None)
         plan = self._plan(
             ids.view(torch.int32)[None],
@@ -203,7 +194,7 @@ class AllToAllDispatcher(TokenDispatcher):
         self.claim()
         way = routing.sent, routing.received, routing.sizes_received, len(routing.plan.slot_rows)
         arrived = self._all_to_all(payload, routing.token, None, *way, routing.plan.dispatch, "redispatch")
-        return Done(_parts(arrived, _widths(payload)))
+        return Done(split_columns(arrived, widths_of(payload)))
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
@@ -215,7 +206,7 @@ class AllToAllDispatcher(TokenDispatcher):
             payload.append(row_values[:, None].view(torch.uint8))
         way = routing.received, routing.sent, routing.sizes, len(routing.token)
         arrived = self._all_to_all(payload, routing.plan.slot_rows[:, 0], None, *way, routing.plan.dispatch, "combine")
-        returned, *values = _parts(arrived, _widths(payload))
+        returned, *values = split_columns(arrived, widths_of(payload))
         if not returned.is_contiguous():  # `sum_slots` reads dense rows
             (returned,) = gather_rows((returned,), None)
         # Sum a token's rows from one rank in the order of its expert_ids, then the ranks' sums in rank order.
@@ -226,7 +217,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return Done((out, of_pairs.view(torch.float32).view(routing.position.shape)))
 
     def _sent(self) -> int:
-        return 0 if self._exchanges is None else self._exchanges.collectives
+        return 0 if self._shared_state is None else self._shared_state.collectives
 
     def _exchange_sizes(self, outgoing: Tensor) -> tuple[list[int], list[int], list[int], list[int], Tensor]:
         """Exchange the (W, 3) sizes of outgoing rows, and copy them to the host, as NCCL's all-to-all needs them there.
@@ -268,8 +259,8 @@ class AllToAllDispatcher(TokenDispatcher):
     def _collective(
         self, incoming: Tensor, outgoing: Tensor, received: list[int] | None = None, sent: list[int] | None = None
     ) -> None:
-        if self._exchanges is not None:
-            self._exchanges.collectives += 1
+        if self._shared_state is not None:
+            self._shared_state.collectives += 1
         try:
             dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
         except RuntimeError as error:  # from gloo; NCCL's watchdog ends the process instead
@@ -284,14 +275,8 @@ class AllToAllDispatcher(TokenDispatcher):
         super().check()
 
 
-def _widths(payload: Sequence[Tensor]) -> list[int]:
+def widths_of(payload: Sequence[Tensor]) -> list[int]:
     return [part.shape[1] for part in payload]
-
-
-def _room(rows: int) -> int:
-    """Number of rows to allocate for `rows` rows: rounded up by at most 1/16."""
-    step = 1 << max(0, rows.bit_length() - 5)
-    return -(-rows // step) * step
 
 
 @replayed
@@ -301,6 +286,6 @@ def _plan_rows(
     return (*plan_all_to_all(ids, weights, experts_per_rank, num_ranks, width),)
 
 
-def _parts(rows: Tensor, widths: Sequence[int]) -> Payload:
+def split_columns(rows: Tensor, widths: Sequence[int]) -> Payload:
     """Split the columns of rows (N, n) into views (N, n_i)."""
     return tuple(rows[:, : sum(widths)].split(list(widths), 1))

@@ -47,7 +47,7 @@ from mxep.runtime.record import fixed
 from mxep.runtime.replay import Replayed, replayed
 
 from ..dtensors import checked_group
-from .groups import exchanges_of, made_to_stay
+from .groups import made_to_stay, state_of
 
 
 def installed_version() -> str:
@@ -193,7 +193,7 @@ class TokenDispatcher(ABC):
         self.group = (group or dist.group.WORLD) if self.spans_ranks and dist.is_initialized() else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.world_size = 1 if self.group is None else self.group.size()
-        self._exchanges = exchanges_of(self.group) if self.world_size > 1 and self.group is not None else None
+        self._shared_state = state_of(self.group) if self.world_size > 1 else None
         if not hasattr(num_experts, "__index__") or num_experts < 1 or num_experts % self.world_size:
             ranks = f"the {self.world_size} ranks of the group"
             raise ValueError(f"num_experts must be a multiple of {ranks}, at least 1, got {num_experts!r}")
@@ -258,18 +258,18 @@ class TokenDispatcher(ABC):
     def number_layer(self) -> int:
         """Return a new layer's number for `begin`, from 1 on; 0 without peers. Resets the count of failures. All ranks
         must make the layers of a group in one order."""
-        if self._exchanges is None:
+        if self._shared_state is None:
             return 0
-        self._exchanges.failures = 0
-        self._exchanges.layers += 1
-        return self._exchanges.layers
+        self._shared_state.failures = 0
+        self._shared_state.layers += 1
+        return self._shared_state.layers
 
     def begin(self, layer: int) -> None:
         """Declare to which layer the next dispatch belongs; 0: a layer without a number. If two ranks declare different
         numbers other than 0, the dispatch raises PeersDisagree. Raises RuntimeError as `claim` does."""
-        if self._exchanges is not None:
+        if self._shared_state is not None:
             self.claim()
-            self.new_dispatch = new_dispatch(layer, self._exchanges.failures)
+            self.new_dispatch = new_dispatch(layer, self._shared_state.failures)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -279,7 +279,7 @@ class TokenDispatcher(ABC):
         If a pass fails after it has sent something, peers may complete it. If this rank then repeats the pass alone,
         peers notice: the next dispatch's number includes this rank's number of failures (not for layer 0).
         """
-        if self._exchanges is None:
+        if self._shared_state is None:
             yield
             return
         sent = self._sent()
@@ -288,7 +288,7 @@ class TokenDispatcher(ABC):
         except (PeerTimeout, PeersDisagree):
             raise
         except BaseException as error:
-            self._exchanges.failures += self._sent() != sent
+            self._shared_state.failures += self._sent() != sent
             self._told = self._sent(), tell_failure(self.group, error)
             raise
 
@@ -301,9 +301,9 @@ class TokenDispatcher(ABC):
         return told_failures(self.group, range(self.world_size))
 
     def claim(self) -> None:
-        """Check that no second thread makes exchanges, else raise: `mxep.comms.OneThread`. Call it before each."""
-        if self._exchanges is not None:
-            self._exchanges.thread.claim()
+        """Check that no second thread makes exchanges, else raise. Call it before each."""
+        if self._shared_state is not None:
+            self._shared_state.claim()
 
     def close(self) -> None:
         """Count one user less. If none is left, free the memory shared with peers. The dispatcher is then unusable.
@@ -331,8 +331,8 @@ class TokenDispatcher(ABC):
         self.claim()
         if max_tokens < 0:
             raise ValueError(f"reserve: got {max_tokens} tokens, wanted at least 0")
-        if self._exchanges is not None:
-            self._exchanges.failures = 0  # on all ranks, which repeat the step
+        if self._shared_state is not None:
+            self._shared_state.failures = 0  # on all ranks, which repeat the step
 
     def room_for(self, x: Tensor, per_token: int = 1) -> int | None:
         """Number of rows to pad an eager call with x (T, D) to, so that batches of varying length share shapes.
@@ -481,7 +481,7 @@ class TokenDispatcher(ABC):
         plan: RoutingPlan = _plan(ids, weights, num_tokens, total, **sizes, invalid=invalid)
         tokens, top_k = ids.shape[1:]
         max_rows = plan.max_rows
-        if max_tokens is not None and capacity.kind != "exact":  # the actual number of tokens decides how many rows fit
+        if max_tokens is not None:  # the actual number of tokens decides how many rows fit
             max_rows = capacity.rows(1, tokens, top_k, num_local_experts=self.num_local_experts, alignment=alignment)
         self._room = max(self._room, (tokens, top_k, alignment, max_rows))
         return plan

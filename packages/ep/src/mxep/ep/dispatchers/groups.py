@@ -1,154 +1,78 @@
-"""State shared by the dispatchers of a process group: counters, transports with their memory, and nodes.
+"""State that the dispatchers of a process group share."""
 
-Layers share open transports. A transport is closed by its last user. The ranks of a group form nodes of L ranks: rank r
-is number r % L on node r // L. The process groups within and across nodes are made once:
-
-    W = 6 ranks, L = 2 per node    within   (0 1) (2 3) (4 5)     the ranks of a node
-                                   across   (0 2 4) (1 3 5)       the ranks with one number, of all nodes
-"""
-
-import contextlib
-import datetime
-import platform
 import threading
-import time
 import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from mxep.comms import (
-    NvshmemTransport,
-    OneThread,
-    SharedMemoryTransport,
-    SymmetricMemoryTransport,
-    Transport,
-    timeout_of,
-)
+from mxep.comms import Transport
 from mxep.gemm.quantize_once import in_graph_tree
 from mxep.runtime.record import set_up
 
-Key = tuple[str | None, torch.device, type[Transport]]
-_open: dict[Key, Transport] = {}
-_alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionary()
 
-
-@dataclass(frozen=True)
-class Nodes:
-    """The nodes of a group, and where this rank is among them.
+class GroupState:
+    """State that all dispatchers of a group share. group: None: a single process without groups.
 
     Attributes:
-        ranks: L, the number of ranks per node.
-        count: N, the number of nodes.
-        node: this rank's node.
-        within: process group of this node's ranks; None if this process is alone.
-        across: process group of the ranks with this rank's number on each node; None if there is one node.
-    """
-
-    ranks: int = 1
-    count: int = 1
-    node: int = 0
-    within: dist.ProcessGroup | None = None
-    across: dist.ProcessGroup | None = None
-
-
-@dataclass(eq=False)
-class Exchanges:
-    """State that all dispatchers of a group share.
-
-    Attributes:
-        thread: guard that admits only one thread to exchanges.
         dispatches: number of dispatches by collectives.
         collectives: number of collectives.
         layers: number of layers.
         failures: number of passes that raised on this rank after they had sent something. All ranks reset it when they
             make a layer or reserve room.
-        nodes: `Nodes`, by the number of ranks per node that was asked for.
+        nodes: results of `hierarchical.nodes_of`, by the number of ranks per node that was asked for.
+        transports: open transports by device and class. With one rank they are freed with their last user, because
+            nobody has to close them.
     """
 
-    thread: OneThread = field(default_factory=OneThread)
-    dispatches: int = 0
-    collectives: int = 0
-    layers: int = 0
-    failures: int = 0
-    nodes: dict[int | None, Nodes] = field(default_factory=dict)
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ident = 0
+        self.dispatches = self.collectives = self.layers = self.failures = 0
+        self.nodes: dict[int | None, Any] = {}
+        self.transports: MutableMapping[tuple[torch.device, type[Transport]], Transport] = {}
+        if group is None or group.size() == 1:
+            self.transports = weakref.WeakValueDictionary()
+
+    def claim(self) -> None:
+        """Call it before an exchange. Raises RuntimeError on a second thread while the first thread is alive.
+
+        All ranks must make exchanges in the same order, but the order of two threads would be random. So the first
+        thread that makes an exchange is the only one until it ends. During a backward, autograd's may, too.
+        """
+        ident = threading.get_ident()
+        if ident == self._ident or torch._C._current_graph_task_id() != -1:
+            return
+        with self._lock:
+            mine, first = threading.current_thread(), self._thread
+            if first is not None and first is not mine and first.is_alive():
+                raise RuntimeError(
+                    f"exchange: got thread {mine.name!r}, expected {first.name!r}, which made the exchanges before: "
+                    "call layers that share a group in one thread, or make a process group for each thread"
+                )
+            self._thread, self._ident = mine, ident
 
 
-_of_groups: dict[str, tuple[dist.ProcessGroup, Exchanges]] = {}
+_states: dict[dist.ProcessGroup | None, GroupState] = {}
 
 
-def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
-    for stale in [name for name, (each, _) in _of_groups.items() if not lives(each)]:
-        del _of_groups[stale]
-    name = str(group.group_name)
-    if name not in _of_groups or _of_groups[name][0] is not group:  # group names are reused
-        _of_groups[name] = group, Exchanges()
-    return _of_groups[name][1]
+def state_of(group: dist.ProcessGroup | None) -> GroupState:
+    """Return the group's state. Closes the transports of destroyed groups."""
+    for stale in [each for each in _states if not (each is None or is_alive(each))]:
+        for transport in list(_states.pop(stale).transports.values()):
+            transport.close()
+    if group not in _states:
+        _states[group] = GroupState(group)
+    return _states[group]
 
 
-def open_transport(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: float | None, kind: type[Transport] | None = None
-) -> Transport:
-    """Return the group's transport on this device, and count one more user. Collective.
-
-    If the transport has failed on any rank, all ranks replace it.
-    kind: NvshmemTransport. None: NVLink on CUDA devices, shared memory on CPUs.
-
-    Raises ValueError if the open transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
-    """
-    for stale in [key for key, each in _open.items() if not lives(each.group)]:
-        _open.pop(stale).close()
-    transports = _alone if group is None or group.size() == 1 else _open
-    if kind is NvshmemTransport and device.type != "cuda":
-        raise ValueError(f"dispatcher nvshmem: got tensors on {device}, wanted CUDA; on CPU use symmetric")
-    kind = kind or (SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport)
-    key = None if group is None else str(group.group_name), device, kind
-    found = transports.get(key)
-    # A later group may have the name of a destroyed one.
-    failed = found is None or found.group is not group or has_failed(found)
-    if group is not None and transports is _open:
-        anywhere = [failed] * group.size()
-        dist.all_gather_object(anywhere, failed, group=group)
-        if found is not None and not failed and any(anywhere):
-            found.arena.refused, failed = "given up, because it failed on a peer", True
-    if found is None or failed:
-        make: Callable[..., Transport] = kind
-        found = transports[key] = make(group, timeout=timeout)
-    elif timeout is not None and timeout != found.timeout:
-        others = f"{found.timeout:g} s as other layers of the group have, whose buffers it shares"
-        raise ValueError(f"timeout: got {timeout:g} s, wanted {others}")
-    found.arena.users += 1
-    return found
-
-
-def close_transport(transport: Transport) -> None:
-    """Count one user less. If none is left, close the transport."""
-    transport.arena.users -= 1
-    if transport.arena.users:
-        return
-    transport.close()
-    transports: MutableMapping[Key, Transport]
-    for transports in (_open, _alone):
-        for key in [key for key, each in transports.items() if each is transport]:
-            del transports[key]
-
-
-def lives(group: dist.ProcessGroup | None) -> bool:
-    """True if the group exists and was not destroyed."""
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """True if the group was not destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
-
-
-def has_failed(transport: Transport) -> bool:
-    """True if this rank knows that the transport is unusable."""
-    try:
-        transport.check()
-    except RuntimeError:
-        return True
-    return transport.arena.refused is not None
 
 
 _T = TypeVar("_T")
@@ -172,87 +96,3 @@ def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
             return make()
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(aside).result()
-
-
-GRACE = 1.0
-"""Seconds after a failed exchange in which a rank must report to the store to count as alive."""
-
-
-def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
-    """Return the group's nodes. The first call with these arguments is collective.
-
-    ranks: number of ranks per node. None: each host is a node.
-    timeout: maximum seconds of a collective between nodes. None: the group's timeout. Only the first call uses it.
-
-    Raises ValueError on all ranks if `ranks` does not divide the group's size, or differs between ranks.
-    """
-    if group is None:
-        return Nodes()
-    known = exchanges_of(group).nodes
-    if ranks not in known:
-        known[ranks] = _make(group, ranks, timeout)
-    return known[ranks]
-
-
-def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) -> Nodes:
-    world_size, rank = group.size(), group.rank()
-    timeout = timeout_of(group, group._device_types[0]) if timeout is None else timeout
-    found: list[tuple[str, int | None]] = [("", None)] * world_size
-    dist.all_gather_object(found, (platform.node(), ranks), group=group)
-    hosts, given = [host for host, _ in found], {each for _, each in found}
-    if len(given) > 1:
-        raise ValueError(f"ranks_per_node: got {sorted(map(str, given))}, wanted the same on all ranks")
-    if ranks is None:
-        ranks = hosts.count(hosts[0])
-        alike = all(hosts[i : i + ranks] == [hosts[i]] * ranks for i in range(0, world_size, ranks))
-        if not alike or len(set(hosts)) * ranks != world_size:
-            counts = ", ".join(f"{host} x {hosts.count(host)}" for host in dict.fromkeys(hosts))
-            raise ValueError(f"ranks_per_node: got {counts}, wanted as many ranks on each host, side by side")
-    if ranks < 1 or world_size % ranks:
-        raise ValueError(f"ranks_per_node: got {ranks}, wanted a divisor of the {world_size} ranks of the group")
-    node, index, count = rank // ranks, rank % ranks, world_size // ranks
-    members = dist.get_process_group_ranks(group)
-    within = group if count == 1 else _group(members[node * ranks : (node + 1) * ranks], timeout)
-    across = None if count == 1 else group if ranks == 1 else _group(members[index::ranks], timeout)
-    return Nodes(ranks, count, node, within, across)
-
-
-def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
-    """Make a group of these ranks. Only they call this. They must be in ascending order, because torch sorts them."""
-    if ranks != sorted(ranks):
-        raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
-    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
-    world: Any = dist.group.WORLD
-    # If a device were bound, torch would split the default communicator, and NCCL would wait for all ranks of the job.
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
-        made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
-    finally:
-        world.bound_device_id = bound
-    return made
-
-
-def silence(group: dist.ProcessGroup) -> str:
-    """After an exchange of the group failed, return text that names the silent ranks. All live ranks call it."""
-    ranks, present = dist.get_process_group_ranks(group), set[int]()
-
-    def listen() -> None:
-        store = dist.distributed_c10d._world.pg_map[group][1]
-        with contextlib.suppress(RuntimeError):  # rank 0, which may hold the store, may end first
-            store.set(f"mxep/{dist.get_rank()}", "")
-            for _ in range(10):
-                present.update(rank for rank in ranks if store.check([f"mxep/{rank}"]))
-                time.sleep(GRACE / 10)
-            store.delete_key(f"mxep/{dist.get_rank()}")  # so that a later failure can ask again
-
-    thread = threading.Thread(target=listen, daemon=True)  # daemon: a store on a silent node blocks it forever
-    thread.start()
-    thread.join(2 * GRACE)
-    if not present:
-        return "nor does the job's store answer, on the node of rank 0"
-    silent = ", ".join(str(rank) for rank in ranks if rank not in present)
-    return (
-        f"nothing was heard of rank {silent} in {GRACE:g} s, gone or late"
-        if silent
-        else "all ranks are there, one came too late"
-    )

@@ -7,7 +7,8 @@
     redispatch   the same two steps with other bytes of the same tokens, without ids
     combine      within: one sum for each token that came across; then across: these sums return, and are summed
 
-N nodes of L ranks, W = N * L ranks. Rank r is number l = r % L on node n = r // L. Node m owns the E / N experts from
+N nodes of L ranks, W = N * L ranks. Rank r is number l = r % L on node n = r // L. For W = 6 and L = 2, the groups
+within nodes are (0 1) (2 3) (4 5), and the groups across nodes (0 2 4) (1 3 5). Node m owns the E / N experts from
 m * E / N on. T tokens of this rank, T_max maximum tokens of any rank, K experts per token, E experts in all, D model
 dim, S slots within the node.
 
@@ -29,7 +30,9 @@ the rows' dtype. With one node, or nodes of one rank, the other dispatchers sum 
 ordered by (l, n, token) of their source.
 """
 
+import datetime
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,13 +54,33 @@ from mxep.comms import (
     plan_slots,
     read_tables,
     sum_slots,
+    timeout_of,
 )
 from mxep.runtime.replay import replayed
 
-from .all_to_all import STEPS, Headers
+from .all_to_all import STEPS, Headers, split_columns, widths_of
 from .base import Done, Handle, Later, Payload, Routing, TokenDispatcher, check_reserved
-from .groups import made_to_stay, nodes_of, silence
+from .groups import made_to_stay, state_of
 from .symmetric import SymmetricDispatcher, most_tokens
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a group, and where this rank is among them.
+
+    Attributes:
+        ranks: L, the number of ranks per node.
+        count: N, the number of nodes.
+        node: this rank's node.
+        within: process group of this node's ranks; None if this process is alone.
+        across: process group of the ranks with this rank's number on each node; None if there is one node.
+    """
+
+    ranks: int = 1
+    count: int = 1
+    node: int = 0
+    within: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         tokens, top_k = expert_ids.shape
         max_tokens = self._max_tokens(tokens, expert_ids.device)
         within = self._within_of(max_tokens, self.slots_per_node(max_tokens, top_k))
-        self._agree(max_tokens, top_k, sum(part.shape[1] for part in payload))
+        self._agree(max_tokens, top_k, sum(widths_of(payload)))
         counts = self._running_counts(expert_ids.device, 1)
         sizes = {"num_nodes": self.nodes.count, "num_slots": self.slots_per_node(max_tokens, top_k)}
         sizes |= {"experts_per_node": self.experts_per_node, "num_experts": self.num_experts}
@@ -175,7 +198,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             arrived, routing = within.dispatch((rows,), *here, alignment=alignment).wait()
             self._room = max(self._room, (max_tokens, top_k, alignment, routing.plan.max_rows))
             between = HierarchicalRouting(routing.plan, ids, self.num_local_experts, routing, slots, token_of)
-            return _parted(arrived, payload), between
+            return split_columns(arrived[0], widths_of(payload)), between
 
         return Later(finish)
 
@@ -185,7 +208,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         within, of_node = self._within_by(routing), routing.within
         rows = self._join(payload, routing.tokens, _number(routing), "redispatch")
         crossing = self._cross((rows,), _number(routing), "redispatch")
-        return Later(lambda: _parted(within.redispatch(crossing.wait(), of_node).wait(), payload))
+        return Later(lambda: split_columns(within.redispatch(crossing.wait(), of_node).wait()[0], widths_of(payload)))
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
@@ -194,7 +217,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         self.claim()
         sums, values = self._within_by(routing).combine(rows, routing.within, row_values).wait()
         if self.nodes.across is not None:
-            self._headers.mark(sums.view(torch.uint8), self._block_sizes(sums), _number(routing), "combine")
+            heads = sums.view(torch.uint8).unflatten(0, (self.nodes.count, -1))[:, 0, :4]
+            heads.copy_((_number(routing) * 4 + STEPS.index("combine")).view(torch.uint8)[: heads.shape[1]])
         crossing = self._cross((sums,) if values is None else (sums, values), _number(routing), "combine")
 
         def finish() -> tuple[Tensor, Tensor | None]:
@@ -287,8 +311,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
         self._headers.check()
-        if self._exchanges is not None:
-            self._exchanges.collectives += 1
+        if self._shared_state is not None:
+            self._shared_state.collectives += 1
         sizes = self._block_sizes(outgoing[0])
         incoming, works = tuple(map(torch.empty_like, outgoing)), []
         for received, sent in zip(incoming, outgoing):
@@ -304,7 +328,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             except PeersDisagree:
                 raise
             except RuntimeError as error:  # from gloo; NCCL's watchdog ends the process instead
-                raise RuntimeError(f"{error}: {silence(across)}{self.told()}") from error
+                raise RuntimeError(f"{error}{self.told()}") from error
             return incoming
 
         return Later(arrived)
@@ -320,7 +344,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         return self._blocks[key]
 
     def _sent(self) -> int:
-        crossed = 0 if self._exchanges is None else self._exchanges.collectives
+        crossed = 0 if self._shared_state is None else self._shared_state.collectives
         return crossed + sum(each._sent() for each in self._within.values())
 
     def _share(self, top_k: int) -> float:
@@ -360,6 +384,60 @@ class HierarchicalDispatcher(TokenDispatcher):
         return f"rows did not fit {self.capacity}, {num_slots} slots for a node: {lost}; the step is not usable, {cure}"
 
 
+def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
+    """Return the group's nodes. The first call with these arguments is collective.
+
+    ranks: number of ranks per node. None: each host is a node.
+    timeout: maximum seconds of a collective between nodes. None: the group's timeout. Only the first call uses it.
+
+    Raises ValueError on all ranks if `ranks` does not divide the group's size, or differs between ranks.
+    """
+    if group is None:
+        return Nodes()
+    known: dict[int | None, Nodes] = state_of(group).nodes
+    if ranks not in known:
+        known[ranks] = _make_nodes(group, ranks, timeout)
+    return known[ranks]
+
+
+def _make_nodes(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) -> Nodes:
+    world_size, rank = group.size(), group.rank()
+    timeout = timeout_of(group, group._device_types[0]) if timeout is None else timeout
+    found: list[tuple[str, int | None]] = [("", None)] * world_size
+    dist.all_gather_object(found, (platform.node(), ranks), group=group)
+    hosts, given = [host for host, _ in found], {each for _, each in found}
+    if len(given) > 1:
+        raise ValueError(f"ranks_per_node: got {sorted(map(str, given))}, wanted the same on all ranks")
+    if ranks is None:
+        ranks = hosts.count(hosts[0])
+        alike = all(hosts[i : i + ranks] == [hosts[i]] * ranks for i in range(0, world_size, ranks))
+        if not alike or len(set(hosts)) * ranks != world_size:
+            counts = ", ".join(f"{host} x {hosts.count(host)}" for host in dict.fromkeys(hosts))
+            raise ValueError(f"ranks_per_node: got {counts}, wanted as many ranks on each host, side by side")
+    if ranks < 1 or world_size % ranks:
+        raise ValueError(f"ranks_per_node: got {ranks}, wanted a divisor of the {world_size} ranks of the group")
+    node, index, count = rank // ranks, rank % ranks, world_size // ranks
+    members = dist.get_process_group_ranks(group)
+    within = group if count == 1 else _group(members[node * ranks : (node + 1) * ranks], timeout)
+    across = None if count == 1 else group if ranks == 1 else _group(members[index::ranks], timeout)
+    return Nodes(ranks, count, node, within, across)
+
+
+def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
+    """Make a group of these ranks. Only they call this. They must be in ascending order, because torch sorts them."""
+    if ranks != sorted(ranks):
+        raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    world: Any = dist.group.WORLD
+    # If a device were bound, torch would split the default communicator, and NCCL would wait for all ranks of the job.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
+    return made
+
+
 def share_of_node(nodes: int, nodes_per_token: int, experts_per_node: int, top_k: int) -> float:
     """Fraction of tokens that need a node, if each token chooses nodes, and then experts on these, uniformly."""
     reached = nodes_per_token * experts_per_node
@@ -377,12 +455,6 @@ def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:
 def _number(routing: HierarchicalRouting) -> Tensor:
     assert routing.plan.dispatch is not None
     return routing.plan.dispatch
-
-
-def _parted(slots: Payload, payload: Payload) -> Payload:
-    """Split slots (S, n) along columns into parts as wide as the payload's."""
-    widths = [part.shape[1] for part in payload]
-    return tuple(slots[0][:, : sum(widths)].split(widths, 1))
 
 
 @replayed

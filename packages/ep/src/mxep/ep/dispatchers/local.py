@@ -50,13 +50,11 @@ class LocalDispatcher(TokenDispatcher):
     ) -> None:
         sizes: dict[str, object] = {"max_tokens": max_tokens, "stands_in_for": stands_in_for}
         super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
-        self._most = max_tokens
-        if max_tokens is not None:  # an attribute only if given: MoE reads it, and recipe "auto" depends on it
-            self.max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._made_alone = stands_in_for is not None and not dist.is_initialized()
 
     def __repr__(self) -> str:
-        most = "" if self._most is None else f", max_tokens={self._most}"
+        most = "" if self.max_tokens is None else f", max_tokens={self.max_tokens}"
         return f"{super().__repr__()[:-1]}{most})"
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int]:
@@ -66,7 +64,7 @@ class LocalDispatcher(TokenDispatcher):
         return ()
 
     def _most_rows(self, device: torch.device) -> int:
-        return sys.maxsize if self._most is None else self._most
+        return sys.maxsize if self.max_tokens is None else self.max_tokens
 
     def dispatch(
         self,
@@ -79,8 +77,8 @@ class LocalDispatcher(TokenDispatcher):
         room: int | None = None,
     ) -> Handle[tuple[Payload, Routing]]:
         self.check_usable(self._made_alone and dist.is_initialized() and dist.get_world_size() > 1)
-        if self._most is not None and len(expert_ids) > self._most:
-            raise ValueError(batch_too_large(len(expert_ids), self._most))
+        if self.max_tokens is not None and len(expert_ids) > self.max_tokens:
+            raise ValueError(batch_too_large(len(expert_ids), self.max_tokens))
         if type(expert_ids) is Tensor and expert_ids.is_cpu:
             check_ids(expert_ids, self.num_experts)
         expert_ids = narrow_ids(expert_ids)
@@ -94,7 +92,7 @@ class LocalDispatcher(TokenDispatcher):
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
         super().reserve(max_tokens, device)
-        check_reserved(max_tokens, self._most)
+        check_reserved(max_tokens, self.max_tokens)
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         return Done(payload)

@@ -1,14 +1,15 @@
 """SymmetricDispatcher stores rows into peers' memory, with one barrier per exchange, no host sync and no collective.
 
 A token travels once to each rank that has one of its experts, and each receiver makes its own plan. The first dispatch
-with new sizes makes a workspace, which takes collectives. All workspaces of a group share one pair of buffers
-(`groups.py`).
+with new sizes makes a workspace, which takes collectives. All layers of a group share one transport and its pair of
+buffers.
 
 T_max maximum tokens of any rank, K experts per token, D model dim.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from torch import Tensor
 from mxep.comms import (
     Capacity,
     NvshmemTransport,
+    SharedMemoryTransport,
     SymmetricBuffer,
+    SymmetricMemoryTransport,
     Transport,
     Workspace,
     combine,
@@ -26,7 +29,7 @@ from mxep.comms import (
 )
 
 from .base import Handle, Later, Payload, Routing, TokenDispatcher, check_reserved
-from .groups import close_transport, has_failed, made_to_stay, open_transport
+from .groups import made_to_stay, state_of
 
 OVERLAP_SMS = 32
 """Number of SMs for a dispatch that overlaps with other work. With these it reaches 0.92 of the links' bandwidth."""
@@ -100,7 +103,7 @@ class SymmetricDispatcher(TokenDispatcher):
         given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # on a CPU, errors quote the ids as given
         expert_ids = narrow_ids(given)
         workspace = self.workspace(expert_ids)
-        workspace.transport.arena.new_dispatch = self.new_dispatch
+        workspace.transport.next_dispatch = self.new_dispatch
         sms = OVERLAP_SMS if overlap else None
         handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms, room=room)
         assert handle.tables is not None
@@ -141,7 +144,7 @@ class SymmetricDispatcher(TokenDispatcher):
             if device in self._counts:
                 self._counts[device].zero_()  # counts of the failed step
             # A rank whose transport is intact must not reuse it, because its peers' transports have failed.
-            transport.arena.refused = transport.arena.refused or "given up by reserve(), which others need, too"
+            transport.refused = transport.refused or "given up by reserve(), which others need, too"
             close_transport(self._opened.pop(device))
         check_reserved(most, self.max_tokens)
         if self.max_tokens is None and most > self._most_tokens.get(device, 0):
@@ -154,15 +157,16 @@ class SymmetricDispatcher(TokenDispatcher):
             transport.announce(self.new_dispatch)
 
     def _sent(self) -> int:
-        return sum(transport.arena.exchanges for transport in self._opened.values())
+        return sum(transport.exchanges for transport in self._opened.values())
 
     def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
+        self.claim()
         transport = self._transport_here()
-        return None if transport is None else transport.arena.graph_state(transport)
+        return None if transport is None else transport.graph_state()
 
     def launched(self, exchanges: int) -> None:
         if (transport := self._transport_here()) is not None:
-            transport.arena.launched(exchanges)
+            transport.launched(exchanges)
 
     def close(self) -> None:
         super().close()
@@ -188,7 +192,8 @@ class SymmetricDispatcher(TokenDispatcher):
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
 
     def _workspace_of(self, routing: Routing) -> Workspace:
-        """The workspace of the dispatch that made this routing."""
+        """The workspace of the dispatch that made this routing, for an exchange that follows."""
+        self.claim()
         slots, top_k = routing.plan.slot_rows.shape
         key = routing.plan.slot_rows.device, slots // self.world_size, top_k
         if key not in self._workspaces:
@@ -214,6 +219,53 @@ class SymmetricDispatcher(TokenDispatcher):
 
         made = self._workspaces[device, max_tokens, top_k] = made_to_stay(device, make)
         return made
+
+
+def open_transport(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: float | None, kind: type[Transport] | None = None
+) -> Transport:
+    """Return the group's transport on this device, and count one more user. Collective.
+
+    If the transport has failed on any rank, or was closed, all ranks replace it.
+    kind: NvshmemTransport. None: NVLink on CUDA devices, shared memory on CPUs.
+
+    Raises ValueError if the open transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
+    """
+    if kind is NvshmemTransport and device.type != "cuda":
+        raise ValueError(f"dispatcher nvshmem: got tensors on {device}, wanted CUDA; on CPU use symmetric")
+    kind = kind or (SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport)
+    transports = state_of(group).transports
+    found = transports.get((device, kind))
+    failed = found is None or has_failed(found)
+    if group is not None and group.size() > 1:
+        anywhere = [failed] * group.size()
+        dist.all_gather_object(anywhere, failed, group=group)
+        if found is not None and not failed and any(anywhere):
+            found.refused, failed = "given up, because it failed on a peer", True
+    if found is None or failed:
+        make: Callable[..., Transport] = kind
+        found = transports[device, kind] = make(group, timeout=timeout)
+    elif timeout is not None and timeout != found.timeout:
+        others = f"{found.timeout:g} s as other layers of the group have, whose buffers it shares"
+        raise ValueError(f"timeout: got {timeout:g} s, wanted {others}")
+    found.users += 1
+    return found
+
+
+def close_transport(transport: Transport) -> None:
+    """Count one user less. If none is left, close the transport."""
+    transport.users -= 1
+    if not transport.users:
+        transport.close()
+
+
+def has_failed(transport: Transport) -> bool:
+    """True if this rank knows that the transport is unusable."""
+    try:
+        transport.check()
+    except RuntimeError:
+        return True
+    return transport.refused is not None
 
 
 def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
