@@ -15,7 +15,13 @@ from ep.problem import FixedRouting, send, symmetric
 from mxep.comms import DROPPED, Capacity, CapacityExceeded, PeersDisagree, make_plan
 from mxep.comms.transport import timeout_of
 from mxep.ep import DISPATCHERS, MoE, __version__
-from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
+from mxep.ep.dispatchers import (
+    HierarchicalDispatcher,
+    LocalDispatcher,
+    SymmetricDispatcher,
+    find_dispatcher,
+    make_dispatcher,
+)
 from mxep.ep.dispatchers.base import TokenDispatcher
 from mxep.ep.dtensors import local_tensor
 from ranks import Context, distributed
@@ -397,6 +403,15 @@ def test_a_group_of_one_rank_has_the_limits_that_were_named(name: str) -> None:
     layer.close()
     with pytest.raises(RuntimeError, match="closed"):
         layer(x)
+
+
+@pytest.mark.parametrize("kind", [SymmetricDispatcher, HierarchicalDispatcher])
+@distributed(2)
+def test_a_dispatcher_for_narrower_rows_is_refused(ctx: Context, kind: type) -> None:
+    made = kind(4, dim=32, group=ctx.group, max_tokens=8)
+    assert make_dispatcher(made, 4, dim=32) is made
+    with pytest.raises(ValueError, match="make the dispatcher with dim=64"):
+        MoE(64, 32, 4, 2, dispatcher=made)
 
 
 def test_a_layer_made_before_the_process_group_says_so() -> None:

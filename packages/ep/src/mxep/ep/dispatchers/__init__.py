@@ -176,7 +176,7 @@ def make_dispatcher(
     if isinstance(how.dispatcher, TokenDispatcher):
         if how.dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {how.dispatcher.num_experts} experts, the layer has {num_experts}")
-        widest, row_dtype = getattr(how.dispatcher, "dim", None), how.dispatcher.row_dtype
+        widest, row_dtype = how.dispatcher.dim, how.dispatcher.row_dtype
         if widest and row_dtype and widest * row_dtype.itemsize < dim * torch.bfloat16.itemsize:
             raise ValueError(
                 f"the dispatcher has room for rows of {widest} elements of {row_dtype}, the layer's have {dim}: "

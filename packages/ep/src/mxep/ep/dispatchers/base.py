@@ -236,6 +236,8 @@ class TokenDispatcher(ABC):
     """(exchanges begun by then, text) of the last note of a failure to peers. None: no note is left."""
     blocks = 1
     """Number of blocks in each sender's tokens; each comes from another rank: see :func:`mxep.comms.make_plan`."""
+    dim: int | None = None
+    """Widest D of the rows that are sent. None: any."""
     row_dtype: torch.dtype | None = None
     """Widest dtype of rows that fits the buffers. None: any dtype."""
 

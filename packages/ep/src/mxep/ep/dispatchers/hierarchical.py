@@ -150,6 +150,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             raise ValueError(f"nodes_per_token: got {nodes_per_token}, wanted 1 to {self.nodes.count}, the nodes")
         self.experts_per_node = num_experts // self.nodes.count
         self.nodes_per_token = nodes_per_token or self.nodes.count
+        self.dim: int = dim
         self.row_dtype: torch.dtype = dtype
         self.max_tokens = max_tokens
         self._sizes: dict[str, Any] = sizes
@@ -271,7 +272,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             return
         named: dict[str, object] = {"max_tokens": max_tokens, "top_k": top_k, "bytes of a row": row_bytes}
         named |= {"capacity": str(self.capacity), "nodes_per_token": self.nodes_per_token}
-        named |= {"num_experts": self.num_experts, "dim": self._sizes["dim"]}
+        named |= {"num_experts": self.num_experts, "dim": self.dim}
         if self.world_size > 1:
             check_agreement("dispatcher hierarchical", named, self.group)
         self._agreed.add(sizes)

@@ -68,7 +68,7 @@ class SymmetricDispatcher(TokenDispatcher):
     ) -> None:
         sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
         super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
-        self.dim = dim
+        self.dim: int = dim
         self.row_dtype: torch.dtype = dtype
         self.max_tokens = max_tokens
         self.timeout = timeout
