@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.quant.checks import VALUE_DTYPES, check_values
 from mxep.quant.formats import E4M3, NAN_SCALE, SCALE_DTYPE, ScaleMode, power_of_two, scale_of_amax
 from mxep.quant.ops import NAN_ELEMENT, values_of
+from mxep.quant.shapes import VALUE_DTYPES, check_values
 
 BlockShape = tuple[int, int]
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, SCALE_DTYPE)

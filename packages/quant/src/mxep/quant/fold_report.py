@@ -33,10 +33,9 @@ from torch import Tensor
 
 from mxep.quant.block_fp8 import BlockFP8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
-from mxep.quant.e2m1 import HEADROOM, decode, unpack
 from mxep.quant.fold import flush_shift, shift_qdata
 from mxep.quant.formats import BLOCK, E2M1, E4M3, NAN_SCALE
-from mxep.quant.ops import values_of
+from mxep.quant.ops import HEADROOM, values_of
 from mxep.quant.quantize import to_mxfp8
 from mxep.quant.tensor import MXTensor
 
@@ -93,7 +92,7 @@ def count(mx: MXTensor) -> tuple[Direction, Direction]:
     """Count what folding changes in one weight. Returns the counts of forward and of dgrad.
 
     mx: (..., N, K) E4M3 or E2M1 in blocks of 32 along K, without a row index.
-    The counts equal those of `fold_with_stats` and `fold_for_dgrad_with_stats`. Only blocks that may change are folded.
+    The counts of forward equal those of `fold_with_stats`. Only blocks that may change are folded.
     """
     e2m1 = mx.qdata.dtype == E2M1.dtype
     blocks = mx.qdata.view(torch.uint8).unflatten(-1, (mx.scale.shape[-1], -1))
@@ -116,8 +115,7 @@ def count(mx: MXTensor) -> tuple[Direction, Direction]:
         at.spread = int(shift.max()) if shift.numel() else 0
         found.append(at)
     if any(at.changed for at in found):
-        values = decode(unpack(mx.qdata)).unflatten(-1, (scale.shape[-1], -1)) if e2m1 else values_of(mx.qdata)
-        signal = values.view(*scale.shape, BLOCK).nan_to_num_().square_().sum(-1) * _energy(scale)
+        signal = values_of(mx.qdata).view(*scale.shape, BLOCK).nan_to_num_().square_().sum(-1) * _energy(scale)
         for at in found:
             at.signal = float(signal[~nan].sum())
     return found[0], found[1]
@@ -134,7 +132,7 @@ def _changes(blocks: Tensor, shift: Tensor, *, e2m1: bool) -> tuple[Tensor, Tens
         Number of changed elements, (B,).
         Sum of the squared changes of the elements q, before multiplication by the scale, (B,) fp64.
     """
-    qdata = (decode(unpack(blocks.view(E2M1.dtype))) * 2**HEADROOM).to(E4M3.dtype) if e2m1 else blocks.view(E4M3.dtype)
+    qdata = (values_of(blocks.view(E2M1.dtype)) * 2**HEADROOM).to(E4M3.dtype) if e2m1 else blocks.view(E4M3.dtype)
     before = values_of(qdata).nan_to_num_()
     folded = values_of(shift_qdata(qdata, shift[:, None])).nan_to_num_()
     difference = before.double() - folded.double() * 2.0 ** shift.clamp(max=flush_shift(E4M3.dtype))[:, None]

@@ -11,6 +11,8 @@
     materialize           qdata, scale, row index -> contiguous qdata and scale of the picked rows
     expand_scale          scale of 2-D blocks -> scale of rows
 
+Only quantize_rows, dequantize and materialize support E2M1 (MXFP4). `widen` converts it to E4M3.
+
 Elements are q = cast_saturating(x * 2**(127 - scale)). The product is computed in fp32. It is exact, or far below the
 smallest q. The cast rounds to nearest even and keeps the sign of -0. A block with NaN or Inf gets scale 255, and every
 element becomes 0x7f. Example for E4M3 and RCEIL: a block of 480 and 31 zeros has scale 128, so 480 becomes
@@ -29,11 +31,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import NAN_SCALE, SCALE_DTYPE, ScaleMode, format_of, power_of_two, reciprocal, scale_of_amax
-from mxep.quant.shapes import empty_2d, empty_columns, empty_picked, empty_rows, joined, joined_shape, picked_shape
+from mxep.quant.formats import (
+    E2M1,
+    E4M3,
+    NAN_SCALE,
+    SCALE_DTYPE,
+    ScaleMode,
+    decode_e2m1,
+    encode_e2m1,
+    format_of,
+    pack,
+    power_of_two,
+    reciprocal,
+    scale_of_amax,
+    unpack,
+)
+from mxep.quant.shapes import empty_2d, empty_columns, empty_picked, empty_rows, empty_values, joined, joined_shape
 from mxep.runtime.op import op
 
-NAN_ELEMENT = 0x7F
+NAN_ELEMENT, NAN_CODE = 0x7F, 7
+"""Elements of a NaN block, in fp8 and in E2M1."""
+HEADROOM = 6
+"""Largest s for which every E2M1 number * 2**s is an E4M3 number: 6 * 2**6 = 384, and E4M3's max is 448."""
 
 
 def encode(
@@ -42,12 +61,16 @@ def encode(
     """Quantize `blocks` (fp32) with one scale over the axes `dims`.
 
     amax: largest magnitude of each block, shape as the returned scale; None: computed here.
-    Returns qdata of blocks' shape, and uint8 scales, in which the axes `dims` have length 1.
+    Returns qdata of blocks' shape (E2M1: half of the last axis), and uint8 scales, in which the axes `dims` have
+    length 1.
     """
     amax = blocks.abs().amax(dims, keepdim=True) if amax is None else amax
     fmt = format_of(dtype)
     scale = scale_of_amax(amax, fmt, ScaleMode(mode))
-    qdata = (blocks * reciprocal(scale)).clamp_(-fmt.max, fmt.max).to(dtype)
+    scaled = blocks * reciprocal(scale)
+    if fmt == E2M1:
+        return pack(encode_e2m1(scaled).masked_fill_(scale == NAN_SCALE, NAN_CODE)), scale
+    qdata = scaled.clamp_(-fmt.max, fmt.max).to(dtype)
     qdata.view(torch.uint8).masked_fill_(scale == NAN_SCALE, NAN_ELEMENT)
     return qdata, scale
 
@@ -58,10 +81,10 @@ def encode(
     launcher="mxep.quant.kernels.quantize:quantize_rows",
 )
 def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K) `dtype`, scale (..., K/block_size) e8m0."""
+    """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K), or (..., K/2) for E2M1, scale (..., K/block_size) e8m0."""
     blocks = torch.unflatten(x.float().contiguous(), -1, (x.shape[-1] // block_size, block_size))
     qdata, scale = encode(blocks, (-1,), dtype, mode)
-    return qdata.view(x.shape), scale.squeeze(-1).view(SCALE_DTYPE)
+    return qdata.flatten(-2), scale.squeeze(-1).view(SCALE_DTYPE)
 
 
 @op(
@@ -188,7 +211,10 @@ def pick_mx(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int |
 
 
 def values_of(qdata: Tensor) -> Tensor:
-    """qdata cast to fp32, not multiplied by scales. On the CPU a table of 256 values takes a third of a cast's time."""
+    """Elements of qdata in fp32, not multiplied by scales. For E2M1, (..., K/2) becomes (..., K)."""
+    if qdata.dtype == E2M1.dtype:
+        return decode_e2m1(unpack(qdata))
+    # On the CPU a table of 256 values takes a third of a cast's time.
     if qdata.device.type != "cpu":
         return qdata.float()
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(qdata.dtype).float()
@@ -207,9 +233,33 @@ def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index
     return (blocks * power_of_two(scale)[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
 
 
+def widen(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert E2M1 to E4M3 with exactly the same values.
+
+    Elements are multiplied by 2**s and the scale is reduced by s, with s = min(6, scale). A block with scale 255 (NaN)
+    keeps that scale and gets elements 0x7f.
+
+    Args:
+        qdata: (..., K/2) float4_e2m1fn_x2.
+        scale: (..., K/block) e8m0.
+    Returns:
+        qdata: (..., K) float8_e4m3fn.
+        scale: (..., K/block) e8m0.
+    """
+    bytes_, blocks = scale.view(torch.uint8).int().unsqueeze(-1), scale.shape[-1]
+    nan = bytes_ == NAN_SCALE
+    up = bytes_.clamp(max=HEADROOM)
+    values = values_of(qdata)
+    values = torch.unflatten(values, -1, (blocks, values.shape[-1] // max(1, blocks)))
+    wide = (values * power_of_two(127 + up)).to(E4M3.dtype)
+    wide.view(torch.uint8).masked_fill_(nan, NAN_ELEMENT)
+    new_scale = torch.where(nan, NAN_SCALE, bytes_ - up).to(torch.uint8).squeeze(-1)
+    return wide.flatten(-2), new_scale.view(SCALE_DTYPE)
+
+
 @op(
     "mxep::dequantize",
-    fake=lambda qdata, scale, rows, columns, index, dtype: qdata.new_empty(picked_shape(qdata, index), dtype=dtype),
+    fake=lambda qdata, scale, rows, columns, index, dtype: empty_values(qdata, index, dtype),
     launcher="mxep.quant.kernels.requantize:dequantize",
 )
 def dequantize(
@@ -218,7 +268,7 @@ def dequantize(
     """Values of qdata in `dtype`, rounded once.
 
     Args:
-        qdata: (..., N, K); with a row index (N, K).
+        qdata: (..., N, K), or (..., N, K/2) for E2M1; without leading axes if there is a row index.
         scale: (..., N/block_rows, K/block_columns) e8m0.
         row_index: (R,) int32 or None; -1 gives a row of zeros.
     Returns:

@@ -21,9 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.quant import e2m1, ops
+from mxep.quant import ops
 from mxep.quant.block_fp8 import BlockFP8
-from mxep.quant.checks import (
+from mxep.quant.formats import BLOCK, E2M1, E4M3, MXFormat, ScaleMode
+from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
+from mxep.quant.ops import bytewise, decode, pick_mx, quantize_columns, quantize_rows, widen
+from mxep.quant.shapes import (
     BLOCKS_2D,
     VALUE_DTYPES,
     Axis,
@@ -34,11 +37,12 @@ from mxep.quant.checks import (
     check_format,
     check_mode,
     check_values,
+    empty_columns,
+    empty_rows,
+    num_rows,
+    picked_shape,
+    round_up,
 )
-from mxep.quant.formats import BLOCK, E2M1, E4M3, MXFormat, ScaleMode
-from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
-from mxep.quant.ops import bytewise, decode, pick_mx, quantize_columns, quantize_rows
-from mxep.quant.shapes import empty_columns, empty_rows, num_rows, picked_shape, round_up
 from mxep.quant.tensor import MXParts, MXTensor, wrap
 from mxep.runtime.op import op
 
@@ -73,7 +77,7 @@ def quantize(
             raise ValueError(f"quantize: got room={room} for E2M1, want E4M3 or E5M2")
         check_block_e2m1(block_size, axis)
         by_rows = x.detach() if axis == -1 else x.detach().mT
-        qdata, scale = e2m1.quantize(by_rows, check_mode(mode), block_size)
+        qdata, scale = ops.quantize_rows(by_rows, E2M1.dtype, check_mode(mode), block_size)
         if axis == -2:
             qdata, scale = qdata.mT, scale.mT
         return wrap(x, MXParts(qdata, scale, None, axis, block_size, x.dtype))
@@ -326,9 +330,9 @@ def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXT
     dtype = x.dtype if dtype is None else dtype
     qdata, scale = x.qdata, x.scale
     if qdata.dtype == E2M1.dtype and x.axis == -1:
-        qdata, scale = e2m1.widen(qdata, scale)
+        qdata, scale = widen(qdata, scale)
     elif qdata.dtype == E2M1.dtype:
-        qdata, scale = (part.mT for part in e2m1.widen(qdata.mT, scale.mT))
+        qdata, scale = (part.mT for part in widen(qdata.mT, scale.mT))
     return MXTensor(qdata, scale, x.row_index, x.axis, x.block_size, dtype, trusted=True)
 
 

@@ -28,12 +28,19 @@ import torch
 from torch import Tensor
 
 from mxep.quant.activation import PLAIN, SwiGLU
-from mxep.quant.checks import VALUE_DTYPES, check_block, check_byte_elements, check_format, check_mode
 from mxep.quant.fold import fold_op
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.ops import decode, quantize_rows
-from mxep.quant.shapes import empty_swiglu, empty_swiglu_backward
+from mxep.quant.shapes import (
+    VALUE_DTYPES,
+    check_block,
+    check_byte_elements,
+    check_format,
+    check_mode,
+    empty_swiglu,
+    empty_swiglu_backward,
+)
 from mxep.quant.tensor import MXTensor
 from mxep.runtime.op import op
 

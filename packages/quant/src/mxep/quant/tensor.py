@@ -29,10 +29,10 @@ from torch import Tensor
 from torch._prims_common import canonicalize_dim
 from torch.autograd.function import FunctionCtx
 
-from mxep.quant import e2m1, ops
-from mxep.quant.checks import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts, shape_of
+from mxep.quant import ops
 from mxep.quant.formats import BLOCK, E2M1, SCALE_DTYPE, MXFormat, format_of
 from mxep.quant.ops import bytewise
+from mxep.quant.shapes import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts, shape_of
 from mxep.runtime.bundle import register_parts
 from mxep.runtime.op import check_no_tangent
 
@@ -282,12 +282,10 @@ class _Dequantize(torch.autograd.Function):
     def forward(ctx: Any, mx: MXTensor, dtype: torch.dtype) -> Tensor:
         ctx.outer_dtype = mx.dtype
         values: Tensor
-        if mx.qdata.dtype != E2M1.dtype:
-            values = ops.dequantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, dtype)
-        elif mx.axis == -1:
-            values = e2m1.dequantize(mx.qdata, mx.scale, mx.row_index, dtype)
+        if mx.qdata.dtype == E2M1.dtype and mx.axis == -2:  # two rows share a byte
+            values = ops.dequantize(mx.qdata.mT, mx.scale.mT, 1, mx.block_size, None, dtype).mT.contiguous()
         else:
-            values = e2m1.dequantize(mx.qdata.mT, mx.scale.mT, None, dtype).mT.contiguous()
+            values = ops.dequantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, dtype)
         return values
 
     @staticmethod

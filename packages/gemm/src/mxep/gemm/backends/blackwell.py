@@ -19,7 +19,7 @@ blackwell passes scales in the layout that Blackwell's tensor cores need ("swizz
     dy, a   qdata (N, M), (K, M), requantized     scales swizzled group by group, each group's blocks of tokens padded
             along tokens                          to 4: `swizzle_along_tokens`                    -> dw (G, N, K)
 
-A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`). Only the scales are padded to tiles, so each group needs just
+A swizzled tile is 128 x 4 scales (`mxep.quant.groups`). Only the scales are padded to tiles, so each group needs just
 MX's own multiple of 32 rows. Tests compare the layouts bit for bit with the published formula, and check operands with
 torch's own checks of shapes and strides. No GEMM was ever computed.
 
