@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert_mode import Converted, Products, State, parameter_of, report, tell
-from mxep.gemm.functional import MarkOfTransformers, check_parallelized, linear_together, module_forward
+from mxep.gemm.functional import linear_together, module_forward
 from mxep.gemm.recipe import Recipe, recipe_name, recipe_of
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -68,11 +68,10 @@ def convert(
 
     - is neither 3-D floating nor the weight of an nn.Linear, or is already converted;
     - belongs to a module that is parametrized, computes the weight in a hook (weight_norm, spectral_norm, pruning), has
-      no shape yet, or has a forward of its own instead of its class's;
-    - is a shard of tensor parallelism that does not fit the recipe.
+      no shape yet, or has a forward of its own instead of its class's.
 
-    A converted GEMM raises ValueError, with the parameter's name, if K or N does not fit the recipe, or if dtypes or
-    offs are wrong.
+    A converted GEMM raises ValueError, with the parameter's name, if K or N, or with tensor parallelism a rank's part
+    of it, does not fit the recipe, or if dtypes or offs are wrong.
     """
     recipe = recipe_of(recipe)
     if isinstance(backend, str) and backend not in ("auto", *BACKENDS):
@@ -153,7 +152,7 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
             continue
         elif not _is_weight(parameter) or type(module).__module__.startswith("torch.nn.modules."):
             continue  # torch's own modules, such as convolutions, call no grouped mm
-        _check(module, name, fqn, parameter, recipe)
+        _check(module, name, fqn, parameter)
         chosen.append((module, name, fqn))
     return chosen, left
 
@@ -201,7 +200,7 @@ def _is_computed(module: nn.Module, name: str) -> bool:
     return suffix in ("orig", "g", "v") and isinstance(module.__dict__.get(attribute), Tensor)
 
 
-def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, recipe: Recipe | str) -> None:
+def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{fqn}: got a parameter without a shape, want one: run the model once, then convert")
     if _is_computed(module, name):
@@ -227,11 +226,6 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, reci
             f"{fqn}: got a {type(module).__name__} whose forward was replaced (accelerate's hooks and transformers' "
             "tp_plan do that), want its class's: convert before"
         )
-    if getattr(module, "_distribute_module_applied", False) and hasattr(parameter, "device_mesh") and name == "weight":
-        from mxep.gemm.tensor_parallel import check_shards
-
-        # parallelize_module has sharded it. FSDP2's shards may have any size, as they are gathered before a GEMM.
-        check_shards(fqn, parameter, recipe)
 
 
 def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
@@ -298,18 +292,8 @@ def _converted_class(base: Any) -> Any:
         _, (_, *args), *rest = reduced
         return _new, (base, *args), *rest
 
-    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if (how := _weights(self).get(name)) is not None:
-            check_parallelized(how.fqn, self, name, param, how.recipe)
-        super(made, self).register_parameter(name, param)
-
-    def linear(self: nn.Module) -> tuple[str, Recipe | str] | None:
-        how = _weights(self).get("weight") if is_linear(self) else None
-        return None if how is None else (how.fqn, how.recipe)
-
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    methods = {"forward": forward, "__reduce_ex__": __reduce_ex__, "register_parameter": register_parameter}
-    methods["_is_hooked"] = MarkOfTransformers(linear)
+    methods = {"forward": forward, "__reduce_ex__": __reduce_ex__}
     made: Any = type(base.__name__, (base,), {**names, "_mxep_base": base, **methods})
     return made
 
