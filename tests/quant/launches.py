@@ -80,7 +80,7 @@ LAUNCHES = {
     "quantize_rows fp32": lambda: quantize.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_rows per row": lambda: quantize.quantize_rows(x(), E4M3, MODE, D),
     "quantize_e2m1": lambda: e2m1.quantize_e2m1(x(), MODE, 32),
-    "quantize_e2m1 fp32 even": lambda: e2m1.quantize_e2m1(x(dtype=torch.float32), "even", 32),
+    "quantize_e2m1 fp32 floor": lambda: e2m1.quantize_e2m1(x(dtype=torch.float32), "floor", 32),
     "quantize_e2m1 14336": lambda: e2m1.quantize_e2m1(x(T, 14336), MODE, 14336),
     "quantize_into_room": lambda: quantize.quantize_into_room(x(), T + 16, E4M3, MODE, 32),
     "quantize_joined_rows": lambda: quantize.quantize_joined_rows(x(T, 4096), x(T, 512), x(T, 512), E4M3, MODE),

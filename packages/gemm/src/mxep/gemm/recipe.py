@@ -47,7 +47,7 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
     "mxfp4_weights": {"weight_rounding": "mxfp4"},
     "wgrad_bf16": {"wgrad": "bf16"},
     "gate_up_fp8": {"saved_gate_up": "fp8"},
-    **{str(mode): {"mode": mode} for mode in ScaleMode if mode != ScaleMode.RCEIL},
+    "floor": {"mode": ScaleMode.FLOOR},
 }
 
 
@@ -127,7 +127,7 @@ class Recipe:
             32x32 or mxfp4_weights        weight_block or weight_rounding, for mxfp8 only
             wgrad_bf16                    wgrad
             gate_up_fp8                   saved_gate_up
-            floor, ceil or even           mode
+            floor                         mode
 
         Raises ValueError for any other name. The message lists these suffixes.
         """
@@ -139,7 +139,7 @@ class Recipe:
             changes = ", ".join(f"_{change}" for change in _CHANGES)
             raise ValueError(
                 f"recipe: got {name!r}, want {', '.join(_BASES)}; after fp8 and mxfp8 also {changes} (in this order, "
-                f"one of the last three, 32x32 or mxfp4_weights after mxfp8 alone), as in 'mxfp8_e5m2'{meant}"
+                f"one of 32x32 or mxfp4_weights after mxfp8 alone), as in 'mxfp8_e5m2'{meant}"
             )
         return _NAMED[name]
 

@@ -63,21 +63,14 @@ def scale_of_amax(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
     """Scale (int32) of a block. bits: `abs_bits` of its amax. DTYPE: dtype of the qdata; tl.uint8 means E2M1."""
     E4M3: tl.constexpr = DTYPE == tl.float8e4nv
     E2M1: tl.constexpr = DTYPE == tl.uint8
-    MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 2 if E2M1 else 15
     if MODE == "rceil":
         reciprocal_of_max: tl.constexpr = 1.0 / 448.0 if E4M3 else 1.0 / 6.0 if E2M1 else 1.0 / 57344.0
         ratio = (bits.to(tl.float32, bitcast=True) * reciprocal_of_max).to(tl.int32, bitcast=True)
         scale = tl.where(ratio <= _TWO_TO_MINUS_127, 0, (ratio + _MANTISSA) >> 23)
-    elif MODE == "floor":
-        scale = (bits >> 23) - MAX_EXPONENT
-    elif MODE == "ceil":
-        scale = ((bits + _MANTISSA) >> 23) - MAX_EXPONENT
     else:
-        tl.static_assert(MODE == "even")
-        half_an_ulp: tl.constexpr = 0x80000 if E4M3 else 0x200000 if E2M1 else 0x100000
-        scale = ((bits + half_an_ulp) >> 23) - MAX_EXPONENT
-    if MODE != "rceil":
-        scale = tl.maximum(scale, 0)
+        tl.static_assert(MODE == "floor")
+        MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 2 if E2M1 else 15
+        scale = tl.maximum((bits >> 23) - MAX_EXPONENT, 0)
     return tl.where(bits >= _INF, NAN_SCALE, scale)
 
 

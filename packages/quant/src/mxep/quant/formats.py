@@ -47,7 +47,6 @@ class MXFormat:
     dtype: torch's dtype of the qdata, 1 byte wide.
     max: largest finite magnitude: 448, 57344 or 6.
     max_exponent: floor(log2(max)): 8, 15 or 2.
-    mantissa_bits: explicit mantissa bits: 3, 2 or 1.
     elements_per_byte: 1, or 2 for E2M1.
     """
 
@@ -55,16 +54,15 @@ class MXFormat:
     dtype: torch.dtype
     max: float
     max_exponent: int
-    mantissa_bits: int
     elements_per_byte: int = 1
 
     def __repr__(self) -> str:
         return self.name
 
 
-E4M3 = MXFormat("E4M3", torch.float8_e4m3fn, 448.0, 8, 3)
-E5M2 = MXFormat("E5M2", torch.float8_e5m2, 57344.0, 15, 2)
-E2M1 = MXFormat("E2M1", torch.float4_e2m1fn_x2, 6.0, 2, 1, elements_per_byte=2)
+E4M3 = MXFormat("E4M3", torch.float8_e4m3fn, 448.0, 8)
+E5M2 = MXFormat("E5M2", torch.float8_e5m2, 57344.0, 15)
+E2M1 = MXFormat("E2M1", torch.float4_e2m1fn_x2, 6.0, 2, elements_per_byte=2)
 
 
 def format_of(dtype: torch.dtype) -> MXFormat:
@@ -80,15 +78,11 @@ class ScaleMode(StrEnum):
 
     FLOOR: 2**(floor(log2(amax)) - max_exponent), the rule of the OCP specification. Scaled elements above the format's
         max saturate.
-    CEIL: 2**(ceil(log2(amax)) - max_exponent). Nothing saturates, but up to one binade of range is unused.
-    EVEN: rounds amax to the format's mantissa bits, then applies FLOOR. Fewer elements saturate than with FLOOR.
     RCEIL: 2**ceil(log2(amax / max)), as Blackwell computes it. The smallest scale with which nothing saturates, and
         the default.
     """
 
     FLOOR = "floor"
-    CEIL = "ceil"
-    EVEN = "even"
     RCEIL = "rceil"
 
 
@@ -106,17 +100,11 @@ def scale_of_amax(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
     A scale below 2**-127 becomes 0, which means 2**-127. An amax of NaN or Inf gives 255.
     """
     bits = amax.view(torch.int32) & ~_SIGN  # the sign bit may be set: the maximum of NaNs may be a negative NaN
-    match mode:
-        case ScaleMode.FLOOR:
-            scale = (bits >> 23) - fmt.max_exponent
-        case ScaleMode.CEIL:
-            scale = (bits + _MANTISSA >> 23) - fmt.max_exponent
-        case ScaleMode.EVEN:
-            half_an_ulp = 1 << 22 - fmt.mantissa_bits
-            scale = (bits + half_an_ulp >> 23) - fmt.max_exponent
-        case ScaleMode.RCEIL:
-            ratio = (bits.view(torch.float32) * (1.0 / fmt.max)).view(torch.int32)
-            scale = torch.where(ratio <= _TWO_TO_MINUS_127, 0, ratio + _MANTISSA >> 23)
+    if mode == ScaleMode.FLOOR:
+        scale = (bits >> 23) - fmt.max_exponent
+    else:
+        ratio = (bits.view(torch.float32) * (1.0 / fmt.max)).view(torch.int32)
+        scale = torch.where(ratio <= _TWO_TO_MINUS_127, 0, ratio + _MANTISSA >> 23)
     return torch.where(bits >= _INF, NAN_SCALE, scale.clamp(0, NAN_SCALE - 1)).to(torch.uint8)
 
 
