@@ -186,56 +186,37 @@ def rows_of(offs: Tensor | None, capacity: int) -> int:
     return min(max(int(offs[-1]), 0), capacity) if len(offs) else 0
 
 
-@count_flops(ops.grouped_mm_reference, ops.grouped_mm_dot_scaled)
-def _forward_flops(a: Any, a_s: Any, a_i: Any, w: Tensor, w_s: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, out_val.shape[0]) * w.shape[1] * w.shape[2]
+def _flops(offs: Tensor | None, rows: Tensor, n: int, k: int) -> int:
+    return 2 * rows_of(offs, len(rows)) * n * k
 
 
-@count_flops(ops.fp8_grouped_mm)
-def _fp8_forward_flops(a: Any, a_s: Any, w: Tensor, w_s: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, out_val.shape[0]) * w.shape[1] * w.shape[2]
-
-
-@count_flops(ops.bf16_grouped_mm)
-def _bf16_forward_flops(a: Tensor, w: Tensor, offs: Tensor, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, a.shape[0]) * w.shape[1] * w.shape[2]
-
-
-@count_flops(ops.bf16_grouped_wgrad)
-def _bf16_wgrad_flops(out: Any, y: Tensor, x: Tensor, offs: Tensor, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, y.shape[0]) * y.shape[1] * x.shape[1]
-
-
-@count_flops(ops.grouped_wgrad_reference, ops.fold_for_wgrad)
-def _wgrad_flops(y: Tensor, y_s: Any, y_i: Any, x: Tensor, x_s: Any, x_i: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    """FLOPs of a weight gradient. On hopper the fold is counted: fp8_grouped_wgrad after it multiplies padding, too."""
-    return 2 * rows_of(offs, len(y if y_i is None else y_i)) * y.shape[1] * x.shape[1]
-
-
-@count_flops(ops.grouped_wgrad_dot_scaled)
-def _dot_scaled_flops(out: Any, y: Tensor, y_s: Any, x: Tensor, x_s: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, y.shape[0]) * y.shape[1] * x.shape[1]
-
-
-@count_flops(ops.fp32_linear)
-def _fp32_linear_flops(x: Tensor, w: Tensor, out_val: Any) -> int:
-    return 2 * x.shape[0] * w.numel()
-
-
-@count_flops(ops.fp32_dgrad, ops.fp32_wgrad)
-def _fp32_gradient_flops(dy: Tensor, other: Tensor, *_: Any, out_val: Any) -> int:
-    return 2 * dy.numel() * other.shape[1]
-
-
-@count_flops(ops.product_forward)
-def _product_forward_flops(a: Tensor, ws: list[Tensor], bias: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, a.shape[0]) * a.shape[1] * sum(w.shape[-2] for w in ws)
-
-
-@count_flops(ops.product_backward)
-def _product_backward_flops(dy: Tensor, saved: Any, ws: list[Tensor], offs: Any, *how: Any, out_val: Any) -> int:
-    products: int = sum(how[-1][:2])
-    return products * 2 * rows_of(offs, dy.shape[0]) * dy.shape[1] * ws[0].shape[-1]
+_FORMULAS: dict[tuple[Any, ...], Callable[..., int]] = {
+    (ops.grouped_mm_reference, ops.grouped_mm_dot_scaled): (
+        lambda a, a_s, a_i, w, w_s, offs, *_, out_val: _flops(offs, out_val, *w.shape[1:])
+    ),
+    (ops.fp8_grouped_mm,): lambda a, a_s, w, w_s, offs, *_, out_val: _flops(offs, out_val, *w.shape[1:]),
+    (ops.bf16_grouped_mm,): lambda a, w, offs, *_, out_val: _flops(offs, a, *w.shape[1:]),
+    (ops.bf16_grouped_wgrad,): lambda out, y, x, offs, *_, out_val: _flops(offs, y, y.shape[1], x.shape[1]),
+    # On hopper the fold is counted: fp8_grouped_wgrad after it multiplies padding, too.
+    (ops.grouped_wgrad_reference, ops.fold_for_wgrad): (
+        lambda y, y_s, y_i, x, x_s, x_i, offs, *_, out_val: _flops(
+            offs, y if y_i is None else y_i, y.shape[1], x.shape[1]
+        )
+    ),
+    (ops.grouped_wgrad_dot_scaled,): (
+        lambda out, y, y_s, x, x_s, offs, *_, out_val: _flops(offs, y, y.shape[1], x.shape[1])
+    ),
+    (ops.fp32_linear,): lambda x, w, out_val: _flops(None, x, *w.shape),
+    (ops.fp32_dgrad, ops.fp32_wgrad): lambda dy, other, *_, out_val: _flops(None, dy, dy.shape[1], other.shape[1]),
+    (ops.product_forward,): (
+        lambda a, ws, bias, offs, *_, out_val: _flops(offs, a, sum(w.shape[-2] for w in ws), a.shape[1])
+    ),
+    (ops.product_backward,): (
+        lambda dy, saved, ws, offs, *how, out_val: sum(how[-1][:2]) * _flops(offs, dy, dy.shape[1], ws[0].shape[-1])
+    ),
+}
+for _ops, _formula in _FORMULAS.items():
+    count_flops(*_ops)(_formula)
 
 
 @count_flops(torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
