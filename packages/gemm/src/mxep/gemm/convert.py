@@ -56,7 +56,7 @@ def convert(
     warns once per converted parameter if
 
     - a forward of its module ran no GEMM of mxep with it;
-    - it got a gradient before any GEMM of mxep used it, because other code has replaced the forward;
+    - it got a gradient before any GEMM of mxep used it: another module uses it, or has replaced the forward;
     - its `main_grad` is unusable.
 
     A model may be converted in several calls, with another recipe in each. Call convert before `torch.compile`. The
@@ -86,7 +86,6 @@ def convert(
         _prepare_dynamo()
     for module, name, fqn in chosen:
         how = _state(module).weights[name] = Converted(fqn, recipe, backend, strict)
-        _state(model).watched.append(how)
         if (parameter := parameter_of(module, name)) is not None and parameter.requires_grad:
             _watch_first_gradient(how, parameter)
     for module in {id(module): module for module, *_ in chosen}.values():
@@ -229,12 +228,12 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> N
 
 
 def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
-    """Report the parameter when it gets a gradient although no GEMM of mxep used it: its forward was replaced."""
+    """Report the parameter when it gets a gradient although no GEMM of mxep used it."""
 
     def look(_: Tensor) -> None:
         handle.remove()
         if not how._used:
-            report([how], "it has a gradient, but no forward ran a product in {recipe}: its module has another forward")
+            report([how], "it has a gradient, but no forward of its module ran a product in {recipe}")
 
     handle = parameter.register_post_accumulate_grad_hook(look)
 
@@ -267,24 +266,12 @@ def _converted_class(base: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if (state := state_of(self)) is None:
             return base.forward(self, *args, **kwargs)
-        watched = [] if torch.compiler.is_compiling() else state.watched
-        for how in watched:
-            how._entered = False
         if state.linear:
             return _linear_forward(self, state, *args, **kwargs)
-        if state.weights:
-            products = Products(self, state)
-            with products:
-                out = base.forward(self, *args, **kwargs)
-            products.report_missing((*args, *kwargs.values()))
-        else:
+        products = Products(self, state)
+        with products:
             out = base.forward(self, *args, **kwargs)
-        if any(not how._entered for how in watched):
-            present = {id(how) for how in converted(self).values()}  # submodules may have been removed
-            report(
-                [how for how in watched if not how._entered and id(how) in present],
-                "no product of this forward ran in {recipe}: the forward of the module that owns it was not called",
-            )
+        products.report_missing((*args, *kwargs.values()))
         return out
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -300,7 +287,7 @@ def _converted_class(base: Any) -> Any:
 
 def _linear_forward(module: Any, state: State, input: Tensor) -> Tensor:
     how = state.weights["weight"]
-    how._entered = how._used = True
+    how._used = True
     try:
         out = None if state.joined is None else state.joined.forward(module, how, input)
         return module_forward(module, input, how.recipe, how.backend) if out is None else out

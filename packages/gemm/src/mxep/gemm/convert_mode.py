@@ -38,7 +38,6 @@ class Converted:
     backend: str | Backend
     strict: bool
     _reported: bool = field(default=False, repr=False)
-    _entered: bool = field(default=False, repr=False)
     _used: bool = field(default=False, repr=False)
 
 
@@ -49,14 +48,12 @@ class State:
     weights: settings of the converted weights that the module's forward uses, by their names in the module.
     alike: True if `weights` are all 3-D parameters of the module, with one recipe and backend.
     linear: True for an nn.Linear.
-    watched: settings of all converted weights of the model, if this is the module that `convert` was called with.
     joined: the linears that are computed together with this one, or None.
     """
 
     weights: dict[str, Converted] = field(default_factory=dict)
     alike: bool = False
     linear: bool = False
-    watched: list[Converted] = field(default_factory=list)
     joined: Any = None
 
 
@@ -76,8 +73,6 @@ class Products(TorchFunctionMode):
         self.missing = list(state.weights)
         self.tensors: list[tuple[Tensor, list[str]]] = []
         self.storages: dict[int, tuple[StorageWeakRef, list[str]]] | None = None
-        for how in state.weights.values():
-            how._entered = True  # torch.compile keeps this side effect
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
