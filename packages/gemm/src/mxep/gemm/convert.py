@@ -6,8 +6,7 @@
 
 Parameters stay the same objects in the same modules. The class of each module that owns a converted parameter is
 replaced by a subclass with the same name. The forward of an nn.Linear becomes `linear`. Other forwards run under a
-torch function mode (`convert_mode.py`). Where such a forward calls torch's grouped mm with a converted weight, the mode
-runs `grouped_mm` instead.
+torch function mode (`convert_mode.py`).
 """
 
 import functools
@@ -157,10 +156,9 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """Yield (module, name in the module, name in the model, parameter) for every parameter.
+    """Yield (module, name in the module, name in the model, parameter) for every parameter, tied ones once per module.
 
-    The module is the one whose forward uses the parameter. It is the parameter's owner. If the owner has no forward,
-    like a ModuleList, it is the owner's closest ancestor with a forward. Tied parameters come once per module.
+    If the parameter's owner has no forward, like a ModuleList, the module is its closest ancestor with one.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for prefix, module in modules.items():
@@ -315,10 +313,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def reason_to_leave(name: str, module: nn.Linear, vocabulary: int, recipe: Recipe) -> str | None:
-    """Return None if the linear called `name` is converted by default, else the reason why not.
-
-    vocabulary: number of rows of the model's largest embedding, 0 if there is none.
-    """
+    """Why the linear is not converted by default, or None. vocabulary: rows of the model's largest embedding, or 0."""
     if ROUTERS.search(name):
         return "a router, by its name"
     if HEADS.search(name) or module.out_features == vocabulary:

@@ -1,8 +1,7 @@
 """The torch function mode under which a converted module's forward runs: it replaces torch's grouped mm by mxep's.
 
-The mode acts only on calls with a converted weight. Groups may have any size: they are padded with zero rows to the
-recipe's alignment, multiplied and unpadded, without a host sync. If a forward runs no such call with a converted
-weight, the weight is reported.
+Groups may have any size: they are padded with zero rows to the recipe's alignment, multiplied and unpadded, without a
+host sync.
 """
 
 import warnings
@@ -25,13 +24,7 @@ GROUPED_MM: Final[Callable[..., Any]] = torch._grouped_mm
 
 @dataclass(eq=False)
 class Converted:
-    """Settings for the GEMMs of one converted parameter.
-
-    fqn: the parameter's name in the model.
-    recipe: a Recipe, or "auto".
-    backend: as for `grouped_mm`.
-    strict: True to raise instead of warning.
-    """
+    """Settings for the GEMMs of one converted parameter, as given to `convert`. fqn: its name in the model."""
 
     fqn: str
     recipe: Recipe | str
@@ -213,10 +206,7 @@ def local_part(x: Any) -> Tensor:
 def _grouped_mm_any_size(
     x: Tensor, w: Tensor, offs: Tensor, how: Converted, main_grad: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """grouped_mm for groups of any size. Returns (M, N), with zeros for rows past the last group.
-
-    x: (M, K). w: (G, N, K). offs: (G,) int32.
-    """
+    """grouped_mm for groups of any size. Rows past the last group are zeros."""
     recipe = how.recipe
     if not isinstance(recipe, Recipe):
         recipe = auto_recipe(x.shape[0] / w.shape[0], w.shape[2], w.shape[1], of="grouped_mm")

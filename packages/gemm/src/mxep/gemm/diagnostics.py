@@ -40,13 +40,9 @@ _WATCHED = ("forward", "dgrad", "prepare_wgrad", "quantize_weight_rowwise", "qua
 
 @dataclass
 class FoldedProduct:
-    """Statistics of one GEMM: forward, dgrad or wgrad of a module with one weight.
+    """Statistics of one GEMM: forward, dgrad or wgrad of a module (name or class) with a weight of shape (G, N, K).
 
-    module: the module's name, or its class.
-    weight: the weight's shape (G, N, K).
-    elements: number of elements of both operands, over all calls.
-    rounded: number of elements that folding changes.
-    flushed: number of elements that folding makes zero.
+    elements, rounded, flushed: elements of both operands over all calls; those that folding changes, and makes zero.
     spread: log2 of the largest ratio of two scales that folding merges into one.
     snr_db: lowest SNR of any row of the result, folded compared with exact.
     """

@@ -14,12 +14,7 @@ holds that quantization already.
 linear treats x (..., K) as one group of M rows, (M, K). M may be any number: the weight gradient, which contracts over
 tokens, fills its last block of 32 with zero rows.
 
-linear_together computes several linears of one input as one GEMM: q, k and v, or gate and up.
-
-    forward   x --quantize once--> x [wq; wk; wv]^T --> views of one result: q, k, v
-    dgrad     [dq, dk, dv] --quantize once--> one GEMM that contracts over all their out features
-    wgrad     the qdata of x and of [dq, dk, dv] --> one GEMM with rows dwq, dwk, dwv
-
+linear_together computes several linears of one input, such as q, k and v, as one GEMM with weights [wq; wk; wv].
 Weights stay separate parameters. If scales cover 32 elements, results and weight gradients equal those of separate
 GEMMs bit for bit. If scales cover a row ("fp8", and every recipe on "hopper"), dq, dk and dv of a row share the scale
 of the largest of them. Elements far below it then lose bits, as in folding. The gradient of x is rounded once, not
@@ -86,10 +81,9 @@ def grouped_mm(
         bias: (G, N) or None. Its gradient is summed from the incoming gradient before that is quantized.
         out_dtype: bf16 or fp32, default a.dtype (an MXTensor's outer dtype). The gradient of a always has a.dtype.
         main_grad: (G, N, K) fp32 or None. If given, backward adds the gradient of w to it, and leaves w.grad alone. A
-            backward that does not need the gradient of w, such as torch.autograd.grad(out, a), adds nothing, except
-            under compiled autograd. The gradient is rounded to bf16 before it is added if torch's GEMM computes it: on
-            "dequant" and "blackwell"; with unquantized operands also on "triton", and in `linear` on "hopper".
-            Otherwise it is added in fp32.
+            backward that does not need the gradient of w adds nothing, except under compiled autograd. It is added in
+            fp32, or in bf16 if torch's GEMM computes it: on "dequant" and "blackwell"; of unquantized operands also on
+            "triton", and in `linear` on "hopper".
         wgrad_scale: factor for the gradient of w, applied before it is rounded or added. Other gradients are unscaled.
         watched: function that returns a context manager. Backward runs inside it, so that callers see exceptions.
 

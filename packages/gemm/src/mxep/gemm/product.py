@@ -46,13 +46,7 @@ class How(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Result of `forward`.
-
-    out: (M, N).
-    a: (M, K) for wgrad, or None.
-    blocks: w quantized in 2-D blocks, for dgrad, or None.
-    amax: (G, K) amax of w's columns, or None.
-    """
+    """out (M, N), a (M, K) for wgrad, w in 2-D blocks for dgrad, and amax (G, K) of w's columns; None if not needed."""
 
     out: Tensor
     a: Any
@@ -83,13 +77,10 @@ def forward(a: Any, w: Any, bias: Tensor | None, offs: Tensor | None, *, how: Ho
 class BackwardInput(Operands):
     """Operands of backward.
 
-    Attributes:
-        a: (M, K), as forward saved it; None if dw is not wanted.
-        offs: (G,) int32 or None.
-        w: the weight, plain, quantized or frozen, or a tuple of weights; None if da is not wanted.
-        amax: (G, K) amax of w's columns, or None.
-        dys: the incoming gradient of each weight, (M, N of the weight).
-        main_grads: fp32, or None, for each weight.
+    a: (M, K), as forward saved it; None if dw is not wanted.
+    w: the weight, plain, quantized or frozen, or a tuple of weights; None if da is not wanted.
+    amax: (G, K) amax of w's columns, or None.
+    dys, main_grads: the incoming gradient (M, N), and fp32 or None, of each weight.
     """
 
     a: Any
@@ -208,9 +199,7 @@ def run_forward(
 
 
 def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, how: How) -> tuple[Any, Any]:
-    """(weight, amax) for `backward`: the weight quantized for dgrad and None if `quantize_weights_once` holds weights.
-
-    Otherwise the saved weights and their amax, unchanged."""
+    """(weight, amax) for `backward`; the weight is quantized for dgrad if `quantize_weights_once` holds it."""
     whole = join_parts(ws)
     if isinstance(ws[0], Tensor) and is_held(whole, how.recipe):
         return as_parts(SavedWeight(whole, amax).colwise(how.recipe, how.backend)), None
@@ -233,19 +222,12 @@ def product(a: Tensor, ws: Sequence[Any], bias: Tensor | None, offs: Tensor | No
 
 
 def _forward(
-    a: Tensor,
-    ws: list[Tensor],
-    bias: Tensor | None,
-    offs: Tensor | None,
-    recipe: str,
-    backend: str,
-    out_dtype: torch.dtype,
-    wgrad_scale: float,
-    needs: list[bool],
-) -> list[Tensor]:
-    """Returns [out (M, N), qdata of a, scales of a, qdata of w, scales of w, amax of w's columns].
+    a: Tensor, ws: list[Tensor], bias: Tensor | None, offs: Tensor | None, recipe: str, backend: str,
+    out_dtype: torch.dtype, wgrad_scale: float, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Returns [out (M, N), qdata and scales of a, those of w if it has 2-D blocks, amax of w's columns].
 
-    qdata and scales of w are returned only if w has 2-D blocks. Missing tensors are 0-d.
+    Missing tensors are 0-d.
     """
     how = How(Recipe.named(recipe), select(backend, a.device), out_dtype)
     with torch.no_grad():
@@ -263,16 +245,9 @@ forward_op.register_fake(_forward)  # the function itself: fake tensors are neve
 
 @torch.library.custom_op("mxep::product_backward", mutates_args=())
 def backward_op(
-    dy: Tensor,
-    saved: list[Tensor],
-    ws: list[Tensor],
-    offs: Tensor | None,
-    recipe: str,
-    backend: str,
-    dtype: torch.dtype,
-    wgrad_scale: float,
-    needs: list[bool],
-) -> list[Tensor]:
+    dy: Tensor, saved: list[Tensor], ws: list[Tensor], offs: Tensor | None, recipe: str, backend: str,
+    dtype: torch.dtype, wgrad_scale: float, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
     """Returns [da (M, K) in dtype, dw (G, N, K)]. A gradient that `needs` excludes is left out of the list."""
     ws = _grouped(ws)
     qdata, scale, w_qdata, w_scale, amax = (x if x.dim() else None for x in saved)
@@ -371,10 +346,7 @@ def graph_is_retained() -> bool:
 
 @dataclass(frozen=True)
 class SavedOperands:
-    """Operands of the weight gradient that one backward pass kept for a later one with the same incoming gradients.
-
-    dys: the incoming gradients. versions: their version counters when they were kept. operands: the kept operands.
-    """
+    """Operands of the weight gradient that one backward pass kept for a later one with the same gradients dys."""
 
     dys: tuple[Tensor, ...]
     versions: tuple[int, ...]

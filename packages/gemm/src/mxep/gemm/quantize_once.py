@@ -41,10 +41,9 @@ Weight = Tensor | tuple[Tensor, ...]
 
 
 class SavedWeight(NamedTuple):
-    """What forward saves of a weight. Backward quantizes it colwise from this, so colwise qdata need not be saved.
+    """What forward saves of a weight, so that backward can quantize it colwise.
 
-    weight: the weight or its parts. If the recipe has 2-D blocks, the quantized weight, which dgrad uses as it is.
-    amax: (G, K) amax of the weight's columns, or None.
+    weight: the weight or its parts, or the quantized weight if it has 2-D blocks. amax: (G, K) of its columns, or None.
     """
 
     weight: Any
@@ -61,10 +60,7 @@ class SavedWeight(NamedTuple):
 def rowwise_and_saved(
     w: Weight | FrozenWeight, recipe: Recipe, backend: Backend, *, dgrad: bool
 ) -> tuple[Any, SavedWeight]:
-    """Return (w quantized for forward, what to save for backward). A frozen w is returned as it is.
-
-    dgrad: True if backward will need w, to compute the input's gradient.
-    """
+    """(w quantized for forward, what to save for backward). A frozen w stays as it is. dgrad: backward needs w."""
     if isinstance(w, FrozenWeight):
         return w, SavedWeight(w, None)
     # A weight that quantize_weights_once holds serves other calls, too, which may need dgrad.
@@ -271,10 +267,7 @@ def _made(quantize: Replayed, w: Weight, *, amax: Tensor | None = None, **how: A
 
 @dataclass
 class _Used:
-    """A weight that was quantized since the last step.
-
-    places: (storage, offset, shape, stride, dtype) of each part. colwise: True if also quantized colwise.
-    """
+    """A weight that was quantized since the last step. places: (storage, offset, shape, stride, dtype) of each part."""
 
     places: tuple[Any, ...]
     recipe: Recipe
@@ -330,10 +323,9 @@ def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
 
 
 class _Remembered(NamedTuple):
-    """A result of `remembered`.
+    """A result of `remembered`, of these weights in this state: (storage, offset, version) of each.
 
-    weights: the tensors it was made of. storages: theirs; weak references keep a storage's number from being reused.
-    state: for each tensor the number of its storage, its offset there, and its version counter.
+    Weak references to storages keep their numbers from being reused.
     """
 
     made: Any
@@ -456,8 +448,7 @@ def quantize_colwise(w: Weight, amax: Tensor | None = None, *, recipe: Recipe, b
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:
     """True if parts are quantized before they are joined.
 
-    False if the parts are stored (G, K, N), because a column then lies in memory like a row. Also False if weights are
-    rounded before, and for custom backends that override quantization.
+    Not if they are stored (G, K, N), are rounded before, or if a custom backend overrides quantization.
     """
     if recipe.scaling == "none" or recipe.weight_rounding != "none":
         return False

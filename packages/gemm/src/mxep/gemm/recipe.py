@@ -121,14 +121,8 @@ class Recipe:
     def named(name: "Recipe | str") -> "Recipe":
         """Return the recipe called `name`, such as "mxfp8_e5m2_wgrad_bf16". A Recipe is returned as it is.
 
-        A name is bf16, fp8 or mxfp8. After fp8 and mxfp8, these suffixes may follow, in this order:
-
-            e5m2                          grad_fmt E5M2
-            32x32 or mxfp4_weights        weight_block or weight_rounding, for mxfp8 only
-            wgrad_bf16                    wgrad
-            gate_up_fp8                   saved_gate_up
-            floor                         mode
-
+        A name is bf16, fp8 or mxfp8. After fp8 and mxfp8, e5m2, 32x32 or mxfp4_weights (mxfp8 only), wgrad_bf16,
+        gate_up_fp8 and floor may follow, in this order.
         Raises ValueError for any other name. The message lists these suffixes.
         """
         if isinstance(name, Recipe):
@@ -305,15 +299,9 @@ def check_plain(**operands: object) -> None:
 
 
 def check_operands(
-    a: Tensor,
-    w: Tensor | FrozenWeight,
-    offs: Tensor,
-    *,
-    recipe: Recipe,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    a: Tensor, w: Tensor | FrozenWeight, offs: Tensor, *, recipe: Recipe, bias: Tensor | None, out_dtype: torch.dtype,
     main_grad: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Check shapes, dtypes, devices and alignment of `grouped_mm`'s operands. On CPU also check the values of offs."""
     check_plain(a=a, offs=offs, w=w)
     if a.dim() != 2 or len(w.shape) != 3 or a.shape[1] != w.shape[2]:
@@ -338,15 +326,9 @@ def check_operands(
 
 
 def check_linear(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    *,
-    recipe: Recipe,
-    out_dtype: torch.dtype,
-    main_grad: Tensor | None,
+    x: Tensor, w: Tensor, bias: Tensor | None, *, recipe: Recipe, out_dtype: torch.dtype, main_grad: Tensor | None,
     rowwise: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Check the operands of a linear: x (..., K), w (N, K), bias (N,).
 
     rowwise: True if x may also be an MXTensor with one scale per row, although the recipe has scaling "mx".

@@ -204,13 +204,9 @@ def shift_qdata(qdata: Tensor, shift: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The valid rows, cut into blocks.
+    """The valid rows, cut into blocks. All tensors have the axes (..., row, block, element), some of length 1.
 
-    qdata:     (..., row, block, element) fp8.
-    scale:     (..., row, block, 1) int32.
-    counts:    (..., row, block, 1) bool, True for blocks that count for max_scale.
-    max_scale: (..., row, 1, 1) int32.
-    nan:       (..., row, 1, 1) bool, True for rows with a NaN block.
+    counts: True for blocks that count for max_scale. nan: True for rows with a NaN block.
     """
 
     qdata: Tensor
@@ -323,14 +319,9 @@ def column_scales(mx: MXTensor) -> Tensor:
     launcher="mxep.quant.kernels.fold:fold_columns",
 )
 def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
-    """Divide the values by their column's scale and round once.
+    """Divide the values by their column's scale, round once, and transpose. Returns (..., K, N) fp8.
 
-    Args:
-        qdata: (..., N, K) fp8, or (..., N, K/2) E2M1.
-        scale: (..., N, K/block) e8m0, with block elements per scale.
-        column_scale: (..., K/32) e8m0.
-    Returns:
-        (..., K, N) fp8.
+    qdata: (..., N, K) fp8, or (..., N, K/2) E2M1. scale: (..., N, K/block). column_scale: (..., K/32).
     """
     if qdata.dtype == E2M1.dtype:
         qdata, scale = widen(qdata, scale)
@@ -400,15 +391,9 @@ def _fold_for_wgrad(
     x: Tensor, x_scale: Tensor, x_index: Tensor | None, y: Tensor, y_scale: Tensor, y_index: Tensor | None,
     offs: Tensor, alignment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`fold_for_wgrad` as an op. C = `padded_rows(R, G, alignment)` columns.
+    """Returns the fields of `WgradOperands`, with C = `padded_rows(R, G, alignment)` columns.
 
-    Args:
-        x, y: (S_x, K) and (S_y, N) fp8.
-        x_scale, y_scale: (S_x, K/block_size) and (S_y, N/block_size) e8m0; the block sizes may differ.
-        x_index, y_index: (R,) int32 each; None if x or y has R rows.
-        offs: (G,) int32.
-    Returns:
-        x_t (K, C), y_t (N, C), exponent (G,) int32, out_offs (G,) int32: the fields of `WgradOperands`.
+    x, y: (S_x, K) and (S_y, N) fp8, with an index (R,), or None if they have R rows. Block sizes may differ.
     """
     capacity = num_rows(x, x_index)
     valid = valid_rows(offs, capacity)
@@ -434,13 +419,7 @@ def _fold_for_wgrad(
 
 
 def _picked(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pick the valid rows.
-
-    Returns:
-        qdata: (valid, K) fp8.
-        scale: (valid, blocks) int32.
-        max_scale: (valid,) int32, the largest scale of each row.
-    """
+    """qdata (valid, K), scale (valid, blocks) int32 and the largest scale (valid,) of each valid row."""
     qdata, scale = pick_mx(qdata, scale, row_index, valid)
     scale = scale.int()
     return qdata, scale, torch.nn.functional.pad(scale, (0, 1)).amax(1)  # a row without blocks has scale 0

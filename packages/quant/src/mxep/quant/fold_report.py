@@ -89,10 +89,9 @@ class Kind:
 
 
 def count(mx: MXTensor) -> tuple[Direction, Direction]:
-    """Count what folding changes in one weight. Returns the counts of forward and of dgrad.
+    """Count what folding changes in mx (..., N, K), E4M3 or E2M1 in blocks of 32 along K: forward, dgrad.
 
-    mx: (..., N, K) E4M3 or E2M1 in blocks of 32 along K, without a row index.
-    The counts of forward equal those of `fold_with_stats`. Only blocks that may change are folded.
+    Counts of forward equal those of `fold_with_stats`. Only blocks that may change are folded, so it is much faster.
     """
     e2m1 = mx.qdata.dtype == E2M1.dtype
     blocks = mx.qdata.view(torch.uint8).unflatten(-1, (mx.scale.shape[-1], -1))
@@ -122,15 +121,9 @@ def count(mx: MXTensor) -> tuple[Direction, Direction]:
 
 
 def _changes(blocks: Tensor, shift: Tensor, *, e2m1: bool) -> tuple[Tensor, Tensor]:
-    """Fold B blocks and compare each with its exact values.
+    """Fold blocks (B, bytes) by shift (B,), and compare with the exact values.
 
-    Args:
-        blocks: (B, 32) bytes of E4M3, or (B, 16) bytes of E2M1, uint8.
-        shift: (B,) int32.
-        e2m1: True if the bytes are E2M1.
-    Returns:
-        Number of changed elements, (B,).
-        Sum of the squared changes of the elements q, before multiplication by the scale, (B,) fp64.
+    Returns the number of changed elements, and the sum of squared changes of q, not times the scale, (B,) each.
     """
     qdata = (values_of(blocks.view(E2M1.dtype)) * 2**HEADROOM).to(E4M3.dtype) if e2m1 else blocks.view(E4M3.dtype)
     before = values_of(qdata).nan_to_num_()

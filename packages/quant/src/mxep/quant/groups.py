@@ -67,10 +67,9 @@ class PaddedGroups:
 
 
 def valid_rows(offs: Tensor | None, capacity: int) -> int:
-    """Number of leading rows that a plain-torch reference must compute.
+    """Number of leading rows that a plain-torch reference must compute: on the CPU int(offs[-1]), else `capacity`.
 
-    On the CPU it is int(offs[-1]). Without offs it is `capacity`. On a GPU it is `capacity` too, because reading offs
-    would be a device-to-host sync. Raises ValueError if offs[-1] is negative or above `capacity`.
+    On a GPU reading offs would be a sync. Raises ValueError if offs[-1] is negative or above `capacity`.
     """
     if offs is None or offs.device.type != "cpu":
         return capacity
@@ -118,10 +117,7 @@ def _split_ends(offs: Tensor, first: int) -> tuple[Tensor, Tensor]:
 
 
 def fill_rows(valid: Tensor, capacity: int) -> Tensor:
-    """Append zero rows to `valid` (..., n, D). Returns (..., capacity, D).
-
-    Kernels leave the appended rows unspecified. References write zeros, so that two runs are equal byte for byte.
-    """
+    """Append zero rows to `valid` (..., n, D) up to `capacity`. Kernels leave these rows unspecified."""
     missing = capacity - valid.shape[-2]
     return bytewise(lambda x: torch.nn.functional.pad(x, (0, 0, 0, missing)), valid) if missing else valid
 

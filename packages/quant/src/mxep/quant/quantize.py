@@ -1,13 +1,5 @@
 """Quantization for users: a plain or quantized tensor in, an MXTensor out.
 
-    quantize            x -> blocks along rows, along columns, or square 2-D blocks
-    quantize_joined     several x, concatenated along K -> one scale per row
-    quantize_with_amax  x, or several x concatenated along N -> one scale per row, and the amax of each column
-    quantize_columns_with_amax  the same x and that amax -> one scale per column, reading x once instead of twice
-    requantize          an MXTensor -> blocks of 32 along its columns, in one pass, not rounded to bf16 in between
-    scale_columns       an MXTensor times a factor for each column of a group of rows -> one scale per row
-    to_mxfp8            MXFP4 or block FP8 -> the same values in E4M3
-
 `mxep.quant.ops` explains how elements are rounded, `mxep.quant.formats` how scales are chosen. "Straight through"
 means: the gradient of the result is passed to x unchanged, as if nothing had been rounded.
 
@@ -169,12 +161,7 @@ def quantize_columns_with_amax(
 
 
 def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
-    """Check x and split it into the three part arguments of the ops.
-
-    Returns:
-        List of three detached parts; None for the missing ones.
-        True if x is a single tensor and only x.mT is contiguous.
-    """
+    """Check x. Returns three detached parts, None for missing ones, and whether x is one tensor stored transposed."""
     parts = [x] if isinstance(x, Tensor) else [*x]
     for part in parts:
         check_values(name, part)
@@ -204,7 +191,7 @@ def requantize(
     mode: ScaleMode | str = ScaleMode.RCEIL,
     offs: Tensor | None = None,
 ) -> MXTensor:
-    """Quantize the values of `mx` (..., N, K) a second time, in blocks of 32 along N (axis -2).
+    """Quantize the fp32 values of `mx` (..., N, K) a second time, in blocks of 32 along N (axis -2).
 
     Args:
         mx: E4M3 or E5M2 in any blocks. Its row index is applied, so the result has none.
@@ -237,15 +224,9 @@ def _requantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, offs: Tensor | None,
     dtype: torch.dtype, mode: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`requantize` as an op. R is the number of rows after the row index was applied; without one, R = N.
+    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) -> qdata (..., K, R), scale (..., R/32, K).
 
-    Args:
-        qdata: (..., N, K).
-        scale: (..., N/block_rows, K/block_columns) e8m0.
-        row_index: (R,) int32 or None.
-    Returns:
-        qdata: (..., K, R) `dtype`.
-        scale: (..., R/32, K) e8m0.
+    row_index: (R,) int32, or None: R = N.
     """
     capacity = num_rows(qdata, row_index)
     valid = valid_rows(offs, capacity)

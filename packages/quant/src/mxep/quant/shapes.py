@@ -95,12 +95,7 @@ def empty_2d(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Te
 def empty_swiglu(
     gate_up: Tensor, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool, rest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Uninitialized results of `mxep::swiglu`.
-
-    Returns:
-        h: (R, F) `dtype`.
-        scale: uint8, (R, F/block_size), (R, 1) if folded, or (0,) if mode is None.
-    """
+    """Uninitialized h (R, F) `dtype`, and uint8 scales (R, F/block_size), (R, 1) if folded, or (0,) if mode is None."""
     h = gate_up.new_empty(
         (gate_up.shape[0] + (0 if rest is None else rest.shape[0]), gate_up.shape[1] // 2), dtype=dtype
     )
@@ -110,13 +105,9 @@ def empty_swiglu(
 def empty_swiglu_backward(
     d_h: Tensor, mode: str | None, block_size: int, folded: bool, h_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialized results of `mxep::swiglu_backward`.
+    """Uninitialized scales of d_gate_up, d_row_weight (R,) fp32, and h (R, F) with its scales.
 
-    Returns:
-        scale: uint8 scales of d_gate_up, (R, 2F/block_size), (R, 1) if folded, or (0,) if mode is None.
-        d_row_weight: (R,) fp32.
-        h: (R, F) h_dtype, or (0,) without h_dtype.
-        h_scale: uint8 scales of h, or (0,) without h_dtype.
+    Scales: as of `empty_swiglu`; if d_gate_up has one per row, so has h. Without h_dtype h and its scales are (0,).
     """
     rows, width = d_h.shape
     scale = _scale_of_rows(d_h, 2 * width, mode, block_size, folded)

@@ -172,14 +172,11 @@ class MXTensor(Tensor):
         return wrap(self, MXParts(qdata, scale, None, self.axis, self.block_size, self.dtype))
 
     def along(self, axis: int) -> "MXTensor":
-        """View 2-D blocks as blocks along one axis. qdata are shared; each scale is repeated for its rows or columns.
+        """View 2-D blocks as blocks along one axis (-1 or -2). qdata are shared; scales are repeated.
 
-        axis: -1 or -2, or the same axis as a nonnegative number.
-
-        So one quantization of a weight W (N, K) serves both W (blocks along K) and W^T (blocks along N).
-        `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. qdata keep their strides. Call `materialize` to make them
-        contiguous along the blocked axis. Differentiable (straight through).
-        If the tensor is already blocked along `axis`, it is returned itself. Raises ValueError if it has no 2-D blocks.
+        So one quantization of a weight W (N, K) serves both W (blocks along K) and W^T (blocks along N). qdata keep
+        their strides: `materialize` makes them contiguous along the blocked axis. Differentiable (straight through).
+        A tensor that is already blocked along `axis` is returned itself. Raises ValueError if it has no 2-D blocks.
         """
         axis_ = check_axis(axis, self.qdata)
         if self.axis == axis_:

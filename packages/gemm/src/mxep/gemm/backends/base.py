@@ -23,7 +23,7 @@ from mxep.quant import (
 
 
 class AlongTokens(NamedTuple):
-    """Operands of a weight gradient: dy (M, N) and a (M, K). Both may be plain, or MXTensors with blocks along M."""
+    """Operands of a weight gradient: dy (M, N) and a (M, K), plain, or MXTensors with blocks along M."""
 
     dy: Tensor
     a: Tensor

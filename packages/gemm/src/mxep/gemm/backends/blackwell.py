@@ -128,20 +128,10 @@ def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -
     launcher="mxep.gemm.kernels.dot_scaled:grouped_mm",
 )
 def grouped_mm_dot_scaled(
-    a: Tensor,
-    a_scale: Tensor,
-    a_index: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
+    a: Tensor, a_scale: Tensor, a_index: Tensor | None, w: Tensor, w_scale: Tensor, offs: Tensor, bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:
-    """Compute rows of g of a @ w[g].T + bias[g] for each group g. Returns (M, N) in out_dtype.
-
-    a: (R, K) with blocks of 32 along K. a_index: (M,) row index of a, or None if M = R. w: (G, N, K) with blocks of 32,
-    or 32 x 32. bias: (G, N) or None.
-    """
+) -> Tensor:  # fmt: skip
+    """`Backend.forward` of a (R, K) with row index (M,), and w (G, N, K) in blocks of 32, or 32 x 32."""
     from mxep.gemm.kernels import dot_scaled
 
     out: Tensor = dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype)  # type: ignore[no-untyped-call]
@@ -157,11 +147,7 @@ def grouped_mm_dot_scaled(
 def grouped_wgrad_dot_scaled(
     out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """Compute scale * y[rows of g].T @ x[rows of g] for each group g. Writes it to out, or adds it in fp32 if `add`.
-
-    y: (M, N). x: (M, K). Both have blocks along M. out: contiguous, (G, N, K), or (2, G, N / 2, K), whose two parts
-    take the first and second half of N.
-    """
+    """`Backend.wgrad_into` of y (M, N) and x (M, K), both with blocks along M."""
     from mxep.gemm.kernels import dot_scaled
 
     dot_scaled.grouped_wgrad(out, y, y_scale, x, x_scale, offs, scale, add)  # type: ignore[no-untyped-call]
@@ -170,7 +156,7 @@ def grouped_wgrad_dot_scaled(
 ROWS, COLS = 128, 4
 """Rows and columns of scales in a swizzled tile."""
 Operand = tuple[Tensor, Tensor]
-"""(qdata, swizzled scales)."""
+"""(contiguous qdata, swizzled scales)."""
 
 
 class Blackwell(Backend):
@@ -241,37 +227,25 @@ class Blackwell(Backend):
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
-    """torch's grouped GEMM of qdata with swizzled e8m0 scales. Returns bf16.
-
-    For forward and dgrad a is (M, K) and b (G, K, N). For wgrad a is (N, M) and b (M, K).
-    """
+    """torch's grouped GEMM, bf16: a (M, K), b (G, K, N) in forward and dgrad, a (N, M), b (M, K) in wgrad."""
     out: Tensor = torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=offs, out_dtype=torch.bfloat16)
     return out
 
 
 def rows_operand(a: MXTensor, offs: Tensor) -> Operand:
-    """Operand of a (M, K) with blocks along K.
-
-    qdata: (M, K), contiguous. scales: (round_up(M + G * 127, 128), round_up(K/32, 4)).
-    """
+    """a (M, K) with blocks along K -> qdata (M, K), scales (round_up(M + G * 127, 128), round_up(K/32, 4))."""
     if a.row_index is not None or not a.qdata.is_contiguous():
         return gather_swizzled(a, offs=offs)
     return a.qdata, swizzle_scales(a.scale, offs=offs)
 
 
 def weight_operand(w: MXTensor) -> Operand:
-    """Operand of w (G, N, K) with blocks along K.
-
-    qdata: (G, K, N) with contiguous K. scales: (G, round_up(N, 128) * round_up(K/32, 4)).
-    """
+    """w (G, N, K) with blocks along K -> qdata (G, K, N), scales (G, round_up(N, 128) * round_up(K/32, 4))."""
     return w.qdata.contiguous().mT, swizzle_scales(w.scale).flatten(1)
 
 
 def tokens_operand(x: MXTensor, offs: Tensor) -> Operand:
-    """Operand of x (M, N) with blocks along M, as `requantize` returns it.
-
-    qdata: (N, M), contiguous. scales: from `swizzle_along_tokens`.
-    """
+    """x (M, N) with blocks along M, as `requantize` returns it -> qdata (N, M), scales of `swizzle_along_tokens`."""
     return x.qdata.mT, swizzle_along_tokens(x.scale, offs)
 
 

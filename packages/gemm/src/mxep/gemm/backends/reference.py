@@ -74,19 +74,10 @@ def parts_of(x: Tensor | BlockFP8) -> Parts:
     ),
 )
 def grouped_mm_reference(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_index: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Compute a[rows of g] @ w[g].T + bias[g] for each group g. Returns (M, N) in out_dtype.
-
-    a: (M, K). w: (G, N, K). offs: (G,) int32 or None. bias: (G, N) or None.
-    """
+    a: Tensor, a_scale: Tensor | None, a_index: Tensor | None, w: Tensor, w_scale: Tensor | None, offs: Tensor | None,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`Backend.forward` of a (M, K) and w (G, N, K)."""
     out = a.new_empty((num_rows(a, a_index), w.shape[1]), dtype=out_dtype)
     bounds = _bounds(offs, len(out))
     values = values_of_rows((a, a_scale, a_index), bounds[-1])
@@ -104,20 +95,10 @@ def grouped_mm_reference(
     ),
 )
 def grouped_wgrad_reference(
-    dy: Tensor,
-    dy_scale: Tensor | None,
-    dy_index: Tensor | None,
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_index: Tensor | None,
-    offs: Tensor | None,
-    out_dtype: torch.dtype,
-    scale: float,
-) -> Tensor:
-    """Compute scale * dy[rows of g].T @ a[rows of g] for each group g, zero if g is empty. Returns (G, N, K) out_dtype.
-
-    dy: (M, N). a: (M, K). offs: (G,) int32 or None.
-    """
+    dy: Tensor, dy_scale: Tensor | None, dy_index: Tensor | None, a: Tensor, a_scale: Tensor | None,
+    a_index: Tensor | None, offs: Tensor | None, out_dtype: torch.dtype, scale: float,
+) -> Tensor:  # fmt: skip
+    """`Backend.wgrad` of dy (M, N) and a (M, K)."""
     dw = a.new_zeros((_num_groups(offs), dy.shape[1], a.shape[1]), dtype=out_dtype)
     bounds = _bounds(offs, num_rows(a, a_index))
     a_values = values_of_rows((a, a_scale, a_index), bounds[-1])
