@@ -134,19 +134,6 @@ def quantize_weights_once_a_step() -> "QuantizedOnce":
         return _open
 
 
-def quantize_after_step(optimizer: torch.optim.Optimizer) -> "QuantizedOnce":
-    """Open `quantize_weights_once_a_step`, and quantize the optimizer's weights right after each of its steps.
-
-    So from the second step on no micro-batch has to quantize. After a step, the weights that were used since the
-    previous step are quantized, each rowwise, and colwise if it was used so. If a weight does not lie in the
-    optimizer's memory, as when FSDP2 gathers it, it is quantized at its next use instead. With several optimizers, pass
-    the one that steps last. The result's `close()` ends this.
-    """
-    once = quantize_weights_once_a_step()
-    once._optimizers.add(optimizer)
-    return once
-
-
 class QuantizedOnce:
     """Cache of an open `quantize_weights_once`. quantizations: number of quantizations so far."""
 
@@ -157,9 +144,7 @@ class QuantizedOnce:
         self._stepping = False  # True during an optimizer's step: its closures see weights change
         self._held: dict[tuple[Any, ...], _Held] = {}
         self._remembered: dict[tuple[Any, ...], _Remembered] = {}
-        self._used: dict[tuple[Any, ...], _Used] = {}  # weights used since the last step
         self._versions = WeakIdKeyDictionary()  # versions of DTensors at their last use
-        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers to quantize weights for
         self._hooks = [register_optimizer_step_pre_hook(_before_step)]
         if steps:
             self._hooks.append(register_optimizer_step_post_hook(self._after_step))
@@ -189,7 +174,7 @@ class QuantizedOnce:
                 stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
                 # No event during a capture: another capture could not wait for it.
                 event = None if stream is None or capturing else stream.record_event()
-                held = self._held[key] = _Held(made, places, storages, version, recipe, backend, stream, event)
+                held = self._held[key] = _Held(made, storages, version, backend, stream, event)
                 self.quantizations += 1
         held.wait()
         if held.version != version:
@@ -206,36 +191,16 @@ class QuantizedOnce:
         return held.made
 
     def _forget(self) -> None:
-        """Clear the cache, before and after a step. `_used` lists what `_after_step` shall quantize again."""
-        for (quantize, *_), held in self._held.items() if self._optimizers else ():
-            key = held.places, held.recipe, id(held.backend)
-            used = self._used.setdefault(key, _Used(held.places, held.recipe, held.backend))
-            used.colwise |= quantize is quantize_colwise
         self._held.clear()
         self._remembered.clear()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         with _lock:
             self._stepping = False
             self._forget()  # the step's closures may have quantized weights that changed afterwards
-        if optimizer not in self._optimizers:
-            return
-        own: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in own:
-            if p in self._versions:
-                see_writes(p)  # the step's, which are in what is quantized here
-        local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in own]
-        storages = {x.untyped_storage()._cdata: x for x in local}
-        used, self._used = self._used, {}
-        for each in used.values():
-            if all(storage in storages for storage, *_ in each.places):
-                parts = [storages[at].as_strided(shape, stride, offset) for at, offset, shape, stride, _ in each.places]
-                _, saved = rowwise_and_saved(join_parts(parts), each.recipe, each.backend, dgrad=each.colwise)
-                if each.colwise:
-                    saved.colwise(each.recipe, each.backend)
 
     def close(self) -> None:
-        """End `quantize_weights_once_a_step` or `quantize_after_step`. A second call does nothing."""
+        """End `quantize_weights_once_a_step`. A second call does nothing."""
         global _open
         with _lock:
             if not self._steps:
@@ -249,10 +214,7 @@ class QuantizedOnce:
     def _close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._held.clear()
-        self._remembered.clear()
-        self._used.clear()
-        self._optimizers.clear()
+        self._forget()
 
 
 _lock = threading.RLock()
@@ -266,28 +228,16 @@ def _made(quantize: Replayed, w: Weight, *, amax: Tensor | None = None, **how: A
 
 
 @dataclass
-class _Used:
-    """A weight that was quantized since the last step. places: (storage, offset, shape, stride, dtype) of each part."""
-
-    places: tuple[Any, ...]
-    recipe: Recipe
-    backend: Backend
-    colwise: bool = False
-
-
-@dataclass
 class _Held:
     """Cache entry of a weight.
 
-    made: the quantized weight. places: as in _Used. storages: of its parts. version: version counters of its parts.
-    backend: kept alive, because the entry's key contains its id. stream: that made it. event: recorded after that.
+    made: the quantized weight. storages, version: of its parts. stream: that made it. event: recorded after that.
+    backend: kept alive, because the entry's key contains its id.
     """
 
     made: Any
-    places: tuple[Any, ...]
     storages: list[StorageWeakRef]
     version: list[int | None]
-    recipe: Recipe
     backend: Backend
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None
