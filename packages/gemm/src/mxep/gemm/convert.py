@@ -51,24 +51,17 @@ def convert(
         backend: as for `grouped_mm`.
         strict: True to raise RuntimeError where convert would warn.
 
-    Returns the model. The logger "mxep.gemm" lists converted and skipped parameters with reasons, at level INFO. It
-    warns once per converted parameter if
-
-    - a forward of its module ran no GEMM of mxep with it;
-    - it got a gradient before any GEMM of mxep used it: another module uses it, or has replaced the forward;
-    - its `main_grad` is unusable.
+    Returns the model. The logger "mxep.gemm" lists converted and skipped parameters with reasons, at level INFO. A
+    warning names a converted parameter, once, if a forward of its module runs no GEMM of mxep with it, if it gets a
+    gradient before any GEMM of mxep used it, or if its `main_grad` is unusable.
 
     A model may be converted in several calls, with another recipe in each. Call convert before `torch.compile`. The
     order of convert and `fully_shard`, `parallelize_module` or making an optimizer does not matter. Only GEMMs that run
     inside the forward of the module that owns the weight are replaced. So put `checkpoint` around that whole module.
 
     Raises ValueError for an unknown recipe or backend, if no parameter passes the filter, and for a selected parameter
-    that
-
-    - is neither 3-D floating nor the weight of an nn.Linear, or is already converted;
-    - belongs to a module that is parametrized, computes the weight in a hook (weight_norm, spectral_norm, pruning), has
-      no shape yet, or has a forward of its own instead of its class's.
-
+    that is neither 3-D floating nor the weight of an nn.Linear, is already converted, parametrized, computed in a hook
+    (weight_norm, spectral_norm, pruning) or without a shape, or whose module's forward was replaced.
     A converted GEMM raises ValueError, with the parameter's name, if K or N, or with tensor parallelism a rank's part
     of it, does not fit the recipe, or if dtypes or offs are wrong.
     """

@@ -4,8 +4,7 @@
     mxep::product_backward    dy and the saved tensors -> da and dw, if needed
 
 A compiled graph calls the two ops without tracing into them. They run the eager code, with its replays and with weights
-that `quantize_weights_once` holds. So a compiled GEMM costs the host as much as an eager one. The compiled graph
-contains the names of recipe and backend.
+that `quantize_weights_once` holds. So a compiled GEMM costs the host as much as an eager one.
 
 A backward pass may need da or dw only. It then keeps the operands of the other gradient for a later pass:
 

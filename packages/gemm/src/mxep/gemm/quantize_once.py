@@ -77,31 +77,24 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
                 model(x).sum().backward()
         optimizer.step()
 
-    The context covers the whole process: every `grouped_mm`, MoE layer and converted module uses its cache, on all
-    threads (including autograd's) and streams. Nested contexts share one cache, which is freed when the last of them
-    closes. Open the context outside of compiled code.
+    The context covers the whole process: every `grouped_mm`, MoE layer and converted module, on all threads and
+    streams. Nested contexts share one cache. Open the context outside of compiled code.
 
-    Weights must not change while the context is open. RuntimeError is raised if a torch optimizer steps. It is also
-    raised at the next use of a weight whose values were changed in place. To find out, a weight that was written to is
-    quantized again and compared, which waits for the device. PEFT causes such comparisons: it adds adapters to experts'
-    weights and restores them. Writes that do not increase the tensor's version counter are not noticed: through
-    `.data`, raw pointers, a replayed CUDA graph, or `torch._foreach_...` functions of DTensors.
+    Weights must not change while the context is open. RuntimeError is raised if a torch optimizer steps, and at the
+    next use of a weight whose values were changed in place. To find out, a weight that was written to (as by PEFT,
+    which restores it) is quantized again and compared, which waits for the device. Writes that do not increase the
+    tensor's version counter are not noticed: through `.data`, raw pointers, a replayed CUDA graph, or
+    `torch._foreach_...` functions of DTensors.
 
     Memory: one byte per element rowwise, another colwise, and scales. Under FSDP2 these are all gathered weights.
 
-    A weight is identified by its memory, so views of it share its quantization. If the parameter gets other memory
-    (`.data =`, `.to()`), it counts as another weight. These weights are quantized at each call nevertheless:
-
-    - weights that forward casts, because each cast makes a new tensor;
-    - tensor subclasses;
-    - weights under torch.compile's mode="reduce-overhead";
-    - weights of GEMMs that torch.compile traces: with a bf16 weight gradient in the recipe, with `main_grad`, or on a
-      custom backend. Other compiled GEMMs and MoE layers share quantizations as eager ones do.
+    A weight is identified by its memory, so views of it share its quantization. These are quantized at each call
+    nevertheless: weights that forward casts, tensor subclasses, weights under torch.compile's mode="reduce-overhead",
+    and those of GEMMs that torch.compile traces (wgrad "bf16", `main_grad`, or a custom backend).
 
     CUDA graphs: qdata made during a capture are used only during captures, and each replay computes them again. Open
-    the context within one capture, or around the captures of all micro-batches of a step. The qdata then lie in the
-    memory pool of the graph that quantizes. That graph must be kept, and replayed before the others. After closing the
-    context, nothing else may be captured into that pool.
+    the context within one capture, or around the captures of all micro-batches of a step. The graph that quantizes must
+    be kept, and replayed before the others. Capture nothing else into its memory pool after closing the context.
     """
     global _open
     with _lock:

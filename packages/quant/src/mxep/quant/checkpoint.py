@@ -14,13 +14,6 @@ Formats, with the names, dtypes and shapes of their stored tensors; X is the nam
     fp8_tensor  X.weight e4m3 (N, K)             X.weight_scale, one number                     E4M3 * scale
     plain       any tensor of bf16, fp16, fp32, fp64 or integers of 32 or 64 bits, without a scale
 
-Who writes these formats:
-
-    mxfp4                gpt-oss, compressed-tensors, DeepSeek-V4
-    mxfp8                MiniMax-M3, ModelOpt, compressed-tensors
-    fp8_block            DeepSeek-V3, Qwen3-FP8, MiniMax-M2, DeepSeek-V4's dense layers
-    fp8_row, fp8_tensor  compressed-tensors, ModelOpt
-
 A value is the element times the scale, even if the scale's name ends in "_inv".
 
 The format of a weight is decided by the names, dtypes and shapes of its tensors. config.json gives the block size and

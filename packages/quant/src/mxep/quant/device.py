@@ -1,12 +1,5 @@
 """Code shared by the kernels of all packages: Triton device functions, and host functions for launchers.
 
-    scales   abs_bits -> scale_of_amax -> reciprocal   quantize; the same bits as `mxep.quant.formats`
-             power_of_two                              dequantize
-             shifted                                   fold; the same values as `mxep.quant.fold.shift_qdata`
-             half_of_e2m1                              decode MXFP4
-    groups   valid_rows, group_bounds                  row ranges of groups
-    host     rows_of, num_sms, on_hopper               for launchers
-
 In this file scales are int32, 0 to 255. Element formats are the Triton dtypes tl.float8e4nv (E4M3) and tl.float8e5
 (E5M2). Casts to them saturate, round to nearest even, and turn any NaN into 0x7f.
 

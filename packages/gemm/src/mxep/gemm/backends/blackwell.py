@@ -3,14 +3,9 @@
 NEITHER RAN ON BLACKWELL. Both multiply MX operands without folding them, and never sync with the host. Both refuse
 recipe "fp8". GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") run torch's grouped mm, as in dequant.
 
-triton runs one persistent kernel per GEMM, with fp32 sums:
-
-    forward  a (gathered by its index inside the kernel)   x w along K       -> out
-    dgrad    dy (likewise)                                 x w along N       -> da
-    wgrad    dy and a, each requantized along tokens by one kernel           -> dw, or added to fp32
-
-On Blackwell (sm_100) the tensor cores apply the scales. Other GPUs convert to bf16 first, which is slow. On a CPU
-triton runs under Triton's interpreter, for tests.
+triton runs one persistent kernel per GEMM (`kernels.dot_scaled`). For wgrad, dy and a are requantized along tokens. On
+Blackwell (sm_100) the tensor cores apply the scales. Other GPUs convert to bf16 first, which is slow. On a CPU triton
+runs under Triton's interpreter, for tests.
 
 blackwell passes scales in the layout that Blackwell's tensor cores need ("swizzled"):
 
@@ -20,8 +15,7 @@ blackwell passes scales in the layout that Blackwell's tensor cores need ("swizz
             along tokens                          to 4: `swizzle_along_tokens`                    -> dw (G, N, K)
 
 A swizzled tile is 128 x 4 scales (`mxep.quant.groups`). Only the scales are padded to tiles, so each group needs just
-MX's own multiple of 32 rows. Tests compare the layouts bit for bit with the published formula, and check operands with
-torch's own checks of shapes and strides. No GEMM was ever computed.
+MX's own multiple of 32 rows. Tests compare the layouts with the published formula. No GEMM was ever computed.
 
 torch limits blackwell to compute capability 10.x, E4M3 for both operands, and bf16 results. So fp32 results are rounded
 to bf16 once more, and a bias or main_grad is added after this rounding. E5M2 gradients are refused. The scales of a

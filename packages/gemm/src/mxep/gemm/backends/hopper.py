@@ -1,9 +1,8 @@
 """The hopper backend folds MX operands to one scale per row, and multiplies them on Hopper's FP8 tensor cores.
 
-    forward  a MX (slots, index) --fold, gather--> qdata, one scale per row --\\
-             w bf16 ----quantize, one scale per row--------------------------- > wgmma, * scales, + bias -> out
-    dgrad    dy like a, with w quantized to one scale per column                                         -> da
-    wgrad    dy, a --fold for wgrad: transposed, tokens contiguous-------------> wgmma, * 2^e            -> dw, or += dw
+    forward  a MX (slots, index) --fold, gather--> one scale per row   x   w quantized to one scale per row      -> out
+    dgrad    dy like a                                                 x   w quantized to one scale per column   -> da
+    wgrad    dy, a --fold for wgrad: transposed, tokens contiguous-->  * 2^e                                     -> dw
 
 A frozen weight of block FP8 is not folded: each sum over 128 elements is multiplied by its scale. A row-scaled one is
 not folded either: its fp32 scales multiply the columns of out. For dgrad both are transposed. The scales of rows then

@@ -9,19 +9,11 @@ rounding. With fp64 operands (recipe "bf16" only) everything is fp64. reference 
 a sync, so there it serves only to check other backends. Its ops take an operand as three arguments: qdata, scale and
 row index of an MXTensor, or a plain tensor, None and None. A BlockFP8 weight is passed as qdata and fp32 scales.
 
-dequant converts every operand to bf16 and calls torch's grouped mm, on any device:
-
-    qdata * scale -> bf16 (exact: a number of qdata has at most 4 significant bits) -> grouped mm, fp32 inside, bf16 out
-
-Communication and saved tensors still have MXFP8's size, but GEMMs run at bf16 speed. On GPUs of compute capability 9
-and 10 dequant does not sync. On other devices torch's grouped mm is a loop that reads offs. A linear runs torch's plain
-GEMM, which never syncs. There are three differences from reference:
-
-- an fp32 result is rounded to bf16 once more;
-- fp32 operands of recipe "bf16" are rounded to bf16;
-- bias is added after the GEMM's rounding.
-
-dequant also dequantizes rows past the last group, so their row indices must be -1 or valid.
+dequant converts every operand to bf16 (exact: a number of qdata has at most 4 significant bits) and calls torch's
+grouped mm, on any device, or for a linear torch's plain GEMM. On GPUs of compute capability 9 and 10 dequant does not
+sync. On other devices torch's grouped mm reads offs. Unlike in reference, an fp32 result is rounded to bf16 once more,
+fp32 operands of recipe "bf16" are rounded to bf16, and bias is added after the GEMM's rounding. dequant also
+dequantizes rows past the last group, so their row indices must be -1 or valid.
 
 M rows, N out features, K in features, G groups.
 """
