@@ -269,18 +269,27 @@ def linear(
     recipe = options["recipe"] = recipe_for(recipe, x, w.shape[0] if w.dim() else 1)
     if torch.compiler.is_compiling() and isinstance(x, MXTensor) and x.requires_grad:
         return between_graphs(linear, x, w, bias, **options)
-    out_dtype = out_dtype or x.dtype
-    chosen = select(backend, x.device)
-    rowwise = chosen.wants_rowwise
-    check_linear(x, w, bias, recipe=recipe, out_dtype=out_dtype, main_grad=main_grad, rowwise=rowwise)
-    plain = recipe.scaling == "none" and not isinstance(x, MXTensor) and x.dtype == w.dtype == out_dtype
-    asks_nothing = main_grad is None and wgrad_scale == 1
-    if plain and asks_nothing and x.dtype == torch.bfloat16 and chosen.bf16_is_torchs:
-        return nn.functional.linear(x, w, bias)  # the same GEMMs, for a third of the host time
+    how = How(recipe, select(backend, x.device), out_dtype or x.dtype, wgrad_scale)
+    return _linears(x, (w,), (bias,), (main_grad,), how)[0]
+
+
+def _linears(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], main_grads: Sequence[Tensor | None], how: How
+) -> tuple[Tensor, ...]:
+    for w, bias, main_grad in zip(ws, biases, main_grads):
+        options: dict[str, Any] = {"out_dtype": how.out_dtype, "main_grad": main_grad}
+        check_linear(x, w, bias, recipe=how.recipe, rowwise=how.backend.wants_rowwise, **options)
+    plain = how.recipe.scaling == "none" and x.dtype == ws[0].dtype == how.out_dtype == torch.bfloat16  # of one weight
+    if plain and main_grads[0] is None and how.wgrad_scale == 1 and how.backend.bf16_is_torchs:
+        return (nn.functional.linear(x, ws[0], biases[0]),)  # the same GEMMs, for a third of the host time
     rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    bias = None if bias is None else bias.unsqueeze(0)
-    out: Tensor = multiply(rows, (w,), bias, None, How(recipe, chosen, out_dtype, wgrad_scale), (main_grad,))
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
+    joined = None
+    if given := [bias for bias in biases if bias is not None]:
+        rows_of_bias = [given[0].new_zeros(len(w)) if bias is None else bias for w, bias in zip(ws, biases)]
+        joined = (given[0] if len(ws) == 1 else torch.cat(rows_of_bias)).unsqueeze(0)
+    outs = multiply(rows, ws, joined, None, how, main_grads)
+    outs = outs if len(ws) > 1 else (outs,)
+    return outs if x.dim() == 2 else tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
 
 
 def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto") -> Tensor:
@@ -386,16 +395,4 @@ def linear_together(
             return linear_together(x, weights, biases, main_grads=main_grads, **options)
     if torch.compiler.is_compiling() and isinstance(x, MXTensor) and x.requires_grad:
         return between_graphs(linear_together, x, weights, biases, main_grads=main_grads, **options)
-    out_dtype = out_dtype or x.dtype
-    chosen = select(backend, x.device)
-    for w, bias, main_grad in zip(weights, biases, main_grads):
-        how: dict[str, Any] = {"out_dtype": out_dtype, "main_grad": main_grad, "rowwise": chosen.wants_rowwise}
-        check_linear(x, w, bias, recipe=recipe, **how)
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    bias = None
-    if given := [bias for bias in biases if bias is not None]:
-        rows_of_bias = [given[0].new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)]
-        bias = torch.cat(rows_of_bias).unsqueeze(0)
-    outs = multiply(rows, weights, bias, None, How(recipe, chosen, out_dtype), main_grads)
-    outs = outs if len(weights) > 1 else (outs,)
-    return outs if x.dim() == 2 else tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
+    return _linears(x, weights, biases, main_grads, How(recipe, select(backend, x.device), out_dtype or x.dtype))

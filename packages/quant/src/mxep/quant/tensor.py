@@ -33,7 +33,7 @@ from mxep.quant import ops
 from mxep.quant.formats import BLOCK, E2M1, SCALE_DTYPE, MXFormat, format_of
 from mxep.quant.ops import bytewise
 from mxep.quant.shapes import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts, shape_of
-from mxep.runtime.bundle import register_parts
+from mxep.runtime.bundle import register_parts, tensors_in
 from mxep.runtime.op import check_no_tangent
 
 
@@ -327,10 +327,6 @@ def _same_parts(func: Any, mx: MXTensor, *_: Any, **kwargs: Any) -> MXTensor:
     return _each(mx, lambda part: func(part, **kwargs))
 
 
-def _is_pinned(func: Any, mx: MXTensor, *_: Any) -> bool:
-    return all(part.is_pinned() for part in (mx.qdata, mx.scale, mx.row_index) if part is not None)
-
-
 def _copy_(func: Any, to: Tensor, source: Tensor, *how: Any, **kwargs: Any) -> Tensor:
     """Copy bytes into an MXTensor of the same format, axis and shapes, or dequantized values into a plain tensor."""
     if not isinstance(to, MXTensor):
@@ -344,12 +340,6 @@ def _copy_(func: Any, to: Tensor, source: Tensor, *how: Any, **kwargs: Any) -> T
     for name in to.__tensor_flatten__()[0]:
         func(getattr(to, name), getattr(source, name), *how, **kwargs)
     return to
-
-
-def _isnan(func: Any, mx: MXTensor) -> Tensor:
-    """isnan of the dequantized values, as a plain tensor. Torch's anomaly mode needs it."""
-    result: Tensor = func(mx.dequantize())
-    return result
 
 
 def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
@@ -464,8 +454,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _transpose),
-    aten.is_pinned.default: _is_pinned,
-    aten.isnan.default: _isnan,
+    aten.is_pinned.default: lambda func, mx, *_: all(part.is_pinned() for part in tensors_in(mx)),
+    aten.isnan.default: lambda func, mx: func(mx.dequantize()),  # for torch's anomaly mode
     aten.copy_.default: _copy_,
     aten.cat.default: _cat,
     aten.index_select.default: _index_select,
