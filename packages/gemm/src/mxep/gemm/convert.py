@@ -342,14 +342,11 @@ def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *,
             converted with the same settings, have one dtype and equal in_features. They stay separate if their weights
             are DTensors (tensor parallelism, or FSDP2 around each linear).
         copies: True to return each result as a separate tensor, which costs a read and a write of the results. By
-            default results are views of one tensor. torch refuses to write to such views in place, or to `.view` them
-            so that the last two axes are joined, as in q.view(-1, head_dim).
+            default results are views of one tensor, which torch does not write to in place, nor `.view` across axes.
 
     Returns the model, and logs the names of joined linears. The linear that is called first computes the results of
-    all. Join only linears that are called with the same tensor: otherwise results are wasted, with a warning.
-
-    Call join_linears before PEFT, because PEFT's layers take over the names. `revert` undoes it. Raises ValueError if
-    no linears can be joined.
+    all. Join only linears that are called with the same tensor: otherwise results are wasted, with a warning. Call
+    join_linears before PEFT, which takes over the names. `revert` undoes it. Raises ValueError if none can be joined.
     """
     found = []
     for prefix, parent in model.named_modules():

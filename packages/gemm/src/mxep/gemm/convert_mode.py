@@ -54,9 +54,8 @@ class Products(TorchFunctionMode):
     """Torch function mode for one forward of a module, which runs mxep's GEMMs with the module's converted weights.
 
     If a torch function computes a tensor from a weight, the result counts as the weight, too: a cast, or the sum with
-    an adapter's delta. Tensors are recognized by their storage. torch.compile has no storages, so there they are
-    recognized by identity. Identity fails behind .mT in torch 2.13. If so, and if all 3-D weights of the module have
-    the same recipe and backend, any 3-D operand counts as a weight.
+    an adapter's delta. Tensors are recognized by their storage, or under torch.compile by identity. Identity fails
+    behind .mT in torch 2.13. If so, any 3-D operand counts as a weight, if those of the module are converted `alike`.
     """
 
     def __init__(self, module: nn.Module, state: State) -> None:

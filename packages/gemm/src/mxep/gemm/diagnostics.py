@@ -1,14 +1,10 @@
-"""`fold_report` shows how much accuracy folding costs a model's GEMMs. This file also has FLOP formulas for torch.
+"""`fold_report` shows how much accuracy folding costs a model's GEMMs.
 
 The hopper backend folds MX rows to one scale per row, so elements far below the largest of their row lose bits. The
 lost bits matter only if such elements meet large elements of the other operand. Therefore the report contains the
 lowest SNR of any row of the result. fold_report is slow, and works on any device, with any backend. While a report is
 open, compiled code runs eagerly. CUDA graphs that were captured earlier are not reported. Neither are quantizations
 that `quantize_weights_once` held already.
-
-torch's FlopCounterMode counts 2 * M * N * K FLOPs for a GEMM, as for torch's own. M is offs[-1], read from the device:
-it includes the padding rows of groups, but not rows past the groups. If offs cannot be read (fake tensors, or during
-the capture of a CUDA graph), M is the capacity.
 
 M rows, N out features, K in features, G groups.
 """
@@ -24,14 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-import mxep.gemm.product
-import mxep.gemm.router_ops  # noqa: F401  these define ops
 from mxep.gemm.backends import Backend
 from mxep.gemm.backends.base import ends
 from mxep.gemm.backends.hopper import fp8_grouped_wgrad
 from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference, parts_of
 from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
-from mxep.runtime.op import count_flops, offer_flops
 from mxep.runtime.replay import no_replays
 
 HARMFUL_DB = 40.0  # below this SNR the report advises other backends; quantization to MX itself has about 28 dB
@@ -168,64 +161,3 @@ def _wgrad(dy: Any, a: Any) -> Any:
     product = torch.empty_like(exact)
     fp8_grouped_wgrad.reference(product, folded.y_t, folded.x_t, folded.exponent, folded.offs, 1.0, False)
     return operands, [(exact, product), (exact.mT, product.mT)]
-
-
-ops = torch.ops.mxep
-
-
-def rows_of(offs: Tensor | None, capacity: int) -> int:
-    """Number of valid rows in a buffer of `capacity` rows: offs[-1], or `capacity` if offs cannot be read."""
-    if offs is None or type(offs) is not Tensor or offs.is_meta:
-        return capacity
-    if offs.is_cuda and torch.cuda.is_current_stream_capturing():
-        return capacity
-    return min(max(int(offs[-1]), 0), capacity) if len(offs) else 0
-
-
-def _flops(offs: Tensor | None, rows: Tensor, n: int, k: int) -> int:
-    return 2 * rows_of(offs, len(rows)) * n * k
-
-
-_FORMULAS: dict[tuple[Any, ...], Callable[..., int]] = {
-    (ops.grouped_mm_reference, ops.grouped_mm_dot_scaled): (
-        lambda a, a_s, a_i, w, w_s, offs, *_, out_val: _flops(offs, out_val, *w.shape[1:])
-    ),
-    (ops.fp8_grouped_mm,): lambda a, a_s, w, w_s, offs, *_, out_val: _flops(offs, out_val, *w.shape[1:]),
-    (ops.bf16_grouped_mm,): lambda a, w, offs, *_, out_val: _flops(offs, a, *w.shape[1:]),
-    (ops.bf16_grouped_wgrad,): lambda out, y, x, offs, *_, out_val: _flops(offs, y, y.shape[1], x.shape[1]),
-    # On hopper the fold is counted: fp8_grouped_wgrad after it multiplies padding, too.
-    (ops.grouped_wgrad_reference, ops.fold_for_wgrad): (
-        lambda y, y_s, y_i, x, x_s, x_i, offs, *_, out_val: _flops(
-            offs, y if y_i is None else y_i, y.shape[1], x.shape[1]
-        )
-    ),
-    (ops.grouped_wgrad_dot_scaled,): (
-        lambda out, y, y_s, x, x_s, offs, *_, out_val: _flops(offs, y, y.shape[1], x.shape[1])
-    ),
-    (ops.fp32_linear,): lambda x, w, out_val: _flops(None, x, *w.shape),
-    (ops.fp32_dgrad, ops.fp32_wgrad): lambda dy, other, *_, out_val: _flops(None, dy, dy.shape[1], other.shape[1]),
-    (ops.product_forward,): (
-        lambda a, ws, bias, offs, *_, out_val: _flops(offs, a, sum(w.shape[-2] for w in ws), a.shape[1])
-    ),
-    (ops.product_backward,): (
-        lambda dy, saved, ws, offs, *how, out_val: sum(how[-1][:2]) * _flops(offs, dy, dy.shape[1], ws[0].shape[-1])
-    ),
-}
-for _ops, _formula in _FORMULAS.items():
-    count_flops(*_ops)(_formula)
-
-
-@count_flops(torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
-def _torchs_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """FLOPs of torch's grouped GEMM: of a (M, K) and b (G, K, N), or for wgrad of a (N, M) and b (M, K)."""
-    offs = kwargs.get("offs")
-    if offs is None:
-        offs = next((x for x in args if isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() == 1), None)
-    if a.dim() == 2 and b.dim() == 2:
-        return 2 * rows_of(offs, a.shape[1]) * a.shape[0] * b.shape[1]
-    if a.dim() == 2:
-        return 2 * rows_of(offs, a.shape[0]) * a.shape[1] * b.shape[-1]
-    return 2 * out_val.numel() * a.shape[-1]
-
-
-offer_flops()

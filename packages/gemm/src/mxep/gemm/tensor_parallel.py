@@ -132,7 +132,7 @@ def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | N
 
 
 def _whole(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> DTensor:
-    """Make a DTensor of `shape` from each rank's part. from_local infers a shape, wrongly if parts are uneven."""
+    """Make a DTensor of `shape` from each rank's part. from_local infers a wrong shape of uneven parts."""
     sizes: dict[str, Any] = {}
     if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
         stride = torch.empty(shape, device="meta", dtype=local.dtype).stride()

@@ -84,8 +84,7 @@ class Header:
 class StoredWeight:
     """A weight of a checkpoint. Its bytes are read by `read`.
 
-    name: the stored tensor's name without an ending for packed data. For example "X.weight" for "X.weight_packed", and
-        "...experts.gate_up_proj" for gpt-oss's "...experts.gate_up_proj_blocks".
+    name: the stored tensor's name without an ending for packed data: "X.weight" for "X.weight_packed".
     format: "mxfp4", "mxfp8", "fp8_block", "fp8_row", "fp8_tensor" or "plain".
     shape: shape in elements; (..., N, K) if quantized.
     tensors: name of the stored tensor and, if quantized, name of its scale tensor.
@@ -312,11 +311,7 @@ def _quantized(checkpoint: QuantizedCheckpoint, name: str, scale_name: str) -> S
 def _blocks_of(
     shape: tuple[int, ...], scale: tuple[int, ...], declared: BlockShape | None
 ) -> tuple[str, BlockShape] | None:
-    """Find the fp8_* format from the shapes of a weight and its scale.
-
-    declared: (rows, columns) per scale as config.json gives them, or None.
-    Returns the format's name and its (rows, columns) per scale, or None if no format fits.
-    """
+    """Find the fp8_* format, and its (rows, columns) per scale, by shapes. declared: those of config.json, or None."""
     *experts, n, k = shape
 
     def fits(block: BlockShape) -> bool:

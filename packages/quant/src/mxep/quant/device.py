@@ -89,15 +89,11 @@ def _half_power_of_two(exponent, is_nan):
 
 @triton.jit
 def shifted(qdata, shift, is_nan):
-    """qdata * 2**-shift in fp16. Cast to the format of qdata, the result equals `mxep.quant.fold.shift_qdata`.
+    """qdata (fp8) * 2**-shift in fp16, or NaN where is_nan. As fp8 it equals `mxep.quant.fold.shift_qdata`.
 
-    Args:
-        qdata: fp8.
-        shift: int32, not negative; broadcasts to qdata.
-        is_nan: bool; broadcasts to qdata. Where True, the result is NaN.
-    NaN and Inf of qdata become NaN. The product is exact unless it is so small that the cast to fp8 gives 0. Larger
-    products are above 2**-10 (E4M3) or 2**-17 (E5M2) and have 4 or 3 significant bits, so they are multiples of fp16's
-    smallest number, 2**-24.
+    shift: int32, not negative. NaN and Inf of qdata become NaN. The product is exact unless it is so small that the
+    cast to fp8 gives 0. Larger products are above 2**-10 (E4M3) or 2**-17 (E5M2) and have 4 or 3 significant bits, so
+    they are multiples of fp16's smallest number, 2**-24.
     """
     values = qdata.to(tl.float16)
     if qdata.dtype == tl.float8e4nv:

@@ -47,13 +47,10 @@ E2M1_ROOM = 14
 class Direction:
     """Counts of a fold in one direction, forward or dgrad.
 
-    total:    number of rows (forward) or block columns (dgrad).
-    exact:    number of these in which every element keeps its value.
-    elements: number of elements.
-    changed:  number of elements whose value changes.
-    signal:   sum of squares of the exact values, over weights with a changed element.
-    error:    sum of squares of the changes, over the same weights.
-    spread:   largest shift of a block, in binades.
+    total, exact: number of rows (forward) or block columns (dgrad); of those in which every element keeps its value.
+    elements, changed: number of elements; of those whose value changes.
+    signal, error: sums of squares of the exact values and of the changes, over weights with a changed element.
+    spread: largest shift of a block, in binades.
     """
 
     total: int = 0

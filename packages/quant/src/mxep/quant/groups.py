@@ -53,12 +53,9 @@ from mxep.runtime.op import op
 
 @dataclass(frozen=True)
 class PaddedGroups:
-    """Result of `pad_groups`.
+    """Result of `pad_groups`: rows (C, D), of which those from offs[-1] on are unspecified, and int32 indices.
 
-    rows:       (C, D) padded rows in the dtype of x. Rows from offs[-1] on are unspecified. If x is an MXTensor, `rows`
-                is an MXTensor with the same bytes and a new row index.
-    offs:       (G,) int32 inclusive cumulative padded sizes, as torch's grouped GEMMs take them.
-    row_index:  (C,) int32: rows[i] is a copy of x[row_index[i]]; -1 means a padding row of zeros.
+    offs: (G,), inclusive cumulative padded sizes. row_index: (C,), rows[i] is x[row_index[i]], or zeros if it is -1.
     """
 
     rows: Tensor
@@ -131,7 +128,8 @@ def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
 def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroups:
     """Pad each group of rows with zero rows to a multiple of `alignment`.
 
-    x:           (M, D), any dtype, or an MXTensor blocked along its rows. Rows past the last group are dropped.
+    x:           (M, D), any dtype, or an MXTensor blocked along its rows, which keeps its bytes and gets a row index.
+                 Rows past the last group are dropped.
     group_sizes: (G,) int32 or int64 sizes before padding, on x's device.
 
     Differentiable in x. Raises ValueError for a wrong shape, dtype, device or alignment. On the CPU it also raises

@@ -64,8 +64,7 @@ class MXTensor(Tensor):
         block_size: elements per scale along each blocked axis. For row-scaled FP8 it is the length of the axis.
         dtype: the outer dtype.
 
-    Call the constructor only with e8m0 scales and one of the axes above. It checks its arguments (ValueError), unless
-    they are `trusted` because they come from an op of this package or from another MXTensor.
+    The constructor checks its arguments (ValueError), unless they are `trusted`.
 
     MXTensor implements the ops behind detach, clone, transpose, slices, select, index_select, split, cat, view, copy_,
     pin_memory, to(device) and torch.save. Other aten ops raise NotImplementedError.
