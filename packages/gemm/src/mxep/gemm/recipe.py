@@ -343,17 +343,7 @@ def check_linear(
 def _check_parameters(
     a: Tensor, w: Tensor | FrozenWeight, bias: Tensor | None, recipe: Recipe, main_grad: Tensor | None
 ) -> None:
-    if isinstance(w, FrozenWeight):
-        if main_grad is not None:
-            got = tuple(main_grad.shape)
-            raise ValueError(f"main_grad: expected none for a frozen weight, got {got}: leave it out")
-        if w.device != a.device:
-            raise ValueError(f"w: got device {w.device}, want {a.device}, where a is")
-        if any(size % recipe.group_alignment for size in w.shape[1:]):
-            least = recipe.group_alignment
-            raise ValueError(f"w: expected sizes in multiples of {least} for the recipe, got {tuple(w.shape[1:])}")
-    else:
-        check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
+    check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
     if bias is not None and (bias.shape != w.shape[:-1] or not bias.is_floating_point()):
         wanted = f"{'(G, N)' if len(w.shape) == 3 else '(N,)'} = {tuple(w.shape[:-1])}"
         raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point {wanted}")
@@ -361,12 +351,18 @@ def _check_parameters(
         raise ValueError(f"bias: got device {bias.device}, want {a.device}, where the rows are")
 
 
-def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w") -> None:
+def check_weight(
+    w: Tensor | FrozenWeight, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w"
+) -> None:
     """Check a weight (G, N, K) or (N, K), and its main_grad, by themselves. device: where the GEMM runs."""
-    if w.numel() == 0:
+    if w.shape.numel() == 0:
         raise ValueError(f"{name}: got shape {tuple(w.shape)}, want (G, N, K), at least one group, output and input")
     floats = _floats(recipe)
-    if isinstance(w, MXTensor) or w.dtype not in floats:
+    if isinstance(w, FrozenWeight):
+        if main_grad is not None:
+            shape = tuple(main_grad.shape)
+            raise ValueError(f"main_grad: expected none for a frozen weight, got {shape}: leave it out")
+    elif isinstance(w, MXTensor) or w.dtype not in floats:
         raise ValueError(
             f"{name}: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it, once "
             "for several calls within quantize_weights_once()"

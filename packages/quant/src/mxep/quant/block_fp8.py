@@ -10,9 +10,7 @@ rows. Block size (1, K) is row-scaled FP8. Block size (N, K) is one scale per ma
 Plain torch on any device. `mxep.quant.to_mxfp8` converts block FP8 to an MXTensor if all scales are powers of two.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,20 +86,6 @@ class BlockFP8:
     def scale_exponents(self) -> Tensor | None:
         """The scales as e8m0 if each is NaN or a power of two that e8m0 can represent, else None."""
         return exponents_of(self.scale)
-
-    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "BlockFP8"], tuple[Any, ...]]:
-        # Saved as bytes, because torch cannot load its own pickles of 8-bit floats.
-        scale = self.scale.view(torch.uint8) if self.scale.dtype == SCALE_DTYPE else self.scale
-        return rebuild_block_fp8, (self.qdata.view(torch.uint8), scale, self.block_size)
-
-
-def rebuild_block_fp8(qdata: Tensor, scale: Tensor, block_size: BlockShape) -> BlockFP8:
-    """Rebuild a saved BlockFP8, called by `torch.load(weights_only=True)`. Raises ValueError for invalid parts."""
-    scale = scale.view(SCALE_DTYPE) if scale.dtype == torch.uint8 else scale
-    return BlockFP8(qdata.view(E4M3.dtype), scale, block_size)
-
-
-torch.serialization.add_safe_globals([rebuild_block_fp8])
 
 
 def exponents_of(scale: Tensor) -> Tensor | None:
