@@ -47,8 +47,8 @@ from mxep.gemm.recipe import (
     recipe_name,
     recipe_of,
 )
-from mxep.quant import MXTensor
-from mxep.runtime.bundle import as_parts, build, take_apart
+from mxep.quant import Axis, MXParts, MXTensor
+from mxep.runtime.bundle import as_parts
 
 Watched = Callable[[], AbstractContextManager[None]]
 
@@ -157,10 +157,9 @@ class _GroupedMM(torch.autograd.Function):
         out, a_saved, ws_saved, amax = product.run_forward(a, ws, bias, offs, how, (needs_a, any(needs_w)))
         ctx.how, ctx.watched = how, watched
         ctx.frozen = ws[0] if isinstance(ws[0], FrozenWeight) else None  # hooks on saved tensors must not see it
-        # An MXTensor is saved in parts, because hooks on saved tensors, such as `save_on_cpu`'s, would dequantize it.
-        saved = offs, a_saved, ws_saved if needs_a and ctx.frozen is None else None, amax
-        tensors, ctx.form = take_apart(as_parts(saved))
-        ctx.save_for_backward(*tensors)
+        first, *others = ws_saved if needs_a and ctx.frozen is None else (None,)
+        (a_parts, ctx.a_rest), (w_parts, ctx.w_rest) = _split(a_saved), _split(first)
+        ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *others)
         ctx.saved_operands = None
         ctx.dtypes = a.dtype, ws[0].dtype, bias.dtype if bias is not None else None
         ctx.widths = tuple(x.shape[1] for x in ws)
@@ -190,9 +189,11 @@ class _GroupedMM(torch.autograd.Function):
         if quantized:
             offs, gradients, a = kept.operands
         else:
-            offs, a, ws, amax = build(ctx.form, iter(ctx.saved_tensors))
+            offs, *parts = ctx.saved_tensors
+            amax, *others = parts[6:]
+            a, ws = _joined(parts[:3], ctx.a_rest), (ctx.frozen or _joined(parts[3:6], ctx.w_rest), *others)
         if needs_a:
-            w, amax = product.colwise_if_held((ctx.frozen,) if ws is None else ws, amax, ctx.how)
+            w, amax = product.colwise_if_held(ws, amax, ctx.how)
         main_grads = tuple(main_grad if need else None for main_grad, need in zip(ctx.main_grads, needs))
         *dtypes, bias_dtype = ctx.dtypes
         da = dw = qdata = None
@@ -215,6 +216,21 @@ class _GroupedMM(torch.autograd.Function):
         dws = [None] * len(widths) if dw is None else [dw] if len(widths) == 1 else dw.split(widths, 1)
         dws = [x if need and held is None else None for x, need, held in zip(dws, needs, main_grads)]
         return for_anomaly_mode(da, offs), dbias, *[None] * (_FIRST_WEIGHT - 2), *dws, *[None] * len(widths)
+
+
+_Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+_Settings = tuple[Axis, int, torch.dtype] | None
+
+
+def _split(x: Any) -> tuple[_Parts, _Settings]:
+    """Tensors and settings of x. Saved as an MXTensor, hooks such as `save_on_cpu`'s would dequantize it."""
+    x = MXParts.of(x) if isinstance(x, MXTensor) else x
+    return (x[:3], x[3:]) if isinstance(x, MXParts) else ((x, None, None), None)
+
+
+def _joined(parts: Sequence[Any], settings: _Settings) -> Any:
+    qdata, scale, row_index = parts
+    return qdata if settings is None else MXParts(qdata, scale, row_index, *settings)
 
 
 def _weights(ws: Sequence[Any]) -> range:
