@@ -41,14 +41,15 @@ GROUP_ALIGNMENT: Final[dict[str, int]] = {"none": 1, "row": 16, "mx": BLOCK}
 """For each scaling, the number of which K, N and every group's number of rows must be multiples."""
 
 _BASES: Final[dict[str, Scaling]] = {"bf16": "none", "fp8": "row", "mxfp8": "mx"}
-_CHANGES: Final[dict[str, dict[str, Any]]] = {
-    "e5m2": {"grad_fmt": E5M2},
-    "32x32": {"weight_block": "32x32"},
-    "mxfp4_weights": {"weight_rounding": "mxfp4"},
-    "wgrad_bf16": {"wgrad": "bf16"},
-    "gate_up_fp8": {"saved_gate_up": "fp8"},
-    "floor": {"mode": ScaleMode.FLOOR},
+_CHANGES: Final[dict[str, tuple[str, Any]]] = {
+    "e5m2": ("grad_fmt", E5M2),
+    "32x32": ("weight_block", "32x32"),
+    "mxfp4_weights": ("weight_rounding", "mxfp4"),
+    "wgrad_bf16": ("wgrad", "bf16"),
+    "gate_up_fp8": ("saved_gate_up", "fp8"),
+    "floor": ("mode", ScaleMode.FLOOR),
 }
+"""Suffixes of recipes' names, in their order: the field that each sets, and its value."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,7 @@ class Recipe:
     def name(self) -> str:
         """The name by which `named` finds this recipe. It identifies the recipe only if fmt is E4M3."""
         base = next(base for base, scaling in _BASES.items() if scaling == self.scaling)
-        changes = (c for c, fields in _CHANGES.items() if all(getattr(self, f) == v for f, v in fields.items()))
-        return "_".join((base, *changes))
+        return "_".join((base, *(c for c, (field, value) in _CHANGES.items() if getattr(self, field) == value)))
 
     @property
     def group_alignment(self) -> int:
@@ -198,12 +198,10 @@ class Recipe:
 def _all() -> Iterator[Recipe]:
     yield Recipe.bf16()
     scalings: tuple[Scaling, ...] = "row", "mx"
-    for scaling, count in itertools.product(scalings, range(6)):
-        for changes in itertools.combinations(_CHANGES.items(), count):
-            fields = [field for _, change in changes for field in change.items()]
-            of_mx = sum(name in ("weight_block", "weight_rounding") for name, _ in fields)
-            if len(dict(fields)) == len(fields) and of_mx <= (scaling == "mx"):
-                yield Recipe(scaling, **dict(fields))
+    for scaling, count in itertools.product(scalings, range(len(_CHANGES))):
+        for changes in itertools.combinations(_CHANGES.values(), count):
+            if sum(name in ("weight_block", "weight_rounding") for name, _ in changes) <= (scaling == "mx"):
+                yield Recipe(scaling, **dict(changes))
 
 
 _NAMED: Final = {recipe.name: recipe for recipe in _all()}  # made at import: code under torch.compile cannot make one
