@@ -34,7 +34,7 @@ TOKENS = 37, 64
 BASES = "bf16", "fp8", "mxfp8"
 RECIPES = (
     *BASES,
-    *("mxfp8_32x32", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_gate_up_fp8", "mxfp8_floor", "mxfp8_ceil", "mxfp8_even"),
+    *("mxfp8_32x32", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_gate_up_fp8", "mxfp8_floor"),
     *("fp8_e5m2", "fp8_wgrad_bf16", "fp8_gate_up_fp8", "mxfp8_e5m2_32x32_wgrad_bf16_gate_up_fp8"),
 )
 OPTIONS: dict[str, dict[str, Any]] = {

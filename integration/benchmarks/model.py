@@ -18,7 +18,6 @@ bench.changes apply to all cases:
     optimize       mxep.integration.transformers.optimize: loss in chunks, causal SDPA, decoder layers compiled.
                    On several ranks BaselineLayer syncs, so only attention and norms are compiled around it
     forced         every expert gets equally many tokens, as with Megatron's --moe-router-force-load-balancing (Qwen3)
-    after_step     weights are quantized right after AdamW's step, instead of in the first micro-batch
 
 ms            median step of the slowest rank. fastest ms, slowest ms: of all steps
 TFLOP/s       per GPU, model FLOPs as Megatron-LM counts them (mxep.integration.flops)
@@ -54,7 +53,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from mxep.comms import Capacity
 from mxep.ep import accumulate_in_place, clip_grad_norm_, parameter_groups
 from mxep.ep.dtensors import local_tensor, local_weight
-from mxep.gemm import Recipe, quantize_after_step, quantize_weights_once
+from mxep.gemm import Recipe, quantize_weights_once
 from mxep.integration.flops import flops_per_token
 from mxep.integration.mesh import all_gather
 from mxep.integration.report import Row
@@ -73,7 +72,7 @@ SECONDS, LEAST_STEPS, MOST_STEPS, WARM_UP = 6.0, 3, 100, 2
 BASELINE, TRANSFORMERS, NONE, LINEARS = "baseline", "transformers", "none", ", linears"
 CASES = (BASELINE, TRANSFORMERS, *(f"mxep {name}{more}" for name in RECIPES for more in ("", LINEARS)), NONE)
 USUAL = BASELINE, TRANSFORMERS, "mxep bf16", "mxep mxfp8"
-CHANGES = "optimize", "forced", "after_step"
+CHANGES = "optimize", "forced"
 SIZES = "layers, micro-batches, sequences, length"
 QWEN3: dict[str, Any] = {
     "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True,
@@ -300,7 +299,6 @@ class Subject:
                 fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=own)
         kwargs: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.1}
         self.optimizer = torch.optim.AdamW(parameter_groups(self.model), fused=True, betas=(0.9, 0.95), **kwargs)
-        self.once = quantize_after_step(self.optimizer) if self.mxep and "after_step" in changes else None
         torch.manual_seed(rank())  # of batches
         self.ids = torch.randint(self.config.vocab_size, shape[1:], device=device, dtype=torch.int64)
 
@@ -331,8 +329,7 @@ class Subject:
         total = torch.zeros((), device=self.device, dtype=torch.float32)
         with contextlib.ExitStack() as stack:
             if self.mxep:
-                if self.once is None:
-                    stack.enter_context(quantize_weights_once())
+                stack.enter_context(quantize_weights_once())
                 stack.enter_context(accumulate_in_place())
             for i, ids in enumerate(self.ids):
                 if ranks() > 1:
@@ -373,8 +370,6 @@ class Subject:
         """Close dispatchers. Collective."""
         for _, layer in layers(self.model):
             layer.dispatcher.close()
-        if self.once is not None:
-            self.once.close()
 
 
 def shares(step: Call, ms: float, device: torch.device) -> dict[str, Any]:

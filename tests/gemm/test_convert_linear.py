@@ -234,13 +234,13 @@ def test_one_that_is_never_called_is_reported_once() -> None:
             return out
 
     model, x = convert(Partly()), torch.randn(3, D)
-    with pytest.warns(UserWarning, match=r"^idle.weight: no product of this forward ran in mxfp8"):
-        model(x)
+    with pytest.warns(UserWarning, match=r"^idle.weight: it has a gradient, but no forward of its module ran a"):
+        model(x).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(x)
+        model(x).sum().backward()
     with pytest.raises(RuntimeError, match=r"idle\.weight"):
-        convert(Partly(), strict=True)(x)
+        convert(Partly(), strict=True)(x).sum().backward()
 
 
 def test_wrong_use_says_what_to_do() -> None:

@@ -73,17 +73,10 @@ def ceil_log2(x: Floats) -> NDArray[np.int64]:
 
 def scale_of_amax(fmt: MXFormat, mode: ScaleMode, amax: Floats) -> Bytes:
     """Scale bytes of blocks whose largest magnitude is `amax`, an fp32 number."""
-    mantissa_bits, _ = BITS[fmt.name]
     top_exponent = int(floor_log2(np.float64(TOP[fmt.name])))
     finite = np.where(np.isfinite(amax), amax, 0.0)
     if mode is ScaleMode.FLOOR:
         exponent = floor_log2(finite) - top_exponent
-    elif mode is ScaleMode.CEIL:
-        exponent = ceil_log2(finite) - top_exponent
-    elif mode is ScaleMode.EVEN:
-        mantissa, power = np.frexp(finite)
-        rounded = np.rint(mantissa * 2.0 ** (mantissa_bits + 1)) * 2.0 ** (power - mantissa_bits - 1.0)
-        exponent = floor_log2(rounded) - top_exponent
     else:
         reciprocal = np.float64(np.float32(1.0 / TOP[fmt.name]))
         ratio = (finite * reciprocal).astype(np.float32).astype(np.float64)  # one rounding, as in fp32

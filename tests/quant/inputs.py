@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mxep.quant import MXFormat, MXTensor
+from mxep.quant import FoldStats, MXFormat, MXTensor, fold_for_dgrad, fold_with_stats, to_mxfp8
 from quant.exact import assert_bytes, raw
 
 
@@ -46,3 +46,11 @@ def assert_same(a: MXTensor, b: MXTensor) -> None:
     assert a.axis == b.axis
     assert_bytes(a.qdata, raw(b.qdata))
     assert_bytes(a.scale, raw(b.scale))
+
+
+def fold_for_dgrad_with_stats(mx: MXTensor) -> tuple[MXTensor, FoldStats]:
+    """`fold_for_dgrad`, and what `fold_with_stats` counts in rows that hold block j of all N rows, (..., K/32)."""
+    wide = to_mxfp8(mx)
+    qdata = wide.qdata.view(torch.uint8).unflatten(-1, (-1, 32)).transpose(-3, -2).flatten(-2)
+    columns = MXTensor.from_qdata_and_scales(qdata.view(wide.qdata.dtype), wide.scale.mT, mx.dtype)
+    return fold_for_dgrad(mx), fold_with_stats(columns)[1]

@@ -80,14 +80,14 @@ LAUNCHES = {
     "quantize_rows fp32": lambda: quantize.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_rows per row": lambda: quantize.quantize_rows(x(), E4M3, MODE, D),
     "quantize_e2m1": lambda: e2m1.quantize_e2m1(x(), MODE, 32),
-    "quantize_e2m1 fp32 even": lambda: e2m1.quantize_e2m1(x(dtype=torch.float32), "even", 32),
+    "quantize_e2m1 fp32 floor": lambda: e2m1.quantize_e2m1(x(dtype=torch.float32), "floor", 32),
     "quantize_e2m1 14336": lambda: e2m1.quantize_e2m1(x(T, 14336), MODE, 14336),
     "quantize_into_room": lambda: quantize.quantize_into_room(x(), T + 16, E4M3, MODE, 32),
     "quantize_joined_rows": lambda: quantize.quantize_joined_rows(x(T, 4096), x(T, 512), x(T, 512), E4M3, MODE),
     "quantize_joined_rows 14336": lambda: quantize.quantize_joined_rows(x(T, 7168), x(T, 7168), None, E4M3, MODE),
     "dequantize": lambda: requantize.dequantize(*mx(), 1, 32, index(), torch.bfloat16),
-    "dequantize E2M1": lambda: requantize.dequantize_e2m1(
-        x(T, D // 2, dtype=torch.float4_e2m1fn_x2), x(T, D // 32, dtype=torch.uint8), None, torch.bfloat16
+    "dequantize E2M1": lambda: requantize.dequantize(
+        x(T, D // 2, dtype=torch.float4_e2m1fn_x2), x(T, D // 32, dtype=torch.uint8), 1, 32, None, torch.bfloat16
     ),
     "fold_columns": lambda: fold.fold_columns(*mx(), x(D // 32, dtype=torch.uint8)),
     "fold_columns of rows": lambda: fold.fold_columns(*mx(D), x(D // 32, dtype=torch.uint8)),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import E2M1, E4M3, MXTensor, fold, fold_with_stats, quantize, to_mxfp8
-from mxep.quant.e2m1 import pack, unpack
+from mxep.quant.formats import pack, unpack
 from mxep.quant.kernels import e2m1 as kernels
 from quant import exact
 from quant.exact import Bytes, assert_bytes, raw

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fences import fenced
 from fences import fences as fences
-from mxep.quant import ScaleMode
+from mxep.quant import E2M1, ScaleMode
 from mxep.quant.kernels import e2m1 as kernels
 from quant import exact
 from quant.exact import MODES, assert_bytes, raw
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check(x: Tensor, mode: ScaleMode = ScaleMode.RCEIL, block_size: int = 32) -> None:
-    want = torch.ops.mxep.quantize_e2m1(x, mode.value, block_size)
+    want = torch.ops.mxep.quantize_rows(x, E2M1.dtype, mode.value, block_size)
     got = kernels.quantize_e2m1(x.to(DEVICE), mode.value, block_size)
     for a, b in zip(got, want):
         assert (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True)
@@ -38,7 +38,7 @@ def test_every_tie_and_both_neighbours() -> None:
     x = torch.zeros(2 * len(near), 32)
     x[:, 0], x[:, 5] = 4.0, torch.cat([near, -near])  # FLOOR makes the scale 1 up to 8
     check(x, ScaleMode.FLOOR)
-    assert set(raw(torch.ops.mxep.quantize_e2m1(x, "floor", 32)[1]).ravel().tolist()) == {127}
+    assert set(raw(torch.ops.mxep.quantize_rows(x, E2M1.dtype, "floor", 32)[1]).ravel().tolist()) == {127}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -10,7 +10,6 @@ from mxep.quant import (
     MXTensor,
     fold,
     fold_for_dgrad,
-    fold_for_dgrad_with_stats,
     fold_with_stats,
     quantize,
     quantize_blocks,
@@ -19,7 +18,7 @@ from mxep.quant import (
 from mxep.quant.fold import column_scales
 from mxep.quant.kernels import fold as kernels
 from quant.exact import assert_bytes, raw
-from quant.inputs import gaussian
+from quant.inputs import fold_for_dgrad_with_stats, gaussian
 from quant.poison import poisoned_allocations as poisoned_allocations
 
 

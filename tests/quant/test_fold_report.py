@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxep.quant import MXTensor, fold_for_dgrad_with_stats, fold_with_stats, quantize, to_mxfp8
+from mxep.quant import MXTensor, fold_with_stats, quantize, to_mxfp8
 from mxep.quant import fold_report as subject
 from mxep.quant.checkpoint import QuantizedCheckpoint
 from mxep.quant.fold_report import Direction, count, main, report, text_of
 from quant.checkpoints import EXPERTS, HIDDEN, KINDS, WIDTH, save, values, write
+from quant.inputs import fold_for_dgrad_with_stats
 from quant.test_e2m1_fold import hostile
 
 FOLDING = [kind for kind, (fmt, *_) in KINDS.items() if fmt in ("mxfp4", "mxfp8")] + ["ue8m0", "deepseek-v4.1-dense"]

@@ -16,14 +16,13 @@ ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 def test_a_format_describes_its_dtype(fmt: MXFormat) -> None:
     assert fmt.max == torch.finfo(fmt.dtype).max
     assert 2.0**fmt.max_exponent <= fmt.max < 2.0 ** (fmt.max_exponent + 1)
-    assert torch.finfo(fmt.dtype).eps == 2.0**-fmt.mantissa_bits
     assert format_of(fmt.dtype) is fmt
     assert repr(fmt) == fmt.name
 
 
 def test_blocks_have_32_elements_and_rceil_is_a_mode() -> None:
     assert BLOCK == 32
-    assert [mode.value for mode in ScaleMode] == ["floor", "ceil", "even", "rceil"]
+    assert [mode.value for mode in ScaleMode] == ["floor", "rceil"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fnuz, torch.uint8])
@@ -52,14 +51,8 @@ KNOWN = [  # amax, format, mode, byte
     (exact.FP32_MAX, E4M3, ScaleMode.RCEIL, 247),
     (449.0, E4M3, ScaleMode.RCEIL, 128),
     (448.0, E4M3, ScaleMode.RCEIL, 127),
-    (448.0, E4M3, ScaleMode.CEIL, 128),
-    (256.0, E4M3, ScaleMode.CEIL, 127),
-    (448.0, E4M3, ScaleMode.EVEN, 127),
-    (480.0, E4M3, ScaleMode.EVEN, 127),
-    (496.0, E4M3, ScaleMode.EVEN, 128),
     (57344.0, E5M2, ScaleMode.RCEIL, 127),
     (57345.0, E5M2, ScaleMode.RCEIL, 128),
-    (61440.0, E5M2, ScaleMode.EVEN, 128),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.quant import E4M3, groups, ops, swizzle
+from mxep.quant import E4M3, groups, ops
 from mxep.quant.kernels import groups as kernels
 from quant.poison import poisoned_allocations as poisoned_allocations
 from quant.test_quantize_kernels import DEVICE, assert_same, numbers
@@ -92,28 +92,28 @@ def test_ends_of_the_groups_before_and_behind_a_row(sizes: list[int], first: int
 @pytest.mark.parametrize("shape", [(128, 128), (130, 96), (2, 5, 32), (40, 5)], ids=str)
 def test_scales_are_swizzled(shape: tuple[int, ...]) -> None:
     scale = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert_same((kernels.swizzle_scales(scale.to(DEVICE), None),), (swizzle._swizzle(scale, None),))
+    assert_same((kernels.swizzle_scales(scale.to(DEVICE), None),), (groups._swizzle(scale, None),))
     transposed = scale.mT
     got = kernels.swizzle_scales(scale.to(DEVICE).mT, None)
-    assert_same((got,), (swizzle._swizzle(transposed, None),))
+    assert_same((got,), (groups._swizzle(transposed, None),))
 
 
 def test_scales_are_swizzled_group_by_group() -> None:
     scale = torch.randint(0, 256, (480, 6), dtype=torch.uint8)
     ends = ends_of(32, 32, 256, 320)
-    got, want = kernels.swizzle_scales(*on_device(scale, ends)), swizzle._swizzle(scale, ends)
+    got, want = kernels.swizzle_scales(*on_device(scale, ends)), groups._swizzle(scale, ends)
     assert_same((got[: 128 * 4],), (want[: 128 * 4],))
 
 
 def test_gather_swizzled() -> None:
     qdata, scale = ops.quantize_rows(numbers(50, 160), *HOW, 32)
     args = qdata, scale, index_of(140, 50), None
-    assert_same(kernels.gather_swizzled(*on_device(*args)), swizzle._gather_swizzled(*args))
+    assert_same(kernels.gather_swizzled(*on_device(*args)), groups._gather_swizzled(*args))
     args = qdata, scale, None, None
-    assert_same(kernels.gather_swizzled(*on_device(*args)), swizzle._gather_swizzled(*args))
+    assert_same(kernels.gather_swizzled(*on_device(*args)), groups._gather_swizzled(*args))
     ends = ends_of(0, 160, 192)
     args = qdata, scale, index_of(256, 50, dead=64), ends
-    got, want = kernels.gather_swizzled(*on_device(*args)), swizzle._gather_swizzled(*args)
+    got, want = kernels.gather_swizzled(*on_device(*args)), groups._gather_swizzled(*args)
     assert_same_in_groups(got, want, ends)
 
 
@@ -122,7 +122,7 @@ def test_nothing_to_pick() -> None:
     none = torch.empty(0, dtype=torch.int32)
     for shape in ((0, 4), (2, 0, 5), (0, 3, 5), (3, 0)):
         nothing = torch.zeros(shape, dtype=torch.uint8)
-        assert_same((kernels.swizzle_scales(nothing.to(DEVICE), None),), (swizzle._swizzle(nothing, None),))
+        assert_same((kernels.swizzle_scales(nothing.to(DEVICE), None),), (groups._swizzle(nothing, None),))
     for empty in (kernels.swizzle_scales(*on_device(scale, ends_of(0, 0))), *kernels.gather_swizzled(
         *on_device(qdata, scale, none, ends_of(0))
     )):  # fmt: skip

@@ -62,8 +62,8 @@ def cases(x: Tensor) -> Iterator[tuple[str, Callable[..., Any], Callable[..., An
         yield "a scale a row", kernels.quantize_per_row, ops.quantize_per_row.reference, (*parts, *how)
         amax = torch.cat([part.float() for part in parts if part is not None]).abs().amax(0)
         # What torch's maximum gives for NaN may have a sign.
-        rceil, even = ScaleMode.RCEIL, ScaleMode.EVEN
-        for given, mode in ((amax, rceil), (-amax, even), (torch.where(amax.isnan(), -amax, amax), rceil)):
+        rceil, floor = ScaleMode.RCEIL, ScaleMode.FLOOR
+        for given, mode in ((amax, rceil), (-amax, floor), (torch.where(amax.isnan(), -amax, amax), rceil)):
             arguments = *parts, given, E4M3, mode.value
             yield f"{mode} of amax", kernels.quantize_per_column, ops.quantize_per_column.reference, arguments
     for last in (None, z):

@@ -47,9 +47,6 @@ def rest() -> tuple[Any, ...]:
 CASES: dict[str, Any] = {
     "materialize": lambda: (*mx(), index()),
     "dequantize": lambda: (*mx(), 1, 32, index(), torch.bfloat16),
-    "dequantize_e2m1": lambda: (
-        mx()[0].view(torch.uint8).view(torch.float4_e2m1fn_x2), mx()[1], index(), torch.bfloat16,
-    ),
     "fold": lambda: (*mx(), index(), ends()),
     "scale_columns": lambda: (*mx(), index(), ends(), values()[:3]),
     "fold_for_wgrad": lambda: (*mx(), index(), *mx(), index(), ends(), 32),
@@ -75,7 +72,6 @@ WITHOUT_VECTORS = {
     "quantize_into_room",
     "quantize_joined_rows",
     "quantize_2d",
-    "quantize_e2m1",
     "quantize_columns",
     "quantize_per_row",
 }

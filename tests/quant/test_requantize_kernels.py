@@ -45,7 +45,7 @@ def test_rows(dtype: torch.dtype, shape: tuple[int, ...], block: int, poisoned_a
 def test_rows_by_an_index_from_slots(dtype: torch.dtype, poisoned_allocations) -> None:
     index = torch.tensor([3, -1, 0, 3, 6, -1, 2, 1, 5, 4, -1], dtype=torch.int32)
     check("dequantize", *slots(*hostile(7, 160)), 1, 32, index, dtype)
-    check("dequantize_e2m1", *hostile(7, 160, fmt=E2M1), index, dtype)
+    check("dequantize", *hostile(7, 160, fmt=E2M1), 1, 32, index, dtype)
 
 
 def test_blocks_along_n_and_in_tiles_where_they_lie(poisoned_allocations) -> None:
@@ -58,7 +58,7 @@ def test_blocks_along_n_and_in_tiles_where_they_lie(poisoned_allocations) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 96), (3, 7, 1088), (1, 32)])
 def test_e2m1(dtype: torch.dtype, shape: tuple[int, ...], poisoned_allocations) -> None:
-    check("dequantize_e2m1", *hostile(*shape, fmt=E2M1), None, dtype)
+    check("dequantize", *hostile(*shape, fmt=E2M1), 1, 32, None, dtype)
 
 
 def test_nothing_is_nothing() -> None:

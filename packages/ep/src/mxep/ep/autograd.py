@@ -36,7 +36,6 @@ from mxep.gemm.quantize_once import join_parts, weight_parts, weights_are_held
 from mxep.quant import E4M3, SwiGLU
 from mxep.runtime.bundle import build, take_apart, tensors_in
 from mxep.runtime.lengths import first_rows
-from mxep.runtime.op import count_flops, offer_flops
 
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
 from .dtensors import Share, local_tensor, weight_behind
@@ -467,22 +466,3 @@ def _config(device: torch.device, recipe: str, backend: str, activation: Sequenc
 
 
 _recipe = functools.cache(Recipe.named)
-
-
-@count_flops(torch.ops.mxep.layer_forward)
-def _flops_forward(x: Any, weights: Tensor, ids: Any, parameters: Any, counts: Any, *_: Any, out_val: Any) -> int:
-    """FLOPs of both GEMMs for this rank's T * K routed tokens, although other ranks may compute them."""
-    return 2 * weights.numel() * sum(_OpParameters.of(parameters, counts).elements)
-
-
-@count_flops(torch.ops.mxep.layer_backward)
-def _flops_backward(
-    d_out: Any, x: Any, saved: Any, ids: Tensor, parameters: Any, counts: Any, *how: Any, out_val: Any
-) -> int:
-    """FLOPs of both dgrads, and of the weight gradients that are needed."""
-    gate_up, down = _OpParameters.of(parameters, counts).elements
-    needs = Needs(*how[-1])
-    return 2 * ids.numel() * (gate_up * (1 + needs.gate_up_proj) + down * (1 + needs.down_proj))
-
-
-offer_flops()

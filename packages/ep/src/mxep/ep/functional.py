@@ -31,9 +31,10 @@ from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight
-from mxep.gemm.functional import between_graphs, joined, taken_apart
+from mxep.gemm.functional import between_graphs
 from mxep.gemm.product import for_anomaly_mode
 from mxep.quant import SwiGLU
+from mxep.runtime.bundle import as_parts, as_whole, build, take_apart
 
 from .dispatchers.base import Routing, TokenDispatcher
 from .formats import PLAIN, Wire, pack, saved_gate_up, swiglu_backward, swiglu_forward
@@ -270,16 +271,15 @@ class _SwiGLU(torch.autograd.Function):
         activation: SwiGLU,
         dispatcher: TokenDispatcher | None,
     ) -> Tensor:
-        parts, ctx.rest = taken_apart(saved_gate_up(gate_up, recipe))
-        ctx.save_for_backward(*parts, row_weight, offs)
+        tensors, ctx.form = take_apart(as_parts((saved_gate_up(gate_up, recipe), row_weight, offs)))
+        ctx.save_for_backward(*tensors)
         ctx.how, ctx.dispatcher = (recipe, activation), dispatcher
         return swiglu_forward(gate_up, row_weight, offs, *ctx.how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
-        *parts, row_weight, offs = ctx.saved_tensors
-        gate_up = joined(parts, ctx.rest)
+        gate_up, row_weight, offs = as_whole(build(ctx.form, iter(ctx.saved_tensors)))
         with nullcontext() if ctx.dispatcher is None else ctx.dispatcher.watched():
             d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
         d_weight = None if row_weight is None else for_anomaly_mode(d_row_weight, offs)

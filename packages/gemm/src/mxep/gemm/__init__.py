@@ -1,17 +1,9 @@
 """Grouped GEMM over bf16, row-scaled FP8 and MXFP8, differentiable.
 
-    from mxep.gemm import grouped_mm
-    out = grouped_mm(rows, weights, offs, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
-    out = linear(x, weight, bias, recipe="mxfp8")             # (..., K), (N, K), (N,) -> (..., N)
+from mxep.gemm import grouped_mm
+out = grouped_mm(rows, weights, offs, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
+out = linear(x, weight, bias, recipe="mxfp8")             # (..., K), (N, K), (N,) -> (..., N)
 
-Modules:
-
-    functional      grouped_mm and linear, with their gradients
-    recipe          how operands are quantized
-    quantize_once   how long quantized weights live
-    backends        implementations of the GEMMs
-    convert         makes an existing model use them
-    diagnostics     reports how much accuracy folding costs
 """
 
 import importlib.metadata
@@ -22,12 +14,7 @@ from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
 from mxep.gemm.frozen import FrozenWeight, freeze
 from mxep.gemm.functional import Linear, grouped_mm, linear, linear_together, quantize_input
-from mxep.gemm.quantize_once import (
-    QuantizedOnce,
-    quantize_after_step,
-    quantize_weights_once,
-    quantize_weights_once_a_step,
-)
+from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
 from mxep.gemm.recipe import GROUP_ALIGNMENT, Recipe, auto_recipe
 from mxep.gemm.router_ops import fp32_linear, top_k
 
@@ -56,7 +43,6 @@ __all__ = [
     "join_linears",
     "linear",
     "linear_together",
-    "quantize_after_step",
     "quantize_input",
     "quantize_weights_once",
     "quantize_weights_once_a_step",

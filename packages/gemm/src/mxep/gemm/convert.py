@@ -6,8 +6,7 @@
 
 Parameters stay the same objects in the same modules. The class of each module that owns a converted parameter is
 replaced by a subclass with the same name. The forward of an nn.Linear becomes `linear`. Other forwards run under a
-torch function mode (`convert_mode.py`). Where such a forward calls torch's grouped mm with a converted weight, the mode
-runs `grouped_mm` instead.
+torch function mode (`convert_mode.py`).
 """
 
 import functools
@@ -24,7 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert_mode import Converted, Products, State, parameter_of, report, tell
-from mxep.gemm.functional import MarkOfTransformers, check_parallelized, linear_together, module_forward
+from mxep.gemm.functional import linear_together, module_forward
 from mxep.gemm.recipe import Recipe, recipe_name, recipe_of
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -52,27 +51,19 @@ def convert(
         backend: as for `grouped_mm`.
         strict: True to raise RuntimeError where convert would warn.
 
-    Returns the model. The logger "mxep.gemm" lists converted and skipped parameters with reasons, at level INFO. It
-    warns once per converted parameter if
-
-    - a forward of its module ran no GEMM of mxep with it;
-    - it got a gradient before any GEMM of mxep used it, because other code has replaced the forward;
-    - its `main_grad` is unusable.
+    Returns the model. The logger "mxep.gemm" lists converted and skipped parameters with reasons, at level INFO. A
+    warning names a converted parameter, once, if a forward of its module runs no GEMM of mxep with it, if it gets a
+    gradient before any GEMM of mxep used it, or if its `main_grad` is unusable.
 
     A model may be converted in several calls, with another recipe in each. Call convert before `torch.compile`. The
     order of convert and `fully_shard`, `parallelize_module` or making an optimizer does not matter. Only GEMMs that run
     inside the forward of the module that owns the weight are replaced. So put `checkpoint` around that whole module.
 
     Raises ValueError for an unknown recipe or backend, if no parameter passes the filter, and for a selected parameter
-    that
-
-    - is neither 3-D floating nor the weight of an nn.Linear, or is already converted;
-    - belongs to a module that is parametrized, computes the weight in a hook (weight_norm, spectral_norm, pruning), has
-      no shape yet, or has a forward of its own instead of its class's;
-    - is a shard of tensor parallelism that does not fit the recipe.
-
-    A converted GEMM raises ValueError, with the parameter's name, if K or N does not fit the recipe, or if dtypes or
-    offs are wrong.
+    that is neither 3-D floating nor the weight of an nn.Linear, is already converted, parametrized, computed in a hook
+    (weight_norm, spectral_norm, pruning) or without a shape, or whose module's forward was replaced.
+    A converted GEMM raises ValueError, with the parameter's name, if K or N, or with tensor parallelism a rank's part
+    of it, does not fit the recipe, or if dtypes or offs are wrong.
     """
     recipe = recipe_of(recipe)
     if isinstance(backend, str) and backend not in ("auto", *BACKENDS):
@@ -87,7 +78,6 @@ def convert(
         _prepare_dynamo()
     for module, name, fqn in chosen:
         how = _state(module).weights[name] = Converted(fqn, recipe, backend, strict)
-        _state(model).watched.append(how)
         if (parameter := parameter_of(module, name)) is not None and parameter.requires_grad:
             _watch_first_gradient(how, parameter)
     for module in {id(module): module for module, *_ in chosen}.values():
@@ -153,16 +143,15 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
             continue
         elif not _is_weight(parameter) or type(module).__module__.startswith("torch.nn.modules."):
             continue  # torch's own modules, such as convolutions, call no grouped mm
-        _check(module, name, fqn, parameter, recipe)
+        _check(module, name, fqn, parameter)
         chosen.append((module, name, fqn))
     return chosen, left
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """Yield (module, name in the module, name in the model, parameter) for every parameter.
+    """Yield (module, name in the module, name in the model, parameter) for every parameter, tied ones once per module.
 
-    The module is the one whose forward uses the parameter. It is the parameter's owner. If the owner has no forward,
-    like a ModuleList, it is the owner's closest ancestor with a forward. Tied parameters come once per module.
+    If the parameter's owner has no forward, like a ModuleList, the module is its closest ancestor with one.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for prefix, module in modules.items():
@@ -201,7 +190,7 @@ def _is_computed(module: nn.Module, name: str) -> bool:
     return suffix in ("orig", "g", "v") and isinstance(module.__dict__.get(attribute), Tensor)
 
 
-def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, recipe: Recipe | str) -> None:
+def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{fqn}: got a parameter without a shape, want one: run the model once, then convert")
     if _is_computed(module, name):
@@ -227,20 +216,15 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, reci
             f"{fqn}: got a {type(module).__name__} whose forward was replaced (accelerate's hooks and transformers' "
             "tp_plan do that), want its class's: convert before"
         )
-    if getattr(module, "_distribute_module_applied", False) and hasattr(parameter, "device_mesh") and name == "weight":
-        from mxep.gemm.tensor_parallel import check_shards
-
-        # parallelize_module has sharded it. FSDP2's shards may have any size, as they are gathered before a GEMM.
-        check_shards(fqn, parameter, recipe)
 
 
 def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
-    """Report the parameter when it gets a gradient although no GEMM of mxep used it: its forward was replaced."""
+    """Report the parameter when it gets a gradient although no GEMM of mxep used it."""
 
     def look(_: Tensor) -> None:
         handle.remove()
         if not how._used:
-            report([how], "it has a gradient, but no forward ran a product in {recipe}: its module has another forward")
+            report([how], "it has a gradient, but no forward of its module ran a product in {recipe}")
 
     handle = parameter.register_post_accumulate_grad_hook(look)
 
@@ -273,24 +257,12 @@ def _converted_class(base: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if (state := state_of(self)) is None:
             return base.forward(self, *args, **kwargs)
-        watched = [] if torch.compiler.is_compiling() else state.watched
-        for how in watched:
-            how._entered = False
         if state.linear:
             return _linear_forward(self, state, *args, **kwargs)
-        if state.weights:
-            products = Products(self, state)
-            with products:
-                out = base.forward(self, *args, **kwargs)
-            products.report_missing((*args, *kwargs.values()))
-        else:
+        products = Products(self, state)
+        with products:
             out = base.forward(self, *args, **kwargs)
-        if any(not how._entered for how in watched):
-            present = {id(how) for how in converted(self).values()}  # submodules may have been removed
-            report(
-                [how for how in watched if not how._entered and id(how) in present],
-                "no product of this forward ran in {recipe}: the forward of the module that owns it was not called",
-            )
+        products.report_missing((*args, *kwargs.values()))
         return out
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -298,25 +270,15 @@ def _converted_class(base: Any) -> Any:
         _, (_, *args), *rest = reduced
         return _new, (base, *args), *rest
 
-    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if (how := _weights(self).get(name)) is not None:
-            check_parallelized(how.fqn, self, name, param, how.recipe)
-        super(made, self).register_parameter(name, param)
-
-    def linear(self: nn.Module) -> tuple[str, Recipe | str] | None:
-        how = _weights(self).get("weight") if is_linear(self) else None
-        return None if how is None else (how.fqn, how.recipe)
-
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    methods = {"forward": forward, "__reduce_ex__": __reduce_ex__, "register_parameter": register_parameter}
-    methods["_is_hooked"] = MarkOfTransformers(linear)
+    methods = {"forward": forward, "__reduce_ex__": __reduce_ex__}
     made: Any = type(base.__name__, (base,), {**names, "_mxep_base": base, **methods})
     return made
 
 
 def _linear_forward(module: Any, state: State, input: Tensor) -> Tensor:
     how = state.weights["weight"]
-    how._entered = how._used = True
+    how._used = True
     try:
         out = None if state.joined is None else state.joined.forward(module, how, input)
         return module_forward(module, input, how.recipe, how.backend) if out is None else out
@@ -344,10 +306,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def reason_to_leave(name: str, module: nn.Linear, vocabulary: int, recipe: Recipe) -> str | None:
-    """Return None if the linear called `name` is converted by default, else the reason why not.
-
-    vocabulary: number of rows of the model's largest embedding, 0 if there is none.
-    """
+    """Why the linear is not converted by default, or None. vocabulary: rows of the model's largest embedding, or 0."""
     if ROUTERS.search(name):
         return "a router, by its name"
     if HEADS.search(name) or module.out_features == vocabulary:
@@ -383,14 +342,11 @@ def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *,
             converted with the same settings, have one dtype and equal in_features. They stay separate if their weights
             are DTensors (tensor parallelism, or FSDP2 around each linear).
         copies: True to return each result as a separate tensor, which costs a read and a write of the results. By
-            default results are views of one tensor. torch refuses to write to such views in place, or to `.view` them
-            so that the last two axes are joined, as in q.view(-1, head_dim).
+            default results are views of one tensor, which torch does not write to in place, nor `.view` across axes.
 
     Returns the model, and logs the names of joined linears. The linear that is called first computes the results of
-    all. Join only linears that are called with the same tensor: otherwise results are wasted, with a warning.
-
-    Call join_linears before PEFT, because PEFT's layers take over the names. `revert` undoes it. Raises ValueError if
-    no linears can be joined.
+    all. Join only linears that are called with the same tensor: otherwise results are wasted, with a warning. Call
+    join_linears before PEFT, which takes over the names. `revert` undoes it. Raises ValueError if none can be joined.
     """
     found = []
     for prefix, parent in model.named_modules():

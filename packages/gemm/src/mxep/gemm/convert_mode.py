@@ -1,8 +1,7 @@
 """The torch function mode under which a converted module's forward runs: it replaces torch's grouped mm by mxep's.
 
-The mode acts only on calls with a converted weight. Groups may have any size: they are padded with zero rows to the
-recipe's alignment, multiplied and unpadded, without a host sync. If a forward runs no such call with a converted
-weight, the weight is reported.
+Groups may have any size: they are padded with zero rows to the recipe's alignment, multiplied and unpadded, without a
+host sync.
 """
 
 import warnings
@@ -25,20 +24,13 @@ GROUPED_MM: Final[Callable[..., Any]] = torch._grouped_mm
 
 @dataclass(eq=False)
 class Converted:
-    """Settings for the GEMMs of one converted parameter.
-
-    fqn: the parameter's name in the model.
-    recipe: a Recipe, or "auto".
-    backend: as for `grouped_mm`.
-    strict: True to raise instead of warning.
-    """
+    """Settings for the GEMMs of one converted parameter, as given to `convert`. fqn: its name in the model."""
 
     fqn: str
     recipe: Recipe | str
     backend: str | Backend
     strict: bool
     _reported: bool = field(default=False, repr=False)
-    _entered: bool = field(default=False, repr=False)
     _used: bool = field(default=False, repr=False)
 
 
@@ -49,14 +41,12 @@ class State:
     weights: settings of the converted weights that the module's forward uses, by their names in the module.
     alike: True if `weights` are all 3-D parameters of the module, with one recipe and backend.
     linear: True for an nn.Linear.
-    watched: settings of all converted weights of the model, if this is the module that `convert` was called with.
     joined: the linears that are computed together with this one, or None.
     """
 
     weights: dict[str, Converted] = field(default_factory=dict)
     alike: bool = False
     linear: bool = False
-    watched: list[Converted] = field(default_factory=list)
     joined: Any = None
 
 
@@ -64,9 +54,8 @@ class Products(TorchFunctionMode):
     """Torch function mode for one forward of a module, which runs mxep's GEMMs with the module's converted weights.
 
     If a torch function computes a tensor from a weight, the result counts as the weight, too: a cast, or the sum with
-    an adapter's delta. Tensors are recognized by their storage. torch.compile has no storages, so there they are
-    recognized by identity. Identity fails behind .mT in torch 2.13. If so, and if all 3-D weights of the module have
-    the same recipe and backend, any 3-D operand counts as a weight.
+    an adapter's delta. Tensors are recognized by their storage, or under torch.compile by identity. Identity fails
+    behind .mT in torch 2.13. If so, any 3-D operand counts as a weight, if those of the module are converted `alike`.
     """
 
     def __init__(self, module: nn.Module, state: State) -> None:
@@ -76,8 +65,6 @@ class Products(TorchFunctionMode):
         self.missing = list(state.weights)
         self.tensors: list[tuple[Tensor, list[str]]] = []
         self.storages: dict[int, tuple[StorageWeakRef, list[str]]] | None = None
-        for how in state.weights.values():
-            how._entered = True  # torch.compile keeps this side effect
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -218,10 +205,7 @@ def local_part(x: Any) -> Tensor:
 def _grouped_mm_any_size(
     x: Tensor, w: Tensor, offs: Tensor, how: Converted, main_grad: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """grouped_mm for groups of any size. Returns (M, N), with zeros for rows past the last group.
-
-    x: (M, K). w: (G, N, K). offs: (G,) int32.
-    """
+    """grouped_mm for groups of any size. Rows past the last group are zeros."""
     recipe = how.recipe
     if not isinstance(recipe, Recipe):
         recipe = auto_recipe(x.shape[0] / w.shape[0], w.shape[2], w.shape[1], of="grouped_mm")

@@ -1,14 +1,10 @@
-"""`fold_report` shows how much accuracy folding costs a model's GEMMs. This file also has FLOP formulas for torch.
+"""`fold_report` shows how much accuracy folding costs a model's GEMMs.
 
 The hopper backend folds MX rows to one scale per row, so elements far below the largest of their row lose bits. The
 lost bits matter only if such elements meet large elements of the other operand. Therefore the report contains the
 lowest SNR of any row of the result. fold_report is slow, and works on any device, with any backend. While a report is
 open, compiled code runs eagerly. CUDA graphs that were captured earlier are not reported. Neither are quantizations
 that `quantize_weights_once` held already.
-
-torch's FlopCounterMode counts 2 * M * N * K FLOPs for a GEMM, as for torch's own. M is offs[-1], read from the device:
-it includes the padding rows of groups, but not rows past the groups. If offs cannot be read (fake tensors, or during
-the capture of a CUDA graph), M is the capacity.
 
 M rows, N out features, K in features, G groups.
 """
@@ -24,14 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-import mxep.gemm.product
-import mxep.gemm.router_ops  # noqa: F401  these define ops
 from mxep.gemm.backends import Backend
 from mxep.gemm.backends.base import ends
 from mxep.gemm.backends.hopper import fp8_grouped_wgrad
 from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference, parts_of
 from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
-from mxep.runtime.op import count_flops, offer_flops
 from mxep.runtime.replay import no_replays
 
 HARMFUL_DB = 40.0  # below this SNR the report advises other backends; quantization to MX itself has about 28 dB
@@ -40,13 +33,9 @@ _WATCHED = ("forward", "dgrad", "prepare_wgrad", "quantize_weight_rowwise", "qua
 
 @dataclass
 class FoldedProduct:
-    """Statistics of one GEMM: forward, dgrad or wgrad of a module with one weight.
+    """Statistics of one GEMM: forward, dgrad or wgrad of a module (name or class) with a weight of shape (G, N, K).
 
-    module: the module's name, or its class.
-    weight: the weight's shape (G, N, K).
-    elements: number of elements of both operands, over all calls.
-    rounded: number of elements that folding changes.
-    flushed: number of elements that folding makes zero.
+    elements, rounded, flushed: elements of both operands over all calls; those that folding changes, and makes zero.
     spread: log2 of the largest ratio of two scales that folding merges into one.
     snr_db: lowest SNR of any row of the result, folded compared with exact.
     """
@@ -172,83 +161,3 @@ def _wgrad(dy: Any, a: Any) -> Any:
     product = torch.empty_like(exact)
     fp8_grouped_wgrad.reference(product, folded.y_t, folded.x_t, folded.exponent, folded.offs, 1.0, False)
     return operands, [(exact, product), (exact.mT, product.mT)]
-
-
-ops = torch.ops.mxep
-
-
-def rows_of(offs: Tensor | None, capacity: int) -> int:
-    """Number of valid rows in a buffer of `capacity` rows: offs[-1], or `capacity` if offs cannot be read."""
-    if offs is None or type(offs) is not Tensor or offs.is_meta:
-        return capacity
-    if offs.is_cuda and torch.cuda.is_current_stream_capturing():
-        return capacity
-    return min(max(int(offs[-1]), 0), capacity) if len(offs) else 0
-
-
-@count_flops(ops.grouped_mm_reference, ops.grouped_mm_dot_scaled)
-def _forward_flops(a: Any, a_s: Any, a_i: Any, w: Tensor, w_s: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, out_val.shape[0]) * w.shape[1] * w.shape[2]
-
-
-@count_flops(ops.fp8_grouped_mm)
-def _fp8_forward_flops(a: Any, a_s: Any, w: Tensor, w_s: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, out_val.shape[0]) * w.shape[1] * w.shape[2]
-
-
-@count_flops(ops.bf16_grouped_mm)
-def _bf16_forward_flops(a: Tensor, w: Tensor, offs: Tensor, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, a.shape[0]) * w.shape[1] * w.shape[2]
-
-
-@count_flops(ops.bf16_grouped_wgrad)
-def _bf16_wgrad_flops(out: Any, y: Tensor, x: Tensor, offs: Tensor, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, y.shape[0]) * y.shape[1] * x.shape[1]
-
-
-@count_flops(ops.grouped_wgrad_reference, ops.fold_for_wgrad)
-def _wgrad_flops(y: Tensor, y_s: Any, y_i: Any, x: Tensor, x_s: Any, x_i: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    """FLOPs of a weight gradient. On hopper the fold is counted: fp8_grouped_wgrad after it multiplies padding, too."""
-    return 2 * rows_of(offs, len(y if y_i is None else y_i)) * y.shape[1] * x.shape[1]
-
-
-@count_flops(ops.grouped_wgrad_dot_scaled)
-def _dot_scaled_flops(out: Any, y: Tensor, y_s: Any, x: Tensor, x_s: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, y.shape[0]) * y.shape[1] * x.shape[1]
-
-
-@count_flops(ops.fp32_linear)
-def _fp32_linear_flops(x: Tensor, w: Tensor, out_val: Any) -> int:
-    return 2 * x.shape[0] * w.numel()
-
-
-@count_flops(ops.fp32_dgrad, ops.fp32_wgrad)
-def _fp32_gradient_flops(dy: Tensor, other: Tensor, *_: Any, out_val: Any) -> int:
-    return 2 * dy.numel() * other.shape[1]
-
-
-@count_flops(ops.product_forward)
-def _product_forward_flops(a: Tensor, ws: list[Tensor], bias: Any, offs: Any, *_: Any, out_val: Any) -> int:
-    return 2 * rows_of(offs, a.shape[0]) * a.shape[1] * sum(w.shape[-2] for w in ws)
-
-
-@count_flops(ops.product_backward)
-def _product_backward_flops(dy: Tensor, saved: Any, ws: list[Tensor], offs: Any, *how: Any, out_val: Any) -> int:
-    products: int = sum(how[-1][:2])
-    return products * 2 * rows_of(offs, dy.shape[0]) * dy.shape[1] * ws[0].shape[-1]
-
-
-@count_flops(torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
-def _torchs_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """FLOPs of torch's grouped GEMM: of a (M, K) and b (G, K, N), or for wgrad of a (N, M) and b (M, K)."""
-    offs = kwargs.get("offs")
-    if offs is None:
-        offs = next((x for x in args if isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() == 1), None)
-    if a.dim() == 2 and b.dim() == 2:
-        return 2 * rows_of(offs, a.shape[1]) * a.shape[0] * b.shape[1]
-    if a.dim() == 2:
-        return 2 * rows_of(offs, a.shape[0]) * a.shape[1] * b.shape[-1]
-    return 2 * out_val.numel() * a.shape[-1]
-
-
-offer_flops()

@@ -1,22 +1,12 @@
 """FrozenWeight: a quantized weight that is never trained, read from a quantized checkpoint or frozen from bf16.
 
-    freeze(w, "mxfp8")       E4M3, 1.04 bytes per element     blocks of 32 along K, scales in e8m0
-    freeze(w, "mxfp4")       E2M1, 0.53 bytes per element     blocks of 32 along K, scales in e8m0
-    freeze(w, "fp8_block")   E4M3, 1.00 bytes per element     blocks of 128 x 128, scales in fp32
-    freeze(w, "fp8_row")     E4M3, 1.00 bytes per element     one scale per row (out feature), in fp32
+    format      stored                                          multiplied on Hopper in forward    in dgrad
+    mxfp8       E4M3, e8m0 scales of 32 along K, 1.04 bytes     as stored, one scale per row       a copy, folded
+    mxfp4       E2M1, e8m0 scales of 32 along K, 0.53 bytes     a copy, folded                     a copy, folded
+    fp8_block   E4M3, fp32 scales of 128 x 128, 1.00 bytes      as stored, sums times scales       a transposed copy
+    fp8_row     E4M3, fp32 scales of rows (N), 1.00 bytes       as stored, out times scales        dy times scales
 
-What GEMMs multiply on Hopper, where no bf16 copy of the weight is made:
-
-                forward                                         dgrad
-    mxfp8       qdata as stored, one scale per row              a copy with one scale per column, a byte per element
-    mxfp4       a copy with one scale per row, a byte           a copy with one scale per column, a byte per element
-                per element
-    fp8_block   qdata as stored, each sum over 128 elements     a transposed copy, likewise
-                multiplied by the fp32 scale of its block
-    fp8_row     qdata as stored, each column of the result      a transposed copy without scales; dy is multiplied by
-                multiplied by the fp32 scale of its row         them before (`mxep.quant.scale_columns`)
-
-A copy exists only during its GEMM. Copies for dgrad are made by `mxep.quant.fold_for_dgrad`.
+Bytes are per element. A copy has a byte per element, and exists only during its GEMM.
 
 By default mxfp8 is stored folded to one scale per row. Folding rounds the smallest elements of a row
 (`mxep.quant.fold`): less than 1 in 10^4 of Gaussian weights, by at most 2^-18 of their row's amax. The original bytes

@@ -14,12 +14,7 @@ holds that quantization already.
 linear treats x (..., K) as one group of M rows, (M, K). M may be any number: the weight gradient, which contracts over
 tokens, fills its last block of 32 with zero rows.
 
-linear_together computes several linears of one input as one GEMM: q, k and v, or gate and up.
-
-    forward   x --quantize once--> x [wq; wk; wv]^T --> views of one result: q, k, v
-    dgrad     [dq, dk, dv] --quantize once--> one GEMM that contracts over all their out features
-    wgrad     the qdata of x and of [dq, dk, dv] --> one GEMM with rows dwq, dwk, dwv
-
+linear_together computes several linears of one input, such as q, k and v, as one GEMM with weights [wq; wk; wv].
 Weights stay separate parameters. If scales cover 32 elements, results and weight gradients equal those of separate
 GEMMs bit for bit. If scales cover a row ("fp8", and every recipe on "hopper"), dq, dk and dv of a row share the scale
 of the largest of them. Elements far below it then lose bits, as in folding. The gradient of x is rounded once, not
@@ -28,6 +23,7 @@ once per weight.
 M rows (capacity), N out features, K in features, G groups.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
@@ -40,7 +36,7 @@ import mxep.gemm.product as product
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.backends.base import is_transposed
 from mxep.gemm.frozen import FrozenWeight
-from mxep.gemm.product import SavedOperands, for_anomaly_mode, graph_is_retained, is_wanted
+from mxep.gemm.product import How, SavedOperands, for_anomaly_mode, graph_is_retained, is_wanted
 from mxep.gemm.recipe import (
     Recipe,
     check_linear,
@@ -51,7 +47,7 @@ from mxep.gemm.recipe import (
     recipe_name,
     recipe_of,
 )
-from mxep.quant import MXParts, MXTensor
+from mxep.quant import Axis, MXParts, MXTensor
 from mxep.runtime.bundle import as_parts
 
 Watched = Callable[[], AbstractContextManager[None]]
@@ -85,10 +81,9 @@ def grouped_mm(
         bias: (G, N) or None. Its gradient is summed from the incoming gradient before that is quantized.
         out_dtype: bf16 or fp32, default a.dtype (an MXTensor's outer dtype). The gradient of a always has a.dtype.
         main_grad: (G, N, K) fp32 or None. If given, backward adds the gradient of w to it, and leaves w.grad alone. A
-            backward that does not need the gradient of w, such as torch.autograd.grad(out, a), adds nothing, except
-            under compiled autograd. The gradient is rounded to bf16 before it is added if torch's GEMM computes it: on
-            "dequant" and "blackwell"; with unquantized operands also on "triton", and in `linear` on "hopper".
-            Otherwise it is added in fp32.
+            backward that does not need the gradient of w adds nothing, except under compiled autograd. It is added in
+            fp32, or in bf16 if torch's GEMM computes it: on "dequant" and "blackwell"; of unquantized operands also on
+            "triton", and in `linear` on "hopper".
         wgrad_scale: factor for the gradient of w, applied before it is rounded or added. Other gradients are unscaled.
         watched: function that returns a context manager. Backward runs inside it, so that callers see exceptions.
 
@@ -113,39 +108,30 @@ def grouped_mm(
     check_operands(a, w, offs, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     offs = offs.contiguous()  # all kernels assume stride 1, torch's, too
     chosen = select(backend, a.device)
-    out: Tensor = multiply(a, w, bias, offs, recipe, chosen, out_dtype, main_grad, wgrad_scale, watched=watched)
+    out: Tensor = multiply(a, (w,), bias, offs, How(recipe, chosen, out_dtype, wgrad_scale), (main_grad,), watched)
     return out
 
 
 def multiply(
     a: Tensor,
-    w: Tensor | FrozenWeight,
+    ws: Sequence[Tensor | FrozenWeight],
     bias: Tensor | None,
     offs: Tensor | None,
-    recipe: Recipe,
-    backend: Backend,
-    out_dtype: torch.dtype,
-    main_grad: Tensor | None,
-    wgrad_scale: float,
-    *more: Tensor | None,
+    how: How,
+    main_grads: Sequence[Tensor | None],
     watched: Watched | None = None,
 ) -> Any:
-    """`grouped_mm` without its checks, for one or several weights.
+    """`grouped_mm` without its checks, for one or several weights, which are multiplied as one with concatenated rows.
 
-    If offs is None, there is one group of any number of rows, and weights and main_grads are (N, K).
-
-    more: further weights, then a main_grad for each of them. All weights are multiplied as one with concatenated rows,
-    w's first. bias covers all these rows. With several weights, the result is a tuple of views, (M, N of the weight).
+    If offs is None, there is one group of any number of rows, and weights and main_grads are (N, K). bias covers all
+    rows. With several weights, the result is a tuple of views, (M, N of the weight).
     """
-    given: Any = watched, main_grad, *more[len(more) // 2 :]
-    plain = torch.compiler.is_compiling() and all(x is None for x in given)
-    if plain and product.is_known_by_name(a, recipe, backend):
-        ws: Any = w, *more[: len(more) // 2]
-        return product.product(a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale)
+    plain = watched is None and all(main_grad is None for main_grad in main_grads)
+    if plain and torch.compiler.is_compiling() and product.is_known_by_name(a, how):
+        return product.product(a, ws, bias, offs, how)
     if offs is None:
-        w, main_grad, *more = (x if x is None else x.unsqueeze(0) for x in (w, main_grad, *more))  # type: ignore[assignment, union-attr]
-    how = recipe, backend, out_dtype, main_grad, wgrad_scale, watched
-    return _GroupedMM.apply(a, w, bias, offs, *how, *more)  # type: ignore[no-untyped-call]
+        ws, main_grads = ([x if x is None else x.unsqueeze(0) for x in given] for given in (ws, main_grads))  # type: ignore[assignment, union-attr]
+    return _GroupedMM.apply(a, bias, offs, how, watched, *ws, *main_grads)  # type: ignore[no-untyped-call]
 
 
 _T = TypeVar("_T")
@@ -158,25 +144,27 @@ def between_graphs(function: Callable[..., _T], *tensors: Any, **options: Any) -
     return function(*tensors, **options)
 
 
+_FIRST_WEIGHT = 5
+"""Position of the first weight among the arguments of `_GroupedMM`."""
+
+
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:  # named arguments plus *more would be miscounted by torch.compile
-        a, w, bias, offs, recipe, backend, out_dtype, main_grad, wgrad_scale, watched, *more = given
-        ws: Any = (w, *more[: len(more) // 2])
-        needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
-        how = recipe, backend, out_dtype, needs
-        out, a_saved, (first, *others), amax = product.run_forward(a, ws, bias, offs, *how)
-        a_parts, ctx.a_rest = taken_apart(a_saved)
-        ctx.frozen = first if isinstance(first, FrozenWeight) else None
-        w_parts, ctx.w_rest = taken_apart(first if needs[0] and ctx.frozen is None else None)
-        ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *(others if needs[0] else ()))
-        ctx.recipe, ctx.backend, ctx.wgrad_scale, ctx.watched = recipe, backend, wgrad_scale, watched
-        ctx.main_grads = main_grad, *more[len(more) // 2 :]
+        a, bias, offs, how, watched, *more = given
+        ws, ctx.main_grads = more[: len(more) // 2], more[len(more) // 2 :]
+        needs_a, *needs_w = (ctx.needs_input_grad[i] for i in (0, *_weights(ws)))
+        out, a_saved, ws_saved, amax = product.run_forward(a, ws, bias, offs, how, (needs_a, any(needs_w)))
+        ctx.how, ctx.watched = how, watched
+        ctx.frozen = ws[0] if isinstance(ws[0], FrozenWeight) else None  # hooks on saved tensors must not see it
+        first, *others = ws_saved if needs_a and ctx.frozen is None else (None,)
+        (a_parts, ctx.a_rest), (w_parts, ctx.w_rest) = _split(a_saved), _split(first)
+        ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *others)
         ctx.saved_operands = None
-        ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
+        ctx.dtypes = a.dtype, ws[0].dtype, bias.dtype if bias is not None else None
         ctx.widths = tuple(x.shape[1] for x in ws)
-        ctx.transposed = len(ws) == 1 and isinstance(w, Tensor) and is_transposed(w)
-        ctx.before_others = sum(isinstance(x, Tensor) for x in (a, w, bias, offs, main_grad))
+        ctx.transposed = len(ws) == 1 and isinstance(ws[0], Tensor) and is_transposed(ws[0])
+        ctx.before_weights = sum(isinstance(x, Tensor) for x in (a, bias, offs))
         return out if len(ws) == 1 else out.split(ctx.widths, 1)
 
     @staticmethod
@@ -189,80 +177,65 @@ class _GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        recipe, backend, kept, widths = ctx.recipe, ctx.backend, ctx.saved_operands, ctx.widths
-        before = 0, 1, 2 if ctx.frozen is None else 1  # tensors before a, w and bias
-        need_a, need_w, need_bias = (
-            need and is_wanted(ctx, i) for i, need in zip(before, ctx.needs_input_grad, strict=False)
+        recipe, kept, widths, places = ctx.how.recipe, ctx.saved_operands, ctx.widths, _weights(ctx.widths)
+        needs_a, needs_bias, *needs = (
+            ctx.needs_input_grad[argument] and is_wanted(ctx, tensor)
+            for argument, tensor in ((0, 0), (1, 1), *zip(places, itertools.count(ctx.before_weights)))
         )
-        needs = [need_w] + [
-            ctx.needs_input_grad[i] and is_wanted(ctx, ctx.before_others + j)
-            for j, i in enumerate(_places(len(widths))[1:])
-        ]
-        need_w = any(needs)
-        *dtypes, bias_dtype = ctx.dtypes
-        w: Any = None
-        amax, gradients = None, as_parts(dys)
-        quantized = kept is not None and not need_a and kept.fits(*dys)
+        needs_w = any(needs)
+        w = amax = None
+        gradients = as_parts(dys)
+        quantized = kept is not None and not needs_a and kept.fits(*dys)
         if quantized:
             offs, gradients, a = kept.operands
         else:
             offs, *parts = ctx.saved_tensors
             amax, *others = parts[6:]
-            a, ws = _joined(parts[:3], ctx.a_rest), [ctx.frozen or _joined(parts[3:6], ctx.w_rest), *others]
-        if need_a:
-            w, amax = product.colwise_if_held(ws, amax, recipe, backend)
+            a, ws = _joined(parts[:3], ctx.a_rest), (ctx.frozen or _joined(parts[3:6], ctx.w_rest), *others)
+        if needs_a:
+            w, amax = product.colwise_if_held(ws, amax, ctx.how)
         main_grads = tuple(main_grad if need else None for main_grad, need in zip(ctx.main_grads, needs))
+        *dtypes, bias_dtype = ctx.dtypes
         da = dw = qdata = None
-        if need_a or need_w:
-            how: dict[str, Any] = {"recipe": recipe, "backend": backend, "wanted": (need_a, need_w), "widths": widths}
-            how |= {"dtypes": tuple(dtypes), "scale": ctx.wgrad_scale, "quantized": quantized and recipe.wgrad == "mx"}
-            how["transposed"] = ctx.transposed
-            given = product.BackwardInput(a if need_w else None, offs, w, amax, gradients, main_grads)
-            da, dw, qdata = product.backward(given, **how)
+        if needs_a or needs_w:
+            da, dw, qdata = product.backward(
+                product.BackwardInput(a if needs_w else None, offs, w, amax, gradients, main_grads),
+                how=ctx.how,
+                wanted=(needs_a, needs_w),
+                dtypes=tuple(dtypes),
+                quantized=quantized and recipe.wgrad == "mx",
+                widths=widths,
+                transposed=ctx.transposed,
+            )
         if not graph_is_retained():
             ctx.saved_operands = None
-        elif need_a and any(ctx.needs_input_grad[i] for i in _places(len(widths))) and not need_w:
+        elif needs_a and any(ctx.needs_input_grad[i] for i in places) and not needs_w:
             left = (qdata, *[None] * (len(widths) - 1)) if recipe.wgrad == "mx" else as_parts(dys)
             ctx.saved_operands = SavedOperands.of((offs, left, a), *dys)
-        dbias = product.joined_sums(dys, offs).to(bias_dtype) if need_bias else None
-        da = for_anomaly_mode(da, offs)
-        if len(widths) == 1:
-            return da, dw, dbias, *[None] * 7
-        dws = [None] * len(widths) if dw is None else dw.split(widths, 1)
-        dw, *others = (x if need and held is None else None for x, need, held in zip(dws, needs, ctx.main_grads))
-        return da, dw, dbias, *[None] * 7, *others, *[None] * len(others)
+        dbias = product.joined_sums(dys, offs).to(bias_dtype) if needs_bias else None
+        dws = [None] * len(widths) if dw is None else [dw] if len(widths) == 1 else dw.split(widths, 1)
+        dws = [x if need and held is None else None for x, need, held in zip(dws, needs, main_grads)]
+        return for_anomaly_mode(da, offs), dbias, *[None] * (_FIRST_WEIGHT - 2), *dws, *[None] * len(widths)
 
 
-def _places(weights: int) -> tuple[int, ...]:
-    """Positions of the weights among the arguments of `_GroupedMM`."""
-    return (1, *range(10, 9 + weights))
-
-
-_Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
 _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+_Settings = tuple[Axis, int, torch.dtype] | None
 
 
-def taken_apart(x: Any) -> tuple[_Parts, _Rest]:
-    """Split x into plain tensors to save for backward, and the settings from which `joined` rebuilds x.
-
-    An MXTensor itself is not saved, because hooks on saved tensors, such as `save_on_cpu`'s, would dequantize it.
-    """
-    if not isinstance(x, MXTensor | MXParts):
-        return (x, None, None), None
-    return (x.qdata, x.scale, x.row_index), (x.axis, x.block_size, x.dtype)
+def _split(x: Any) -> tuple[_Parts, _Settings]:
+    """Tensors and settings of x. Saved as an MXTensor, hooks such as `save_on_cpu`'s would dequantize it."""
+    x = MXParts.of(x) if isinstance(x, MXTensor) else x
+    return (x[:3], x[3:]) if isinstance(x, MXParts) else ((x, None, None), None)
 
 
-def joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
-    """Rebuild x from the result of `taken_apart(x)`: an MXTensor, or the plain tensor."""
-    found = _joined(parts, rest)
-    return found.join() if isinstance(found, MXParts) else found
-
-
-def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
+def _joined(parts: Sequence[Any], settings: _Settings) -> Any:
     qdata, scale, row_index = parts
-    if rest is None or qdata is None or scale is None:
-        return qdata
-    return MXParts(qdata, scale, row_index, *rest)
+    return qdata if settings is None else MXParts(qdata, scale, row_index, *settings)
+
+
+def _weights(ws: Sequence[Any]) -> range:
+    """Positions of the weights among the arguments of `_GroupedMM`."""
+    return range(_FIRST_WEIGHT, _FIRST_WEIGHT + len(ws))
 
 
 def linear(
@@ -312,18 +285,27 @@ def linear(
     recipe = options["recipe"] = recipe_for(recipe, x, w.shape[0] if w.dim() else 1)
     if torch.compiler.is_compiling() and isinstance(x, MXTensor) and x.requires_grad:
         return between_graphs(linear, x, w, bias, **options)
-    out_dtype = out_dtype or x.dtype
-    chosen = select(backend, x.device)
-    rowwise = chosen.wants_rowwise
-    check_linear(x, w, bias, recipe=recipe, out_dtype=out_dtype, main_grad=main_grad, rowwise=rowwise)
-    plain = recipe.scaling == "none" and not isinstance(x, MXTensor) and x.dtype == w.dtype == out_dtype
-    asks_nothing = main_grad is None and wgrad_scale == 1
-    if plain and asks_nothing and x.dtype == torch.bfloat16 and chosen.bf16_is_torchs:
-        return nn.functional.linear(x, w, bias)  # the same GEMMs, for a third of the host time
+    how = How(recipe, select(backend, x.device), out_dtype or x.dtype, wgrad_scale)
+    return _linears(x, (w,), (bias,), (main_grad,), how)[0]
+
+
+def _linears(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], main_grads: Sequence[Tensor | None], how: How
+) -> tuple[Tensor, ...]:
+    for w, bias, main_grad in zip(ws, biases, main_grads):
+        options: dict[str, Any] = {"out_dtype": how.out_dtype, "main_grad": main_grad}
+        check_linear(x, w, bias, recipe=how.recipe, rowwise=how.backend.wants_rowwise, **options)
+    plain = how.recipe.scaling == "none" and x.dtype == ws[0].dtype == how.out_dtype == torch.bfloat16  # of one weight
+    if plain and main_grads[0] is None and how.wgrad_scale == 1 and how.backend.bf16_is_torchs:
+        return (nn.functional.linear(x, ws[0], biases[0]),)  # the same GEMMs, for a third of the host time
     rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    bias = None if bias is None else bias.unsqueeze(0)
-    out: Tensor = multiply(rows, w, bias, None, recipe, chosen, out_dtype, main_grad, wgrad_scale)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
+    joined = None
+    if given := [bias for bias in biases if bias is not None]:
+        rows_of_bias = [given[0].new_zeros(len(w)) if bias is None else bias for w, bias in zip(ws, biases)]
+        joined = (given[0] if len(ws) == 1 else torch.cat(rows_of_bias)).unsqueeze(0)
+    outs = multiply(rows, ws, joined, None, how, main_grads)
+    outs = outs if len(ws) > 1 else (outs,)
+    return outs if x.dim() == 2 else tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
 
 
 def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto") -> Tensor:
@@ -334,33 +316,6 @@ def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = 
     """
     recipe = Recipe.named(recipe)
     return select(backend, x.device).quantize_rows(x, recipe.fmt, recipe)
-
-
-class MarkOfTransformers:
-    """Descriptor for a linear's attribute `_is_hooked`, which transformers sets on each module that it shards.
-
-    transformers' tensor parallelism bypasses `register_parameter`, where shards are otherwise checked. Setting the
-    attribute raises ValueError if the shards do not fit the recipe. This is a descriptor and not a `__setattr__`,
-    because FSDP2 shards modules with a `__setattr__` differently.
-
-    how: function of a module that returns its weight's name and recipe; None if it is not a converted linear.
-    """
-
-    def __init__(self, how: Callable[[Any], tuple[str, Recipe | str] | None]) -> None:
-        self.how = how
-
-    def __get__(self, module: nn.Module | None, _: type | None = None) -> bool:
-        if module is None or "_is_hooked" not in module.__dict__:
-            raise AttributeError  # torch writes the message
-        return bool(module.__dict__["_is_hooked"])
-
-    def __set__(self, module: nn.Module, value: bool) -> None:
-        module.__dict__["_is_hooked"] = value
-        weight: Any = module._parameters.get("weight")
-        if hasattr(weight, "device_mesh") and (how := self.how(module)) is not None:
-            from mxep.gemm.tensor_parallel import check_shards
-
-            check_shards(how[0], weight, how[1])
 
 
 class Linear(nn.Linear):
@@ -395,14 +350,6 @@ class Linear(nn.Linear):
         made.weight, made.bias = module.weight, module.bias
         return made.train(module.training)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as nn.Module does. Raise ValueError if `param` is a sharded weight that does not fit the recipe."""
-        if name == "weight" and "recipe" in self.__dict__:
-            check_parallelized(name, self, name, param, self.recipe)
-        super().register_parameter(name, param)
-
-    _is_hooked = MarkOfTransformers(lambda self: ("weight", self.recipe))
-
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         return module_forward(self, input, self.recipe, self.backend)
@@ -410,18 +357,6 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         backend = "" if self.backend == "auto" else f", backend={getattr(self.backend, 'name', self.backend)}"
         return f"{super().extra_repr()}, recipe={recipe_name(self.recipe)}{backend}"
-
-
-def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, recipe: Recipe | str) -> None:
-    """Raise ValueError if `parameter` is sharded for tensor parallelism and its shards do not fit the recipe.
-
-    Only a DTensor that replaces a plain parameter is checked, as `parallelize_module` does. A DTensor that replaces a
-    DTensor may be FSDP2's, which is gathered before a GEMM.
-    """
-    if hasattr(parameter, "device_mesh") and not hasattr(module._parameters.get(name), "device_mesh"):
-        from mxep.gemm.tensor_parallel import check_shards
-
-        check_shards(fqn, parameter, recipe)
 
 
 def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe | str, backend: str | Backend) -> Tensor:
@@ -476,17 +411,4 @@ def linear_together(
             return linear_together(x, weights, biases, main_grads=main_grads, **options)
     if torch.compiler.is_compiling() and isinstance(x, MXTensor) and x.requires_grad:
         return between_graphs(linear_together, x, weights, biases, main_grads=main_grads, **options)
-    out_dtype = out_dtype or x.dtype
-    chosen = select(backend, x.device)
-    for w, bias, main_grad in zip(weights, biases, main_grads):
-        how: dict[str, Any] = {"out_dtype": out_dtype, "main_grad": main_grad, "rowwise": chosen.wants_rowwise}
-        check_linear(x, w, bias, recipe=recipe, **how)
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    (first, *more), (held, *more_held) = weights, main_grads
-    bias = None
-    if given := [bias for bias in biases if bias is not None]:
-        rows_of_bias = [given[0].new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)]
-        bias = torch.cat(rows_of_bias).unsqueeze(0)
-    outs = multiply(rows, first, bias, None, recipe, chosen, out_dtype, held, 1.0, *more, *more_held)
-    outs = outs if more else (outs,)
-    return outs if x.dim() == 2 else tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
+    return _linears(x, weights, biases, main_grads, How(recipe, select(backend, x.device), out_dtype or x.dtype))

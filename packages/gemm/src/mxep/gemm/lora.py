@@ -62,17 +62,9 @@ def lora_expand(out: Tensor, inner: Tensor, B: Tensor, offs: Tensor) -> None:
     mutates_args=("out",),
 )
 def lora_wgrad(
-    out: Tensor,
-    inner: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    x_index: Tensor | None,
-    offs: Tensor,
-    scale: float,
+    out: Tensor, inner: Tensor, x: Tensor, x_scale: Tensor | None, x_index: Tensor | None, offs: Tensor, scale: float
 ) -> None:
-    """Write scale * inner[rows of g].T @ x[rows of g] to out[g] for each group g, zeros if g is empty.
-
-    out: (G, r, K), any strides."""
+    """Write scale * inner[rows of g].T @ x[rows of g] to out (G, r, K), any strides, zeros if g is empty."""
     values, ends = values_of_rows((x, x_scale, x_index), int(offs[-1])), offs.tolist()
     for g, rows in enumerate(_rows_of_groups(ends)):
         out[g] = (inner[rows].float().mT @ _in(values[rows], inner.dtype) * scale).to(out.dtype)

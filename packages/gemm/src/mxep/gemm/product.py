@@ -4,8 +4,7 @@
     mxep::product_backward    dy and the saved tensors -> da and dw, if needed
 
 A compiled graph calls the two ops without tracing into them. They run the eager code, with its replays and with weights
-that `quantize_weights_once` holds. So a compiled GEMM costs the host as much as an eager one. The compiled graph
-contains the names of recipe and backend.
+that `quantize_weights_once` holds. So a compiled GEMM costs the host as much as an eager one.
 
 A backward pass may need da or dw only. It then keeps the operands of the other gradient for a later pass:
 
@@ -36,14 +35,17 @@ from mxep.runtime.bundle import Operands, as_parts
 from mxep.runtime.replay import replayed
 
 
-class Product(NamedTuple):
-    """Result of `forward`.
+class How(NamedTuple):
+    """Settings of a GEMM and its gradients. out_dtype: of the result. wgrad_scale: factor for the weight gradient."""
 
-    out: (M, N).
-    a: (M, K) for wgrad, or None.
-    blocks: w quantized in 2-D blocks, for dgrad, or None.
-    amax: (G, K) amax of w's columns, or None.
-    """
+    recipe: Recipe
+    backend: Backend
+    out_dtype: torch.dtype
+    wgrad_scale: float = 1.0
+
+
+class Product(NamedTuple):
+    """out (M, N), a (M, K) for wgrad, w in 2-D blocks for dgrad, and amax (G, K) of w's columns; None if not needed."""
 
     out: Tensor
     a: Any
@@ -52,28 +54,19 @@ class Product(NamedTuple):
 
 
 @replayed
-def forward(
-    a: Any,
-    w: Any,
-    bias: Tensor | None,
-    offs: Tensor | None,
-    *,
-    recipe: Recipe,
-    backend: Backend,
-    out_dtype: torch.dtype,
-    needs: tuple[bool, bool],
-) -> Product:
+def forward(a: Any, w: Any, bias: Tensor | None, offs: Tensor | None, *, how: How, needs: tuple[bool, bool]) -> Product:
     """Quantize a and w, and multiply them as `Backend.forward` does.
 
     a: (M, K), plain or quantized. w: (G, N, K), plain, quantized or frozen, or a tuple of weights with concatenated
     rows. needs: (True if a needs a gradient, True if w does).
     """
+    recipe, backend = how.recipe, how.backend
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
     if isinstance(rowwise, FrozenWeight):
         rowwise = backend.expand_rowwise(rowwise)
-    out = backend.forward(qdata, rowwise, offs, bias=bias, out_dtype=out_dtype)
+    out = backend.forward(qdata, rowwise, offs, bias=bias, out_dtype=how.out_dtype)
     kept = (qdata if recipe.wgrad == "mx" else a) if needs[1] else None
     blocks = saved.weight if needs[0] and not given and isinstance(saved.weight, MXTensor) else None
     return Product(out, kept, blocks, saved.amax if needs[0] else None)
@@ -83,13 +76,10 @@ def forward(
 class BackwardInput(Operands):
     """Operands of backward.
 
-    Attributes:
-        a: (M, K), as forward saved it; None if dw is not wanted.
-        offs: (G,) int32 or None.
-        w: the weight, plain, quantized or frozen, or a tuple of weights; None if da is not wanted.
-        amax: (G, K) amax of w's columns, or None.
-        dys: the incoming gradient of each weight, (M, N of the weight).
-        main_grads: fp32, or None, for each weight.
+    a: (M, K), as forward saved it; None if dw is not wanted.
+    w: the weight, plain, quantized or frozen, or a tuple of weights; None if da is not wanted.
+    amax: (G, K) amax of w's columns, or None.
+    dys, main_grads: the incoming gradient (M, N), and fp32 or None, of each weight.
     """
 
     a: Any
@@ -112,14 +102,12 @@ class ProductGradients(NamedTuple):
 def backward(
     given: BackwardInput,
     *,
-    recipe: Recipe,
-    backend: Backend,
+    how: How,
     wanted: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
-    scale: float,
     quantized: bool,
     widths: tuple[int, ...],
-    transposed: bool = False,
+    transposed: bool,
 ) -> ProductGradients:
     """Compute the gradients of a and w. Drops the references to a and dys in `given`, so that they may be freed.
 
@@ -127,11 +115,11 @@ def backward(
         wanted: (True to compute da, True to compute dw). A gradient that is not wanted is None. dw is also None if all
             of it was added to main_grads.
         dtypes: (dtype of da, dtype of dw).
-        scale: factor for dw.
         quantized: True if dys is one tensor for all weights, joined and quantized by an earlier call.
         widths: N of each weight.
         transposed: as for `Backend.wgrad`, if there is one weight.
     """
+    recipe, backend, scale = how.recipe, how.backend, how.wgrad_scale
     a, offs, dys, main_grads = given.a, given.offs, given.dys, given.main_grads
     given.release("a", "dys")
     da = dw = None
@@ -156,8 +144,8 @@ def backward(
         operands = backend.prepare_wgrad(qdata, a, offs, recipe)
         del a
         if len(widths) == 1:
-            how: dict[str, Any] = {"accumulate_into": main_grads[0], "transposed": transposed}
-            dw = backend.wgrad(operands, offs, out_dtype=dtypes[1], scale=scale, **how)
+            where: dict[str, Any] = {"accumulate_into": main_grads[0], "transposed": transposed}
+            dw = backend.wgrad(operands, offs, out_dtype=dtypes[1], scale=scale, **where)
         else:
             added = [main_grad is not None for main_grad in main_grads]
             dw = backend.wgrad(operands, offs, out_dtype=torch.float32 if any(added) else dtypes[1], scale=scale)
@@ -184,96 +172,68 @@ def joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
 
 
 class SavedProduct(NamedTuple):
-    """Result of `run_forward`.
+    """Result of `run_forward`: out, a and amax as in Product.
 
-    out: (M, N).
-    a: (M, K) for wgrad, or None.
     ws: tuple of weights for dgrad, or of one weight that is already quantized in 2-D blocks.
-    amax: (G, K) amax of the weights' columns, or None.
     """
 
     out: Tensor
     a: Any
-    ws: Any
+    ws: tuple[Any, ...]
     amax: Tensor | None
 
 
 def run_forward(
-    a: Any,
-    ws: Sequence[Tensor],
-    bias: Tensor | None,
-    offs: Tensor | None,
-    recipe: Recipe,
-    backend: Backend,
-    out_dtype: torch.dtype,
-    needs: tuple[bool, bool],
+    a: Any, ws: Sequence[Any], bias: Tensor | None, offs: Tensor | None, how: How, needs: tuple[bool, bool]
 ) -> SavedProduct:
     """Run `forward`, with the quantized weight that `quantize_weights_once` holds, if there is one."""
     whole, saved = join_parts(ws), None
     w: Any = whole
-    if is_held(whole, recipe):
-        w, saved = rowwise_and_saved(whole, recipe, backend, dgrad=needs[0])
-    how: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype, "needs": needs}
-    made: Product = forward(as_parts(a), as_parts(w), bias, offs, **how)
+    if is_held(whole, how.recipe):
+        w, saved = rowwise_and_saved(whole, how.recipe, how.backend, dgrad=needs[0])
+    made: Product = forward(as_parts(a), as_parts(w), bias, offs, how=how, needs=needs)
     if saved is not None:
         return SavedProduct(made.out, made.a, weight_parts(saved.weight), saved.amax)
     return SavedProduct(made.out, made.a, tuple(ws) if made.blocks is None else (made.blocks,), made.amax)
 
 
-def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, recipe: Recipe, backend: Backend) -> tuple[Any, Any]:
-    """(weight, amax) for `backward`: the weight quantized for dgrad and None if `quantize_weights_once` holds weights.
-
-    Otherwise the saved weights and their amax, unchanged."""
+def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, how: How) -> tuple[Any, Any]:
+    """(weight, amax) for `backward`; the weight is quantized for dgrad if `quantize_weights_once` holds it."""
     whole = join_parts(ws)
-    if isinstance(ws[0], Tensor) and is_held(whole, recipe):
-        return as_parts(SavedWeight(whole, amax).colwise(recipe, backend)), None
+    if isinstance(ws[0], Tensor) and is_held(whole, how.recipe):
+        return as_parts(SavedWeight(whole, amax).colwise(how.recipe, how.backend)), None
     return whole, amax
 
 
-def is_known_by_name(a: Tensor, recipe: Recipe, backend: Backend) -> bool:
+def is_known_by_name(a: Tensor, how: How) -> bool:
     """True if `product` may be called: a is plain, wgrad uses qdata, and recipe and backend can be found by name."""
-    named = recipe.fmt == E4M3 and BACKENDS.get(backend.name) is backend
+    recipe = how.recipe
+    named = recipe.fmt == E4M3 and BACKENDS.get(how.backend.name) is how.backend
     return named and recipe.scaling != "none" and recipe.wgrad == "mx" and not isinstance(a, MXTensor)
 
 
-def product(
-    a: Tensor,
-    ws: Sequence[Tensor],
-    bias: Tensor | None,
-    offs: Tensor | None,
-    recipe: Recipe,
-    backend: Backend,
-    out_dtype: torch.dtype,
-    wgrad_scale: float,
-) -> Any:
+def product(a: Tensor, ws: Sequence[Any], bias: Tensor | None, offs: Tensor | None, how: How) -> Any:
     """Compute what `multiply` does, through the op for torch.compile. `is_known_by_name` must be True."""
     needs = [a.requires_grad, any(w.requires_grad for w in ws), bias is not None and bias.requires_grad]
     needs = [need and torch.is_grad_enabled() for need in needs]
-    out = forward_op(a, [*ws], bias, offs, recipe.name, backend.name, out_dtype, wgrad_scale, needs)[0]
+    out = forward_op(a, [*ws], bias, offs, how.recipe.name, how.backend.name, how.out_dtype, how.wgrad_scale, needs)[0]
     return out if len(ws) == 1 else out.split([w.shape[-2] for w in ws], 1)
 
 
 def _forward(
-    a: Tensor,
-    ws: list[Tensor],
-    bias: Tensor | None,
-    offs: Tensor | None,
-    recipe: str,
-    backend: str,
-    out_dtype: torch.dtype,
-    wgrad_scale: float,
-    needs: list[bool],
-) -> list[Tensor]:
-    """Returns [out (M, N), qdata of a, scales of a, qdata of w, scales of w, amax of w's columns].
+    a: Tensor, ws: list[Tensor], bias: Tensor | None, offs: Tensor | None, recipe: str, backend: str,
+    out_dtype: torch.dtype, wgrad_scale: float, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Returns [out (M, N), qdata and scales of a, those of w if it has 2-D blocks, amax of w's columns].
 
-    qdata and scales of w are returned only if w has 2-D blocks. Missing tensors are 0-d.
+    Missing tensors are 0-d.
     """
-    how = Recipe.named(recipe), select(backend, a.device)
+    how = How(Recipe.named(recipe), select(backend, a.device), out_dtype)
     with torch.no_grad():
         ws = _grouped(ws)
-        out, rows, w, amax = run_forward(a, ws, bias, offs, *how, out_dtype, (needs[0], needs[1]))
+        out, rows, w, amax = run_forward(a, ws, bias, offs, how, (needs[0], needs[1]))
         saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
-        if is_held(join_parts(ws), how[0]):  # copy held tensors, because a compiled graph may overwrite outputs
+        if is_held(join_parts(ws), how.recipe):  # copy held tensors, because a compiled graph may overwrite outputs
             saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
     return [out, *(a.new_empty(()) if x is None else x for x in saved)]
 
@@ -284,16 +244,9 @@ forward_op.register_fake(_forward)  # the function itself: fake tensors are neve
 
 @torch.library.custom_op("mxep::product_backward", mutates_args=())
 def backward_op(
-    dy: Tensor,
-    saved: list[Tensor],
-    ws: list[Tensor],
-    offs: Tensor | None,
-    recipe: str,
-    backend: str,
-    dtype: torch.dtype,
-    wgrad_scale: float,
-    needs: list[bool],
-) -> list[Tensor]:
+    dy: Tensor, saved: list[Tensor], ws: list[Tensor], offs: Tensor | None, recipe: str, backend: str,
+    dtype: torch.dtype, wgrad_scale: float, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
     """Returns [da (M, K) in dtype, dw (G, N, K)]. A gradient that `needs` excludes is left out of the list."""
     ws = _grouped(ws)
     qdata, scale, w_qdata, w_scale, amax = (x if x.dim() else None for x in saved)
@@ -303,16 +256,14 @@ def backward_op(
     found: list[Any] = ws
     if w_qdata is not None and w_scale is not None:
         found = [MXParts(w_qdata, w_scale, None, (-2, -1), BLOCK, ws[0].dtype)]
-    how, want = (Recipe.named(recipe), select(backend, dy.device)), (needs[0], needs[1])
+    how = How(Recipe.named(recipe), select(backend, dy.device), dtype, wgrad_scale)
     with torch.no_grad():
-        w, amax = colwise_if_held(found, amax, *how) if needs[0] else (None, None)
+        w, amax = colwise_if_held(found, amax, how) if needs[0] else (None, None)
         da, dw, _ = backward(
             BackwardInput(rows, offs, w, amax, (dy,), (None,)),
-            recipe=how[0],
-            backend=how[1],
-            wanted=want,
+            how=how,
+            wanted=(needs[0], needs[1]),
             dtypes=(dtype, ws[0].dtype),
-            scale=wgrad_scale,
             quantized=False,
             widths=(dy.shape[1],),
             transposed=len(ws) == 1 and is_transposed(ws[0]),
@@ -394,10 +345,7 @@ def graph_is_retained() -> bool:
 
 @dataclass(frozen=True)
 class SavedOperands:
-    """Operands of the weight gradient that one backward pass kept for a later one with the same incoming gradients.
-
-    dys: the incoming gradients. versions: their version counters when they were kept. operands: the kept operands.
-    """
+    """Operands of the weight gradient that one backward pass kept for a later one with the same gradients dys."""
 
     dys: tuple[Tensor, ...]
     versions: tuple[int, ...]

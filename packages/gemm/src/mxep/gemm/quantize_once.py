@@ -41,10 +41,9 @@ Weight = Tensor | tuple[Tensor, ...]
 
 
 class SavedWeight(NamedTuple):
-    """What forward saves of a weight. Backward quantizes it colwise from this, so colwise qdata need not be saved.
+    """What forward saves of a weight, so that backward can quantize it colwise.
 
-    weight: the weight or its parts. If the recipe has 2-D blocks, the quantized weight, which dgrad uses as it is.
-    amax: (G, K) amax of the weight's columns, or None.
+    weight: the weight or its parts, or the quantized weight if it has 2-D blocks. amax: (G, K) of its columns, or None.
     """
 
     weight: Any
@@ -61,10 +60,7 @@ class SavedWeight(NamedTuple):
 def rowwise_and_saved(
     w: Weight | FrozenWeight, recipe: Recipe, backend: Backend, *, dgrad: bool
 ) -> tuple[Any, SavedWeight]:
-    """Return (w quantized for forward, what to save for backward). A frozen w is returned as it is.
-
-    dgrad: True if backward will need w, to compute the input's gradient.
-    """
+    """(w quantized for forward, what to save for backward). A frozen w stays as it is. dgrad: backward needs w."""
     if isinstance(w, FrozenWeight):
         return w, SavedWeight(w, None)
     # A weight that quantize_weights_once holds serves other calls, too, which may need dgrad.
@@ -81,31 +77,24 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
                 model(x).sum().backward()
         optimizer.step()
 
-    The context covers the whole process: every `grouped_mm`, MoE layer and converted module uses its cache, on all
-    threads (including autograd's) and streams. Nested contexts share one cache, which is freed when the last of them
-    closes. Open the context outside of compiled code.
+    The context covers the whole process: every `grouped_mm`, MoE layer and converted module, on all threads and
+    streams. Nested contexts share one cache. Open the context outside of compiled code.
 
-    Weights must not change while the context is open. RuntimeError is raised if a torch optimizer steps. It is also
-    raised at the next use of a weight whose values were changed in place. To find out, a weight that was written to is
-    quantized again and compared, which waits for the device. PEFT causes such comparisons: it adds adapters to experts'
-    weights and restores them. Writes that do not increase the tensor's version counter are not noticed: through
-    `.data`, raw pointers, a replayed CUDA graph, or `torch._foreach_...` functions of DTensors.
+    Weights must not change while the context is open. RuntimeError is raised if a torch optimizer steps, and at the
+    next use of a weight whose values were changed in place. To find out, a weight that was written to (as by PEFT,
+    which restores it) is quantized again and compared, which waits for the device. Writes that do not increase the
+    tensor's version counter are not noticed: through `.data`, raw pointers, a replayed CUDA graph, or
+    `torch._foreach_...` functions of DTensors.
 
     Memory: one byte per element rowwise, another colwise, and scales. Under FSDP2 these are all gathered weights.
 
-    A weight is identified by its memory, so views of it share its quantization. If the parameter gets other memory
-    (`.data =`, `.to()`), it counts as another weight. These weights are quantized at each call nevertheless:
-
-    - weights that forward casts, because each cast makes a new tensor;
-    - tensor subclasses;
-    - weights under torch.compile's mode="reduce-overhead";
-    - weights of GEMMs that torch.compile traces: with a bf16 weight gradient in the recipe, with `main_grad`, or on a
-      custom backend. Other compiled GEMMs and MoE layers share quantizations as eager ones do.
+    A weight is identified by its memory, so views of it share its quantization. These are quantized at each call
+    nevertheless: weights that forward casts, tensor subclasses, weights under torch.compile's mode="reduce-overhead",
+    and those of GEMMs that torch.compile traces (wgrad "bf16", `main_grad`, or a custom backend).
 
     CUDA graphs: qdata made during a capture are used only during captures, and each replay computes them again. Open
-    the context within one capture, or around the captures of all micro-batches of a step. The qdata then lie in the
-    memory pool of the graph that quantizes. That graph must be kept, and replayed before the others. After closing the
-    context, nothing else may be captured into that pool.
+    the context within one capture, or around the captures of all micro-batches of a step. The graph that quantizes must
+    be kept, and replayed before the others. Capture nothing else into its memory pool after closing the context.
     """
     global _open
     with _lock:
@@ -138,19 +127,6 @@ def quantize_weights_once_a_step() -> "QuantizedOnce":
         return _open
 
 
-def quantize_after_step(optimizer: torch.optim.Optimizer) -> "QuantizedOnce":
-    """Open `quantize_weights_once_a_step`, and quantize the optimizer's weights right after each of its steps.
-
-    So from the second step on no micro-batch has to quantize. After a step, the weights that were used since the
-    previous step are quantized, each rowwise, and colwise if it was used so. If a weight does not lie in the
-    optimizer's memory, as when FSDP2 gathers it, it is quantized at its next use instead. With several optimizers, pass
-    the one that steps last. The result's `close()` ends this.
-    """
-    once = quantize_weights_once_a_step()
-    once._optimizers.add(optimizer)
-    return once
-
-
 class QuantizedOnce:
     """Cache of an open `quantize_weights_once`. quantizations: number of quantizations so far."""
 
@@ -161,9 +137,7 @@ class QuantizedOnce:
         self._stepping = False  # True during an optimizer's step: its closures see weights change
         self._held: dict[tuple[Any, ...], _Held] = {}
         self._remembered: dict[tuple[Any, ...], _Remembered] = {}
-        self._used: dict[tuple[Any, ...], _Used] = {}  # weights used since the last step
         self._versions = WeakIdKeyDictionary()  # versions of DTensors at their last use
-        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers to quantize weights for
         self._hooks = [register_optimizer_step_pre_hook(_before_step)]
         if steps:
             self._hooks.append(register_optimizer_step_post_hook(self._after_step))
@@ -193,7 +167,7 @@ class QuantizedOnce:
                 stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
                 # No event during a capture: another capture could not wait for it.
                 event = None if stream is None or capturing else stream.record_event()
-                held = self._held[key] = _Held(made, places, storages, version, recipe, backend, stream, event)
+                held = self._held[key] = _Held(made, storages, version, backend, stream, event)
                 self.quantizations += 1
         held.wait()
         if held.version != version:
@@ -210,36 +184,16 @@ class QuantizedOnce:
         return held.made
 
     def _forget(self) -> None:
-        """Clear the cache, before and after a step. `_used` lists what `_after_step` shall quantize again."""
-        for (quantize, *_), held in self._held.items() if self._optimizers else ():
-            key = held.places, held.recipe, id(held.backend)
-            used = self._used.setdefault(key, _Used(held.places, held.recipe, held.backend))
-            used.colwise |= quantize is quantize_colwise
         self._held.clear()
         self._remembered.clear()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         with _lock:
             self._stepping = False
             self._forget()  # the step's closures may have quantized weights that changed afterwards
-        if optimizer not in self._optimizers:
-            return
-        own: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in own:
-            if p in self._versions:
-                see_writes(p)  # the step's, which are in what is quantized here
-        local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in own]
-        storages = {x.untyped_storage()._cdata: x for x in local}
-        used, self._used = self._used, {}
-        for each in used.values():
-            if all(storage in storages for storage, *_ in each.places):
-                parts = [storages[at].as_strided(shape, stride, offset) for at, offset, shape, stride, _ in each.places]
-                _, saved = rowwise_and_saved(join_parts(parts), each.recipe, each.backend, dgrad=each.colwise)
-                if each.colwise:
-                    saved.colwise(each.recipe, each.backend)
 
     def close(self) -> None:
-        """End `quantize_weights_once_a_step` or `quantize_after_step`. A second call does nothing."""
+        """End `quantize_weights_once_a_step`. A second call does nothing."""
         global _open
         with _lock:
             if not self._steps:
@@ -253,10 +207,7 @@ class QuantizedOnce:
     def _close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._held.clear()
-        self._remembered.clear()
-        self._used.clear()
-        self._optimizers.clear()
+        self._forget()
 
 
 _lock = threading.RLock()
@@ -270,31 +221,16 @@ def _made(quantize: Replayed, w: Weight, *, amax: Tensor | None = None, **how: A
 
 
 @dataclass
-class _Used:
-    """A weight that was quantized since the last step.
-
-    places: (storage, offset, shape, stride, dtype) of each part. colwise: True if also quantized colwise.
-    """
-
-    places: tuple[Any, ...]
-    recipe: Recipe
-    backend: Backend
-    colwise: bool = False
-
-
-@dataclass
 class _Held:
     """Cache entry of a weight.
 
-    made: the quantized weight. places: as in _Used. storages: of its parts. version: version counters of its parts.
-    backend: kept alive, because the entry's key contains its id. stream: that made it. event: recorded after that.
+    made: the quantized weight. storages, version: of its parts. stream: that made it. event: recorded after that.
+    backend: kept alive, because the entry's key contains its id.
     """
 
     made: Any
-    places: tuple[Any, ...]
     storages: list[StorageWeakRef]
     version: list[int | None]
-    recipe: Recipe
     backend: Backend
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None
@@ -330,10 +266,9 @@ def is_held(w: Weight | FrozenWeight, recipe: Recipe) -> bool:
 
 
 class _Remembered(NamedTuple):
-    """A result of `remembered`.
+    """A result of `remembered`, of these weights in this state: (storage, offset, version) of each.
 
-    weights: the tensors it was made of. storages: theirs; weak references keep a storage's number from being reused.
-    state: for each tensor the number of its storage, its offset there, and its version counter.
+    Weak references to storages keep their numbers from being reused.
     """
 
     made: Any
@@ -456,8 +391,7 @@ def quantize_colwise(w: Weight, amax: Tensor | None = None, *, recipe: Recipe, b
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:
     """True if parts are quantized before they are joined.
 
-    False if the parts are stored (G, K, N), because a column then lies in memory like a row. Also False if weights are
-    rounded before, and for custom backends that override quantization.
+    Not if they are stored (G, K, N), are rounded before, or if a custom backend overrides quantization.
     """
     if recipe.scaling == "none" or recipe.weight_rounding != "none":
         return False

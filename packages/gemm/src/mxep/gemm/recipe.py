@@ -41,14 +41,15 @@ GROUP_ALIGNMENT: Final[dict[str, int]] = {"none": 1, "row": 16, "mx": BLOCK}
 """For each scaling, the number of which K, N and every group's number of rows must be multiples."""
 
 _BASES: Final[dict[str, Scaling]] = {"bf16": "none", "fp8": "row", "mxfp8": "mx"}
-_CHANGES: Final[dict[str, dict[str, Any]]] = {
-    "e5m2": {"grad_fmt": E5M2},
-    "32x32": {"weight_block": "32x32"},
-    "mxfp4_weights": {"weight_rounding": "mxfp4"},
-    "wgrad_bf16": {"wgrad": "bf16"},
-    "gate_up_fp8": {"saved_gate_up": "fp8"},
-    **{str(mode): {"mode": mode} for mode in ScaleMode if mode != ScaleMode.RCEIL},
+_CHANGES: Final[dict[str, tuple[str, Any]]] = {
+    "e5m2": ("grad_fmt", E5M2),
+    "32x32": ("weight_block", "32x32"),
+    "mxfp4_weights": ("weight_rounding", "mxfp4"),
+    "wgrad_bf16": ("wgrad", "bf16"),
+    "gate_up_fp8": ("saved_gate_up", "fp8"),
+    "floor": ("mode", ScaleMode.FLOOR),
 }
+"""Suffixes of recipes' names, in their order: the field that each sets, and its value."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,8 @@ class Recipe:
     def named(name: "Recipe | str") -> "Recipe":
         """Return the recipe called `name`, such as "mxfp8_e5m2_wgrad_bf16". A Recipe is returned as it is.
 
-        A name is bf16, fp8 or mxfp8. After fp8 and mxfp8, these suffixes may follow, in this order:
-
-            e5m2                          grad_fmt E5M2
-            32x32 or mxfp4_weights        weight_block or weight_rounding, for mxfp8 only
-            wgrad_bf16                    wgrad
-            gate_up_fp8                   saved_gate_up
-            floor, ceil or even           mode
-
+        A name is bf16, fp8 or mxfp8. After fp8 and mxfp8, e5m2, 32x32 or mxfp4_weights (mxfp8 only), wgrad_bf16,
+        gate_up_fp8 and floor may follow, in this order.
         Raises ValueError for any other name. The message lists these suffixes.
         """
         if isinstance(name, Recipe):
@@ -139,7 +134,7 @@ class Recipe:
             changes = ", ".join(f"_{change}" for change in _CHANGES)
             raise ValueError(
                 f"recipe: got {name!r}, want {', '.join(_BASES)}; after fp8 and mxfp8 also {changes} (in this order, "
-                f"one of the last three, 32x32 or mxfp4_weights after mxfp8 alone), as in 'mxfp8_e5m2'{meant}"
+                f"one of 32x32 or mxfp4_weights after mxfp8 alone), as in 'mxfp8_e5m2'{meant}"
             )
         return _NAMED[name]
 
@@ -147,8 +142,7 @@ class Recipe:
     def name(self) -> str:
         """The name by which `named` finds this recipe. It identifies the recipe only if fmt is E4M3."""
         base = next(base for base, scaling in _BASES.items() if scaling == self.scaling)
-        changes = (c for c, fields in _CHANGES.items() if all(getattr(self, f) == v for f, v in fields.items()))
-        return "_".join((base, *changes))
+        return "_".join((base, *(c for c, (field, value) in _CHANGES.items() if getattr(self, field) == value)))
 
     @property
     def group_alignment(self) -> int:
@@ -204,12 +198,10 @@ class Recipe:
 def _all() -> Iterator[Recipe]:
     yield Recipe.bf16()
     scalings: tuple[Scaling, ...] = "row", "mx"
-    for scaling, count in itertools.product(scalings, range(6)):
-        for changes in itertools.combinations(_CHANGES.items(), count):
-            fields = [field for _, change in changes for field in change.items()]
-            of_mx = sum(name in ("weight_block", "weight_rounding") for name, _ in fields)
-            if len(dict(fields)) == len(fields) and of_mx <= (scaling == "mx"):
-                yield Recipe(scaling, **dict(fields))
+    for scaling, count in itertools.product(scalings, range(len(_CHANGES))):
+        for changes in itertools.combinations(_CHANGES.values(), count):
+            if sum(name in ("weight_block", "weight_rounding") for name, _ in changes) <= (scaling == "mx"):
+                yield Recipe(scaling, **dict(changes))
 
 
 _NAMED: Final = {recipe.name: recipe for recipe in _all()}  # made at import: code under torch.compile cannot make one
@@ -305,15 +297,9 @@ def check_plain(**operands: object) -> None:
 
 
 def check_operands(
-    a: Tensor,
-    w: Tensor | FrozenWeight,
-    offs: Tensor,
-    *,
-    recipe: Recipe,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    a: Tensor, w: Tensor | FrozenWeight, offs: Tensor, *, recipe: Recipe, bias: Tensor | None, out_dtype: torch.dtype,
     main_grad: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Check shapes, dtypes, devices and alignment of `grouped_mm`'s operands. On CPU also check the values of offs."""
     check_plain(a=a, offs=offs, w=w)
     if a.dim() != 2 or len(w.shape) != 3 or a.shape[1] != w.shape[2]:
@@ -338,15 +324,9 @@ def check_operands(
 
 
 def check_linear(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    *,
-    recipe: Recipe,
-    out_dtype: torch.dtype,
-    main_grad: Tensor | None,
+    x: Tensor, w: Tensor, bias: Tensor | None, *, recipe: Recipe, out_dtype: torch.dtype, main_grad: Tensor | None,
     rowwise: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Check the operands of a linear: x (..., K), w (N, K), bias (N,).
 
     rowwise: True if x may also be an MXTensor with one scale per row, although the recipe has scaling "mx".
@@ -361,17 +341,7 @@ def check_linear(
 def _check_parameters(
     a: Tensor, w: Tensor | FrozenWeight, bias: Tensor | None, recipe: Recipe, main_grad: Tensor | None
 ) -> None:
-    if isinstance(w, FrozenWeight):
-        if main_grad is not None:
-            got = tuple(main_grad.shape)
-            raise ValueError(f"main_grad: expected none for a frozen weight, got {got}: leave it out")
-        if w.device != a.device:
-            raise ValueError(f"w: got device {w.device}, want {a.device}, where a is")
-        if any(size % recipe.group_alignment for size in w.shape[1:]):
-            least = recipe.group_alignment
-            raise ValueError(f"w: expected sizes in multiples of {least} for the recipe, got {tuple(w.shape[1:])}")
-    else:
-        check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
+    check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
     if bias is not None and (bias.shape != w.shape[:-1] or not bias.is_floating_point()):
         wanted = f"{'(G, N)' if len(w.shape) == 3 else '(N,)'} = {tuple(w.shape[:-1])}"
         raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point {wanted}")
@@ -379,12 +349,18 @@ def _check_parameters(
         raise ValueError(f"bias: got device {bias.device}, want {a.device}, where the rows are")
 
 
-def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w") -> None:
+def check_weight(
+    w: Tensor | FrozenWeight, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w"
+) -> None:
     """Check a weight (G, N, K) or (N, K), and its main_grad, by themselves. device: where the GEMM runs."""
-    if w.numel() == 0:
+    if w.shape.numel() == 0:
         raise ValueError(f"{name}: got shape {tuple(w.shape)}, want (G, N, K), at least one group, output and input")
     floats = _floats(recipe)
-    if isinstance(w, MXTensor) or w.dtype not in floats:
+    if isinstance(w, FrozenWeight):
+        if main_grad is not None:
+            shape = tuple(main_grad.shape)
+            raise ValueError(f"main_grad: expected none for a frozen weight, got {shape}: leave it out")
+    elif isinstance(w, MXTensor) or w.dtype not in floats:
         raise ValueError(
             f"{name}: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it, once "
             "for several calls within quantize_weights_once()"

@@ -6,16 +6,14 @@ fp32_linear runs on bf16 tensor cores. It has fp32 accuracy, because logits deci
     backward dx (T, D) bf16  = dy w
              dw (E, D)       = dy^T x
 
-Each of the three is one kernel. It splits fp32 operands into sums of bf16 numbers (`kernels.router_ops`). Forward saves
-only x and w. torch's fp32 GEMM would run outside the tensor cores, on an fp32 copy of x.
-
-top_k chooses a token's experts, and computes their weights from the token's logits.
+Each of the three is one kernel. It splits fp32 operands into sums of bf16 numbers (`kernels.router_ops`). torch's fp32
+GEMM would run outside the tensor cores, on an fp32 copy of x.
 
     logits (T, E) -> scores (softmax or sigmoid) -> the K best -> their scores, divided by their sum
                      or choice -----------------^
 
 On CUDA, top_k has one forward kernel and one backward kernel. Forward saves the chosen experts' ids, weights and
-logits, (T, K) each. The logits of all experts are not saved.
+logits, (T, K) each.
 
 T tokens, D in features, E out features or experts, K experts per token.
 """

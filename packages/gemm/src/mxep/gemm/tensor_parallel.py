@@ -45,25 +45,6 @@ class QuantizedColwiseParallel(ColwiseParallel):
         self.desired_input_layouts: Any = (input_layouts,)
 
 
-def check_shards(name: str, w: Any, recipe: Recipe | str) -> None:
-    """Raise ValueError, on every rank, if any rank's shard of w (N, K), a DTensor, does not fit the recipe.
-
-    "auto" fits every shard. Only the last mesh dimension is checked, which is tensor parallelism's. Dimensions before
-    it are FSDP's, which gathers shards before a GEMM.
-    """
-    if recipe == AUTO:
-        return
-    recipe = Recipe.named(recipe)
-    placement, ranks = w.placements[-1], w.device_mesh.size(w.device_mesh.ndim - 1)
-    if type(placement) is Shard and (shard := _misfit(w.shape[placement.dim], ranks, recipe)):
-        axis = ("N", "K")[placement.dim]
-        raise ValueError(
-            f"{name}: {axis}: got {shard}, want a multiple of {recipe.group_alignment} for recipe {recipe.name}, of "
-            f"the {w.shape[placement.dim]} features of {ranks} ranks on each: use fewer ranks, or leave this linear "
-            "unconverted (filter)"
-        )
-
-
 def _misfit(features: int, ranks: int, recipe: Recipe) -> int:
     """Number of features of the first shard that does not fit the recipe's alignment; 0 if all shards fit."""
     first = -(-features // ranks)  # as torch.chunk shares them out
@@ -103,7 +84,13 @@ def sharded_linear(
     if recipe == AUTO and weight.is_shard() and _misfit(w.shape[weight.dim], mesh.size(), Recipe.mxfp8()):
         recipe = Recipe.bf16()
     options["recipe"] = recipe = recipe_for(recipe, x, w.shape[0])  # by global sizes, so that all ranks agree
-    check_shards("w", w, recipe)
+    if weight.is_shard() and (shard := _misfit(w.shape[weight.dim], mesh.size(), recipe)):
+        axis, features = "NK"[weight.dim], w.shape[weight.dim]
+        raise ValueError(
+            f"w: {axis}: got {shard}, want a multiple of {recipe.group_alignment} for recipe {recipe.name}, of the "
+            f"{features} features of {mesh.size()} ranks on each: use fewer ranks, or leave this linear unconverted "
+            "(filter)"
+        )
     last = x.dim() - 1
     given = x.placements[0]
     if type(given) is Shard:
@@ -145,7 +132,7 @@ def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | N
 
 
 def _whole(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> DTensor:
-    """Make a DTensor of `shape` from each rank's part. from_local infers a shape, wrongly if parts are uneven."""
+    """Make a DTensor of `shape` from each rank's part. from_local infers a wrong shape of uneven parts."""
     sizes: dict[str, Any] = {}
     if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
         stride = torch.empty(shape, device="meta", dtype=local.dtype).stride()

@@ -4,19 +4,27 @@ import importlib.metadata
 
 from mxep.quant.activation import SwiGLU
 from mxep.quant.block_fp8 import BlockFP8, quantize_blocks, rescale_blocks
-from mxep.quant.checks import Axis
 from mxep.quant.fold import (
     FoldStats,
     WgradOperands,
     column_scales,
     fold,
     fold_for_dgrad,
-    fold_for_dgrad_with_stats,
     fold_for_wgrad,
     fold_with_stats,
 )
 from mxep.quant.formats import BLOCK, E2M1, E4M3, E5M2, MXFormat, ScaleMode, format_of
-from mxep.quant.groups import PaddedGroups, group_of_rows, group_sums, pad_groups, split_ends, unpad_groups, valid_rows
+from mxep.quant.groups import (
+    PaddedGroups,
+    gather_swizzled,
+    group_of_rows,
+    group_sums,
+    pad_groups,
+    split_ends,
+    swizzle_scales,
+    unpad_groups,
+    valid_rows,
+)
 from mxep.quant.quantize import (
     quantize,
     quantize_columns_with_amax,
@@ -26,8 +34,8 @@ from mxep.quant.quantize import (
     scale_columns,
     to_mxfp8,
 )
+from mxep.quant.shapes import Axis
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
-from mxep.quant.swizzle import gather_swizzled, swizzle_scales
 from mxep.quant.tensor import MXParts, MXTensor
 
 try:
@@ -53,7 +61,6 @@ __all__ = [
     "column_scales",
     "fold",
     "fold_for_dgrad",
-    "fold_for_dgrad_with_stats",
     "fold_for_wgrad",
     "fold_with_stats",
     "format_of",

@@ -10,16 +10,14 @@ rows. Block size (1, K) is row-scaled FP8. Block size (N, K) is one scale per ma
 Plain torch on any device. `mxep.quant.to_mxfp8` converts block FP8 to an MXTensor if all scales are powers of two.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxep.quant.checks import VALUE_DTYPES, check_values
 from mxep.quant.formats import E4M3, NAN_SCALE, SCALE_DTYPE, ScaleMode, power_of_two, scale_of_amax
 from mxep.quant.ops import NAN_ELEMENT, values_of
+from mxep.quant.shapes import VALUE_DTYPES, check_values
 
 BlockShape = tuple[int, int]
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, SCALE_DTYPE)
@@ -89,20 +87,6 @@ class BlockFP8:
         """The scales as e8m0 if each is NaN or a power of two that e8m0 can represent, else None."""
         return exponents_of(self.scale)
 
-    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "BlockFP8"], tuple[Any, ...]]:
-        # Saved as bytes, because torch cannot load its own pickles of 8-bit floats.
-        scale = self.scale.view(torch.uint8) if self.scale.dtype == SCALE_DTYPE else self.scale
-        return rebuild_block_fp8, (self.qdata.view(torch.uint8), scale, self.block_size)
-
-
-def rebuild_block_fp8(qdata: Tensor, scale: Tensor, block_size: BlockShape) -> BlockFP8:
-    """Rebuild a saved BlockFP8, called by `torch.load(weights_only=True)`. Raises ValueError for invalid parts."""
-    scale = scale.view(SCALE_DTYPE) if scale.dtype == torch.uint8 else scale
-    return BlockFP8(qdata.view(E4M3.dtype), scale, block_size)
-
-
-torch.serialization.add_safe_globals([rebuild_block_fp8])
-
 
 def exponents_of(scale: Tensor) -> Tensor | None:
     """`BlockFP8.scale_exponents` of a tensor of scales."""
@@ -155,9 +139,8 @@ def quantize_blocks(
 def rescale_blocks(x: BlockFP8) -> tuple[BlockFP8, Tensor]:
     """Quantize x a second time, in the same blocks, with power-of-two scales. Unlike x, the result can be folded.
 
-    Use it only where a GEMM cannot apply x's scales to its partial sums, because it loses accuracy. For random weights
-    the result has an SNR of 31.5 dB against x. Against the weights before quantization, x has 31.5 dB and the result
-    28.5 dB. If all scales of x are powers of two already, the elements do not change. No autograd.
+    Use it only where a GEMM cannot apply x's scales to its partial sums: random weights have an SNR of 31.5 dB in x,
+    and 28.5 dB in the result. If all scales of x are powers of two already, the elements do not change. No autograd.
 
     Returns:
         BlockFP8 with e8m0 scales.

@@ -14,13 +14,6 @@ Formats, with the names, dtypes and shapes of their stored tensors; X is the nam
     fp8_tensor  X.weight e4m3 (N, K)             X.weight_scale, one number                     E4M3 * scale
     plain       any tensor of bf16, fp16, fp32, fp64 or integers of 32 or 64 bits, without a scale
 
-Who writes these formats:
-
-    mxfp4                gpt-oss, compressed-tensors, DeepSeek-V4
-    mxfp8                MiniMax-M3, ModelOpt, compressed-tensors
-    fp8_block            DeepSeek-V3, Qwen3-FP8, MiniMax-M2, DeepSeek-V4's dense layers
-    fp8_row, fp8_tensor  compressed-tensors, ModelOpt
-
 A value is the element times the scale, even if the scale's name ends in "_inv".
 
 The format of a weight is decided by the names, dtypes and shapes of its tensors. config.json gives the block size and
@@ -91,8 +84,7 @@ class Header:
 class StoredWeight:
     """A weight of a checkpoint. Its bytes are read by `read`.
 
-    name: the stored tensor's name without an ending for packed data. For example "X.weight" for "X.weight_packed", and
-        "...experts.gate_up_proj" for gpt-oss's "...experts.gate_up_proj_blocks".
+    name: the stored tensor's name without an ending for packed data: "X.weight" for "X.weight_packed".
     format: "mxfp4", "mxfp8", "fp8_block", "fp8_row", "fp8_tensor" or "plain".
     shape: shape in elements; (..., N, K) if quantized.
     tensors: name of the stored tensor and, if quantized, name of its scale tensor.
@@ -319,11 +311,7 @@ def _quantized(checkpoint: QuantizedCheckpoint, name: str, scale_name: str) -> S
 def _blocks_of(
     shape: tuple[int, ...], scale: tuple[int, ...], declared: BlockShape | None
 ) -> tuple[str, BlockShape] | None:
-    """Find the fp8_* format from the shapes of a weight and its scale.
-
-    declared: (rows, columns) per scale as config.json gives them, or None.
-    Returns the format's name and its (rows, columns) per scale, or None if no format fits.
-    """
+    """Find the fp8_* format, and its (rows, columns) per scale, by shapes. declared: those of config.json, or None."""
     *experts, n, k = shape
 
     def fits(block: BlockShape) -> bool:

@@ -1,12 +1,5 @@
 """Code shared by the kernels of all packages: Triton device functions, and host functions for launchers.
 
-    scales   abs_bits -> scale_of_amax -> reciprocal   quantize; the same bits as `mxep.quant.formats`
-             power_of_two                              dequantize
-             shifted                                   fold; the same values as `mxep.quant.fold.shift_qdata`
-             half_of_e2m1                              decode MXFP4
-    groups   valid_rows, group_bounds                  row ranges of groups
-    host     rows_of, num_sms, on_hopper               for launchers
-
 In this file scales are int32, 0 to 255. Element formats are the Triton dtypes tl.float8e4nv (E4M3) and tl.float8e5
 (E5M2). Casts to them saturate, round to nearest even, and turn any NaN into 0x7f.
 
@@ -63,21 +56,14 @@ def scale_of_amax(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
     """Scale (int32) of a block. bits: `abs_bits` of its amax. DTYPE: dtype of the qdata; tl.uint8 means E2M1."""
     E4M3: tl.constexpr = DTYPE == tl.float8e4nv
     E2M1: tl.constexpr = DTYPE == tl.uint8
-    MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 2 if E2M1 else 15
     if MODE == "rceil":
         reciprocal_of_max: tl.constexpr = 1.0 / 448.0 if E4M3 else 1.0 / 6.0 if E2M1 else 1.0 / 57344.0
         ratio = (bits.to(tl.float32, bitcast=True) * reciprocal_of_max).to(tl.int32, bitcast=True)
         scale = tl.where(ratio <= _TWO_TO_MINUS_127, 0, (ratio + _MANTISSA) >> 23)
-    elif MODE == "floor":
-        scale = (bits >> 23) - MAX_EXPONENT
-    elif MODE == "ceil":
-        scale = ((bits + _MANTISSA) >> 23) - MAX_EXPONENT
     else:
-        tl.static_assert(MODE == "even")
-        half_an_ulp: tl.constexpr = 0x80000 if E4M3 else 0x200000 if E2M1 else 0x100000
-        scale = ((bits + half_an_ulp) >> 23) - MAX_EXPONENT
-    if MODE != "rceil":
-        scale = tl.maximum(scale, 0)
+        tl.static_assert(MODE == "floor")
+        MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 2 if E2M1 else 15
+        scale = tl.maximum((bits >> 23) - MAX_EXPONENT, 0)
     return tl.where(bits >= _INF, NAN_SCALE, scale)
 
 
@@ -103,15 +89,11 @@ def _half_power_of_two(exponent, is_nan):
 
 @triton.jit
 def shifted(qdata, shift, is_nan):
-    """qdata * 2**-shift in fp16. Cast to the format of qdata, the result equals `mxep.quant.fold.shift_qdata`.
+    """qdata (fp8) * 2**-shift in fp16, or NaN where is_nan. As fp8 it equals `mxep.quant.fold.shift_qdata`.
 
-    Args:
-        qdata: fp8.
-        shift: int32, not negative; broadcasts to qdata.
-        is_nan: bool; broadcasts to qdata. Where True, the result is NaN.
-    NaN and Inf of qdata become NaN. The product is exact unless it is so small that the cast to fp8 gives 0. Larger
-    products are above 2**-10 (E4M3) or 2**-17 (E5M2) and have 4 or 3 significant bits, so they are multiples of fp16's
-    smallest number, 2**-24.
+    shift: int32, not negative. NaN and Inf of qdata become NaN. The product is exact unless it is so small that the
+    cast to fp8 gives 0. Larger products are above 2**-10 (E4M3) or 2**-17 (E5M2) and have 4 or 3 significant bits, so
+    they are multiples of fp16's smallest number, 2**-24.
     """
     values = qdata.to(tl.float16)
     if qdata.dtype == tl.float8e4nv:

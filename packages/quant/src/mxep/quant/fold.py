@@ -80,15 +80,19 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from mxep.quant import e2m1
 from mxep.quant.block_fp8 import BlockFP8
-from mxep.quant.checks import BLOCKS_2D, check_block, check_byte_elements
-from mxep.quant.e2m1 import widen
 from mxep.quant.formats import BLOCK, E2M1, E4M3, NAN_SCALE, SCALE_DTYPE, power_of_two
 from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
-from mxep.quant.ops import NAN_ELEMENT, pick_mx, values_of
-from mxep.quant.quantize import to_mxfp8
-from mxep.quant.shapes import empty_rows, num_rows, padded_rows, picked_shape
+from mxep.quant.ops import HEADROOM, NAN_ELEMENT, pick_mx, values_of, widen
+from mxep.quant.shapes import (
+    BLOCKS_2D,
+    check_block,
+    check_byte_elements,
+    empty_rows,
+    num_rows,
+    padded_rows,
+    picked_shape,
+)
 from mxep.quant.tensor import MXTensor
 from mxep.runtime.op import op
 
@@ -200,13 +204,9 @@ def shift_qdata(qdata: Tensor, shift: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The valid rows, cut into blocks.
+    """The valid rows, cut into blocks. All tensors have the axes (..., row, block, element), some of length 1.
 
-    qdata:     (..., row, block, element) fp8.
-    scale:     (..., row, block, 1) int32.
-    counts:    (..., row, block, 1) bool, True for blocks that count for max_scale.
-    max_scale: (..., row, 1, 1) int32.
-    nan:       (..., row, 1, 1) bool, True for rows with a NaN block.
+    counts: True for blocks that count for max_scale. nan: True for rows with a NaN block.
     """
 
     qdata: Tensor
@@ -293,13 +293,16 @@ def column_scales(mx: MXTensor) -> Tensor:
     """Scale that `fold_for_dgrad` gives each 32 columns, (..., K/32) e8m0. 255 if a block of the 32 columns is NaN.
 
     mx: (..., N, K) with blocks of 32 along K and no row index. All qdata are read, in plain torch. For E2M1, the scales
-        are those of the same values in E4M3 (`mxep.quant.e2m1.widen`).
+        are those of the same values in E4M3 (`mxep.quant.ops.widen`).
     """
-    _check_blocks(mx)
+    if not isinstance(mx, MXTensor):
+        raise ValueError(f"fold_for_dgrad: expected an MXTensor, got a {type(mx).__name__}: quantize it")
+    if mx.axis != -1 or mx.block_size != BLOCK or mx.row_index is not None:
+        raise ValueError(f"fold_for_dgrad: expected blocks of {BLOCK} along K and no row index, got {mx}")
     scale, without_sign = mx.scale.view(torch.uint8), 0x7F7F7F7F7F7F7F7F
     nan = scale == NAN_SCALE
     if mx.qdata.dtype == E2M1.dtype:  # computed on packed qdata, because widening takes 36 bytes per element
-        scale = torch.where(nan, scale, scale.clamp(min=e2m1.HEADROOM) - e2m1.HEADROOM)
+        scale = torch.where(nan, scale, scale.clamp(min=HEADROOM) - HEADROOM)
         without_sign = 0x7777777777777777
     qdata = mx.qdata.view(torch.uint8).contiguous()
     words = (qdata if qdata.storage_offset() % 8 == 0 else qdata.clone()).view(torch.int64)
@@ -316,17 +319,12 @@ def column_scales(mx: MXTensor) -> Tensor:
     launcher="mxep.quant.kernels.fold:fold_columns",
 )
 def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
-    """Divide the values by their column's scale and round once.
+    """Divide the values by their column's scale, round once, and transpose. Returns (..., K, N) fp8.
 
-    Args:
-        qdata: (..., N, K) fp8, or (..., N, K/2) E2M1.
-        scale: (..., N, K/block) e8m0, with block elements per scale.
-        column_scale: (..., K/32) e8m0.
-    Returns:
-        (..., K, N) fp8.
+    qdata: (..., N, K) fp8, or (..., N, K/2) E2M1. scale: (..., N, K/block). column_scale: (..., K/32).
     """
     if qdata.dtype == E2M1.dtype:
-        qdata, scale = e2m1.widen(qdata, scale)
+        qdata, scale = widen(qdata, scale)
     by_column = column_scale.view(torch.uint8).int().repeat_interleave(BLOCK, -1).unsqueeze(-2)
     by_row = scale.view(torch.uint8).int().repeat_interleave(qdata.shape[-1] // scale.shape[-1], -1)
     exponent = (by_row - by_column).clamp(-flush_shift(qdata.dtype), 64)
@@ -334,27 +332,6 @@ def fold_columns(qdata: Tensor, scale: Tensor, column_scale: Tensor) -> Tensor:
     nan = (by_column == NAN_SCALE) | values_of(qdata).isfinite().logical_not()
     folded.view(torch.uint8).masked_fill_(nan, NAN_ELEMENT)
     return folded.mT.contiguous()
-
-
-def fold_for_dgrad_with_stats(mx: MXTensor) -> tuple[MXTensor, FoldStats]:
-    """`fold_for_dgrad`, and what it changes. `spread` and `exact` of the stats are (..., K/32), one per 32 columns."""
-    _, stats = fold_with_stats(_column_blocks(mx))
-    return fold_for_dgrad(mx), stats
-
-
-def _check_blocks(mx: MXTensor) -> None:
-    if not isinstance(mx, MXTensor):
-        raise ValueError(f"fold_for_dgrad: expected an MXTensor, got a {type(mx).__name__}: quantize it")
-    if mx.axis != -1 or mx.block_size != BLOCK or mx.row_index is not None:
-        raise ValueError(f"fold_for_dgrad: expected blocks of {BLOCK} along K and no row index, got {mx}")
-
-
-def _column_blocks(mx: MXTensor) -> MXTensor:
-    """Reshape mx (..., N, K) to (..., K/32, 32 * N). Row j holds block j of all N rows, in order."""
-    _check_blocks(mx)
-    mx = to_mxfp8(mx)
-    qdata = mx.qdata.view(torch.uint8).unflatten(-1, (-1, BLOCK)).transpose(-3, -2).flatten(-2)
-    return MXTensor(qdata.view(mx.qdata.dtype), mx.scale.mT, None, -1, BLOCK, mx.dtype, trusted=True)
 
 
 @dataclass(frozen=True)
@@ -414,15 +391,9 @@ def _fold_for_wgrad(
     x: Tensor, x_scale: Tensor, x_index: Tensor | None, y: Tensor, y_scale: Tensor, y_index: Tensor | None,
     offs: Tensor, alignment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`fold_for_wgrad` as an op. C = `padded_rows(R, G, alignment)` columns.
+    """Returns the fields of `WgradOperands`, with C = `padded_rows(R, G, alignment)` columns.
 
-    Args:
-        x, y: (S_x, K) and (S_y, N) fp8.
-        x_scale, y_scale: (S_x, K/block_size) and (S_y, N/block_size) e8m0; the block sizes may differ.
-        x_index, y_index: (R,) int32 each; None if x or y has R rows.
-        offs: (G,) int32.
-    Returns:
-        x_t (K, C), y_t (N, C), exponent (G,) int32, out_offs (G,) int32: the fields of `WgradOperands`.
+    x, y: (S_x, K) and (S_y, N) fp8, with an index (R,), or None if they have R rows. Block sizes may differ.
     """
     capacity = num_rows(x, x_index)
     valid = valid_rows(offs, capacity)
@@ -448,13 +419,7 @@ def _fold_for_wgrad(
 
 
 def _picked(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pick the valid rows.
-
-    Returns:
-        qdata: (valid, K) fp8.
-        scale: (valid, blocks) int32.
-        max_scale: (valid,) int32, the largest scale of each row.
-    """
+    """qdata (valid, K), scale (valid, blocks) int32 and the largest scale (valid,) of each valid row."""
     qdata, scale = pick_mx(qdata, scale, row_index, valid)
     scale = scale.int()
     return qdata, scale, torch.nn.functional.pad(scale, (0, 1)).amax(1)  # a row without blocks has scale 0

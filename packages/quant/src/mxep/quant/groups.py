@@ -1,4 +1,4 @@
-"""Groups of rows, such as the tokens of each expert: count the valid rows, pad each group for a GEMM, sum each group.
+"""Groups of rows, such as the tokens of each expert: pad each group for a GEMM, sum each group, or swizzle its scales.
 
 M rows are stored group after group. `pad_groups` appends zero rows to each group, up to a multiple of `alignment`. An
 empty group gets no padding. Example: sizes (3, 0, 2), alignment 4:
@@ -14,6 +14,17 @@ rows. The backward of `pad_groups` is `unpad_groups`, and the reverse.
 ("lanes"). Row r of a group is added to lane r mod 32, rows in ascending order. Then lanes 16 to 31 are added to lanes
 0 to 15, lanes 8 to 15 to lanes 0 to 7, and so on.
 
+**Swizzled scales** lie in the 128 x 4 blocked layout that NVIDIA's block-scaled GEMMs read (cuBLAS, tcgen05). A matrix
+(rows, cols) of scale bytes, cols = K / 32, is padded with zero bytes to a multiple of 128 x 4 and cut into tiles of 512
+bytes. The tiles are stored one after another, in row-major order. Inside a tile, each run of 16 bytes holds the four
+columns of rows i, i + 32, i + 64 and i + 96:
+
+    offset(r, c) = tile(r // 128, c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+
+Groups of rows are padded to multiples of 128 rows, swizzled separately, and stored one after another. A swizzled tensor
+keeps a 2-D shape, because torch's scaled GEMMs check it. But element [r, c] of it is not the scale of row r and column
+c.
+
 M rows of x, G groups, D row length, C capacity.
 """
 
@@ -23,22 +34,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import E2M1
-from mxep.quant.ops import bytewise, decode, pick_rows
+from mxep.quant.formats import BLOCK, E2M1, SCALE_DTYPE
+from mxep.quant.ops import bytewise, decode, pick_mx, pick_rows
 from mxep.quant.shapes import GROUP_SUMS_LANES as LANES
-from mxep.quant.shapes import empty_group_sums, empty_picked, padded_rows
+from mxep.quant.shapes import (
+    SWIZZLE_COLS,
+    SWIZZLE_ROWS,
+    check_byte_elements,
+    empty_group_sums,
+    empty_picked,
+    num_rows,
+    padded_rows,
+    swizzled_shape,
+)
 from mxep.quant.tensor import MXTensor
 from mxep.runtime.op import op
 
 
 @dataclass(frozen=True)
 class PaddedGroups:
-    """Result of `pad_groups`.
+    """Result of `pad_groups`: rows (C, D), of which those from offs[-1] on are unspecified, and int32 indices.
 
-    rows:       (C, D) padded rows in the dtype of x. Rows from offs[-1] on are unspecified. If x is an MXTensor, `rows`
-                is an MXTensor with the same bytes and a new row index.
-    offs:       (G,) int32 inclusive cumulative padded sizes, as torch's grouped GEMMs take them.
-    row_index:  (C,) int32: rows[i] is a copy of x[row_index[i]]; -1 means a padding row of zeros.
+    offs: (G,), inclusive cumulative padded sizes. row_index: (C,), rows[i] is x[row_index[i]], or zeros if it is -1.
     """
 
     rows: Tensor
@@ -47,10 +64,9 @@ class PaddedGroups:
 
 
 def valid_rows(offs: Tensor | None, capacity: int) -> int:
-    """Number of leading rows that a plain-torch reference must compute.
+    """Number of leading rows that a plain-torch reference must compute: on the CPU int(offs[-1]), else `capacity`.
 
-    On the CPU it is int(offs[-1]). Without offs it is `capacity`. On a GPU it is `capacity` too, because reading offs
-    would be a device-to-host sync. Raises ValueError if offs[-1] is negative or above `capacity`.
+    On a GPU reading offs would be a sync. Raises ValueError if offs[-1] is negative or above `capacity`.
     """
     if offs is None or offs.device.type != "cpu":
         return capacity
@@ -98,10 +114,7 @@ def _split_ends(offs: Tensor, first: int) -> tuple[Tensor, Tensor]:
 
 
 def fill_rows(valid: Tensor, capacity: int) -> Tensor:
-    """Append zero rows to `valid` (..., n, D). Returns (..., capacity, D).
-
-    Kernels leave the appended rows unspecified. References write zeros, so that two runs are equal byte for byte.
-    """
+    """Append zero rows to `valid` (..., n, D) up to `capacity`. Kernels leave these rows unspecified."""
     missing = capacity - valid.shape[-2]
     return bytewise(lambda x: torch.nn.functional.pad(x, (0, 0, 0, missing)), valid) if missing else valid
 
@@ -115,7 +128,8 @@ def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
 def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroups:
     """Pad each group of rows with zero rows to a multiple of `alignment`.
 
-    x:           (M, D), any dtype, or an MXTensor blocked along its rows. Rows past the last group are dropped.
+    x:           (M, D), any dtype, or an MXTensor blocked along its rows, which keeps its bytes and gets a row index.
+                 Rows past the last group are dropped.
     group_sizes: (G,) int32 or int64 sizes before padding, on x's device.
 
     Differentiable in x. Raises ValueError for a wrong shape, dtype, device or alignment. On the CPU it also raises
@@ -268,3 +282,87 @@ def _group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) 
     while (half := lanes.shape[1] // 2) > 0:
         lanes = lanes[:, :half] + lanes[:, half:]
     return lanes.squeeze(1)
+
+
+def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:
+    """Copy scales to the 128 x 4 blocked layout. With offs, each group of rows is swizzled separately.
+
+    Args:
+        scale: (..., rows, cols) e8m0 or uint8, any strides. With offs it must be 2-D.
+        offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read.
+    Returns:
+        Contiguous tensor of scale's dtype. Padding bytes are 0.
+        Without offs: (..., round_up(rows, 128), round_up(cols, 4)).
+        With offs: (round_up(rows + G * 127, 128), round_up(cols, 4)). Bytes past the last group are unspecified.
+    Raises ValueError for another dtype, for fewer than two axes and for a wrong offs.
+    """
+    if scale.dtype not in (SCALE_DTYPE, torch.uint8):
+        raise ValueError(f"scale: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
+    if scale.ndim < 2:
+        raise ValueError(f"scale: got shape {tuple(scale.shape)}, want (..., rows, cols)")
+    check_offs(offs, scale)
+    swizzled: Tensor = _swizzle(scale, offs)
+    return swizzled
+
+
+def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Apply the row index of `mx` and swizzle its scales, for a block-scaled GEMM. No autograd.
+
+    Args:
+        mx: (R, K) in blocks of 32 along K, E4M3 or E5M2.
+        offs: (G,) int32 inclusive ends of the row groups. Rows from offs[-1] on are not read.
+    Returns:
+        qdata: (R, K), in the dtype of mx.qdata. Rows from offs[-1] on are unspecified.
+        scale: e8m0, the result of `swizzle_scales` for the R rows.
+    Raises ValueError for any other `mx` and for a wrong offs.
+    """
+    if not isinstance(mx, MXTensor) or mx.axis != -1 or mx.block_size != BLOCK or mx.ndim != 2:
+        raise ValueError(f"gather_swizzled: got {mx!r}, want an MXTensor (R, K) in blocks of {BLOCK} along its rows")
+    check_byte_elements("gather_swizzled", mx)
+    check_offs(offs, mx)
+    qdata, scale = _gather_swizzled(mx.qdata, mx.scale, mx.row_index, offs)
+    return qdata, scale
+
+
+@op(
+    "mxep::gather_swizzled",
+    fake=lambda qdata, scale, row_index, offs: (
+        qdata.new_empty((num_rows(qdata, row_index), qdata.shape[1])),
+        scale.new_empty(swizzled_shape(num_rows(qdata, row_index), scale.shape[1], offs)),
+    ),
+    launcher="mxep.quant.kernels.groups:gather_swizzled",
+)
+def _gather_swizzled(
+    qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """qdata (S, K), scale (S, K/32) -> qdata (R, K), scale in the 128 x 4 layout."""
+    rows = num_rows(qdata, row_index)
+    picked, scale_bytes = pick_mx(qdata, scale, row_index, valid_rows(offs, rows))
+    return fill_rows(picked, rows).clone(), _swizzle.reference(fill_rows(scale_bytes.view(SCALE_DTYPE), rows), offs)
+
+
+@op(
+    "mxep::swizzle_scales",
+    fake=lambda scale, offs: scale.new_empty(
+        (*scale.shape[:-2], *swizzled_shape(scale.shape[-2], scale.shape[-1], offs))
+    ),
+    launcher="mxep.quant.kernels.groups:swizzle_scales",
+)
+def _swizzle(scale: Tensor, offs: Tensor | None) -> Tensor:
+    plain = scale.view(torch.uint8)
+    *rest, rows, cols = plain.shape
+    height, width = swizzled_shape(rows, cols, offs)
+    if offs is not None:
+        valid = valid_rows(offs, rows)
+        # In the result each group starts at a multiple of 128. Rows past the last group go to row `height`, cut below.
+        starts = torch.nn.functional.pad(offs.long(), (1, 0))
+        room = (starts.diff() + SWIZZLE_ROWS - 1) // SWIZZLE_ROWS * SWIZZLE_ROWS
+        new_starts = torch.nn.functional.pad(room.cumsum(0), (1, 0))
+        group = group_of_rows(offs, valid)
+        row = torch.arange(valid, device=offs.device, dtype=torch.int64) - starts[group] + new_starts[group]
+        row = torch.where(group < offs.shape[0], row, height)
+        plain = plain.new_zeros(height + 1, cols).index_copy_(0, row, plain[:valid])[:height]
+    padded = torch.nn.functional.pad(plain, (0, width - cols, 0, height - plain.shape[-2]))
+    # (tile row, quarter, row in the quarter, tile column, column) -> (tile row, tile column, row, quarter, column)
+    tiles = padded.reshape(*rest, height // SWIZZLE_ROWS, 4, 32, width // SWIZZLE_COLS, SWIZZLE_COLS).transpose(-4, -2)
+    return tiles.reshape(*rest, height, width).clone().view(scale.dtype)

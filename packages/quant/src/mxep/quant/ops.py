@@ -1,15 +1,6 @@
 """The quantization ops in plain torch. Each is the reference of its Triton kernel, and the CPU kernel. No autograd.
 
-    quantize_rows         blocks along rows
-    quantize_columns      blocks along columns, qdata transposed
-    quantize_2d           square blocks
-    quantize_into_room    as quantize_rows, into the first rows of a larger result
-    quantize_joined_rows  two or three x concatenated along K -> one scale per row
-    quantize_per_row      one scale per row, and the amax of each column
-    quantize_per_column   one scale per column, given that amax
-    dequantize            qdata, scale -> values, with a row index applied
-    materialize           qdata, scale, row index -> contiguous qdata and scale of the picked rows
-    expand_scale          scale of 2-D blocks -> scale of rows
+Only quantize_rows, dequantize and materialize support E2M1 (MXFP4). `widen` converts it to E4M3.
 
 Elements are q = cast_saturating(x * 2**(127 - scale)). The product is computed in fp32. It is exact, or far below the
 smallest q. The cast rounds to nearest even and keeps the sign of -0. A block with NaN or Inf gets scale 255, and every
@@ -29,25 +20,44 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import NAN_SCALE, SCALE_DTYPE, ScaleMode, format_of, power_of_two, reciprocal, scale_of_amax
-from mxep.quant.shapes import empty_2d, empty_columns, empty_picked, empty_rows, joined, joined_shape, picked_shape
+from mxep.quant.formats import (
+    E2M1,
+    E4M3,
+    NAN_SCALE,
+    SCALE_DTYPE,
+    ScaleMode,
+    decode_e2m1,
+    encode_e2m1,
+    format_of,
+    pack,
+    power_of_two,
+    reciprocal,
+    scale_of_amax,
+    unpack,
+)
+from mxep.quant.shapes import empty_2d, empty_columns, empty_picked, empty_rows, empty_values, joined, joined_shape
 from mxep.runtime.op import op
 
-NAN_ELEMENT = 0x7F
+NAN_ELEMENT, NAN_CODE = 0x7F, 7
+"""Elements of a NaN block, in fp8 and in E2M1."""
+HEADROOM = 6
+"""Largest s for which every E2M1 number * 2**s is an E4M3 number: 6 * 2**6 = 384, and E4M3's max is 448."""
 
 
 def encode(
     blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `blocks` (fp32) with one scale over the axes `dims`.
+    """Quantize `blocks` (fp32) with one scale over the axes `dims`. amax: of each block; None: computed here.
 
-    amax: largest magnitude of each block, shape as the returned scale; None: computed here.
-    Returns qdata of blocks' shape, and uint8 scales, in which the axes `dims` have length 1.
+    Returns qdata of blocks' shape (E2M1: half of the last axis), and uint8 scales with `dims` of length 1.
     """
     amax = blocks.abs().amax(dims, keepdim=True) if amax is None else amax
     fmt = format_of(dtype)
     scale = scale_of_amax(amax, fmt, ScaleMode(mode))
-    qdata = (blocks * reciprocal(scale)).clamp_(-fmt.max, fmt.max).to(dtype)
+    scaled = blocks * reciprocal(scale)
+    if fmt == E2M1:
+        return pack(encode_e2m1(scaled).masked_fill_(scale == NAN_SCALE, NAN_CODE)), scale
+    qdata = scaled.clamp_(-fmt.max, fmt.max).to(dtype)
     qdata.view(torch.uint8).masked_fill_(scale == NAN_SCALE, NAN_ELEMENT)
     return qdata, scale
 
@@ -58,10 +68,10 @@ def encode(
     launcher="mxep.quant.kernels.quantize:quantize_rows",
 )
 def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K) `dtype`, scale (..., K/block_size) e8m0."""
+    """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K), or (..., K/2) for E2M1, scale (..., K/block_size) e8m0."""
     blocks = torch.unflatten(x.float().contiguous(), -1, (x.shape[-1] // block_size, block_size))
     qdata, scale = encode(blocks, (-1,), dtype, mode)
-    return qdata.view(x.shape), scale.squeeze(-1).view(SCALE_DTYPE)
+    return qdata.flatten(-2), scale.squeeze(-1).view(SCALE_DTYPE)
 
 
 @op(
@@ -114,13 +124,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 def quantize_per_row(
     x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, y, z: (..., N_i, K), parts along N of a tensor (..., N, K).
-
-    Returns:
-        qdata: (..., N, K) `dtype`.
-        scale: (..., N, 1) e8m0.
-        amax: (..., K) fp32, the largest magnitude of each column.
-    """
+    """x, y, z: parts along N of a tensor (..., N, K) -> qdata (..., N, K), scale (..., N, 1), column amax (..., K)."""
     x = joined(-2, x, y, z)
     bits = x.float().abs().view(torch.int32)  # as integers, the largest of several NaNs is the same on all devices
     return *quantize_rows.reference(x, dtype, mode, x.shape[-1]), bits.amax(-2).view(torch.float32)
@@ -134,15 +138,7 @@ def quantize_per_row(
 def quantize_per_column(
     x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """quantize_columns with one scale per column.
-
-    Args:
-        x, y, z: (..., N_i, K), parts along N of a tensor (..., N, K).
-        amax: (..., K) fp32 from `quantize_per_row`.
-    Returns:
-        qdata: (..., K, N) `dtype`.
-        scale: (..., 1, K) e8m0.
-    """
+    """x, y, z: as for `quantize_per_row`. amax: its result. -> qdata (..., K, N), scale (..., 1, K)."""
     qdata, scale = encode(joined(-2, x, y, z).float(), (-2,), dtype, mode, amax.unsqueeze(-2))
     return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 
@@ -188,7 +184,10 @@ def pick_mx(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int |
 
 
 def values_of(qdata: Tensor) -> Tensor:
-    """qdata cast to fp32, not multiplied by scales. On the CPU a table of 256 values takes a third of a cast's time."""
+    """Elements of qdata in fp32, not multiplied by scales. For E2M1, (..., K/2) becomes (..., K)."""
+    if qdata.dtype == E2M1.dtype:
+        return decode_e2m1(unpack(qdata))
+    # On the CPU a table of 256 values takes a third of a cast's time.
     if qdata.device.type != "cpu":
         return qdata.float()
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(qdata.dtype).float()
@@ -207,22 +206,34 @@ def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index
     return (blocks * power_of_two(scale)[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
 
 
+def widen(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert E2M1 qdata (..., K/2), scale (..., K/block) to E4M3 qdata (..., K) of exactly the same values.
+
+    Elements are multiplied by 2**s and the scale is reduced by s, with s = min(6, scale). A block with scale 255 (NaN)
+    keeps that scale and gets elements 0x7f.
+    """
+    bytes_, blocks = scale.view(torch.uint8).int().unsqueeze(-1), scale.shape[-1]
+    nan = bytes_ == NAN_SCALE
+    up = bytes_.clamp(max=HEADROOM)
+    values = values_of(qdata)
+    values = torch.unflatten(values, -1, (blocks, values.shape[-1] // max(1, blocks)))
+    wide = (values * power_of_two(127 + up)).to(E4M3.dtype)
+    wide.view(torch.uint8).masked_fill_(nan, NAN_ELEMENT)
+    new_scale = torch.where(nan, NAN_SCALE, bytes_ - up).to(torch.uint8).squeeze(-1)
+    return wide.flatten(-2), new_scale.view(SCALE_DTYPE)
+
+
 @op(
     "mxep::dequantize",
-    fake=lambda qdata, scale, rows, columns, index, dtype: qdata.new_empty(picked_shape(qdata, index), dtype=dtype),
+    fake=lambda qdata, scale, rows, columns, index, dtype: empty_values(qdata, index, dtype),
     launcher="mxep.quant.kernels.requantize:dequantize",
 )
 def dequantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Values of qdata in `dtype`, rounded once.
+    """qdata (..., N, K), for E2M1 (..., N, K/2) -> values (..., N, K), rounded once to `dtype`.
 
-    Args:
-        qdata: (..., N, K); with a row index (N, K).
-        scale: (..., N/block_rows, K/block_columns) e8m0.
-        row_index: (R,) int32 or None; -1 gives a row of zeros.
-    Returns:
-        (..., N, K) `dtype`, or (R, K) with a row index.
+    scale: (..., N/block_rows, K/block_columns). With a row index (R,), qdata is 2-D and the result (R, K).
     """
     return decode(qdata, scale, (block_rows, block_columns), row_index).to(dtype).contiguous()
 
@@ -235,15 +246,7 @@ def dequantize(
     launcher="mxep.quant.kernels.groups:materialize",
 )
 def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Copy the rows `row_index` of qdata and scale.
-
-    Args:
-        qdata: (S, K); of any shape without a row index.
-        scale: (S, K/block_size); of any shape without a row index.
-        row_index: (R,) int32, -1 gives a row of zeros; or None.
-    Returns:
-        qdata (R, K) and scale (R, K/block_size). Without a row index, contiguous copies of qdata and scale.
-    """
+    """Copy the rows `row_index` (R,) of qdata (S, K) and scale (S, n). Without a row index, copy all, of any shape."""
     picked, scale_bytes = pick_mx(qdata, scale, row_index)
     if row_index is None:
         picked, scale_bytes = (x.clone(memory_format=torch.contiguous_format) for x in (picked, scale_bytes))

@@ -1,13 +1,5 @@
 """Quantization for users: a plain or quantized tensor in, an MXTensor out.
 
-    quantize            x -> blocks along rows, along columns, or square 2-D blocks
-    quantize_joined     several x, concatenated along K -> one scale per row
-    quantize_with_amax  x, or several x concatenated along N -> one scale per row, and the amax of each column
-    quantize_columns_with_amax  the same x and that amax -> one scale per column, reading x once instead of twice
-    requantize          an MXTensor -> blocks of 32 along its columns, in one pass, not rounded to bf16 in between
-    scale_columns       an MXTensor times a factor for each column of a group of rows -> one scale per row
-    to_mxfp8            MXFP4 or block FP8 -> the same values in E4M3
-
 `mxep.quant.ops` explains how elements are rounded, `mxep.quant.formats` how scales are chosen. "Straight through"
 means: the gradient of the result is passed to x unchanged, as if nothing had been rounded.
 
@@ -21,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.quant import e2m1, ops
+from mxep.quant import ops
 from mxep.quant.block_fp8 import BlockFP8
-from mxep.quant.checks import (
+from mxep.quant.formats import BLOCK, E2M1, E4M3, MXFormat, ScaleMode
+from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
+from mxep.quant.ops import bytewise, decode, pick_mx, quantize_columns, quantize_rows, widen
+from mxep.quant.shapes import (
     BLOCKS_2D,
     VALUE_DTYPES,
     Axis,
@@ -34,11 +29,12 @@ from mxep.quant.checks import (
     check_format,
     check_mode,
     check_values,
+    empty_columns,
+    empty_rows,
+    num_rows,
+    picked_shape,
+    round_up,
 )
-from mxep.quant.formats import BLOCK, E2M1, E4M3, MXFormat, ScaleMode
-from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
-from mxep.quant.ops import bytewise, decode, pick_mx, quantize_columns, quantize_rows
-from mxep.quant.shapes import empty_columns, empty_rows, num_rows, picked_shape, round_up
 from mxep.quant.tensor import MXParts, MXTensor, wrap
 from mxep.runtime.op import op
 
@@ -73,7 +69,7 @@ def quantize(
             raise ValueError(f"quantize: got room={room} for E2M1, want E4M3 or E5M2")
         check_block_e2m1(block_size, axis)
         by_rows = x.detach() if axis == -1 else x.detach().mT
-        qdata, scale = e2m1.quantize(by_rows, check_mode(mode), block_size)
+        qdata, scale = ops.quantize_rows(by_rows, E2M1.dtype, check_mode(mode), block_size)
         if axis == -2:
             qdata, scale = qdata.mT, scale.mT
         return wrap(x, MXParts(qdata, scale, None, axis, block_size, x.dtype))
@@ -165,12 +161,7 @@ def quantize_columns_with_amax(
 
 
 def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
-    """Check x and split it into the three part arguments of the ops.
-
-    Returns:
-        List of three detached parts; None for the missing ones.
-        True if x is a single tensor and only x.mT is contiguous.
-    """
+    """Check x. Returns three detached parts, None for missing ones, and whether x is one tensor stored transposed."""
     parts = [x] if isinstance(x, Tensor) else [*x]
     for part in parts:
         check_values(name, part)
@@ -200,7 +191,7 @@ def requantize(
     mode: ScaleMode | str = ScaleMode.RCEIL,
     offs: Tensor | None = None,
 ) -> MXTensor:
-    """Quantize the values of `mx` (..., N, K) a second time, in blocks of 32 along N (axis -2).
+    """Quantize the fp32 values of `mx` (..., N, K) a second time, in blocks of 32 along N (axis -2).
 
     Args:
         mx: E4M3 or E5M2 in any blocks. Its row index is applied, so the result has none.
@@ -233,15 +224,9 @@ def _requantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, offs: Tensor | None,
     dtype: torch.dtype, mode: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`requantize` as an op. R is the number of rows after the row index was applied; without one, R = N.
+    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) -> qdata (..., K, R), scale (..., R/32, K).
 
-    Args:
-        qdata: (..., N, K).
-        scale: (..., N/block_rows, K/block_columns) e8m0.
-        row_index: (R,) int32 or None.
-    Returns:
-        qdata: (..., K, R) `dtype`.
-        scale: (..., R/32, K) e8m0.
+    row_index: (R,) int32, or None: R = N.
     """
     capacity = num_rows(qdata, row_index)
     valid = valid_rows(offs, capacity)
@@ -326,9 +311,9 @@ def to_mxfp8(x: MXTensor | BlockFP8, *, dtype: torch.dtype | None = None) -> MXT
     dtype = x.dtype if dtype is None else dtype
     qdata, scale = x.qdata, x.scale
     if qdata.dtype == E2M1.dtype and x.axis == -1:
-        qdata, scale = e2m1.widen(qdata, scale)
+        qdata, scale = widen(qdata, scale)
     elif qdata.dtype == E2M1.dtype:
-        qdata, scale = (part.mT for part in e2m1.widen(qdata.mT, scale.mT))
+        qdata, scale = (part.mT for part in widen(qdata.mT, scale.mT))
     return MXTensor(qdata, scale, x.row_index, x.axis, x.block_size, dtype, trusted=True)
 
 

@@ -28,12 +28,19 @@ import torch
 from torch import Tensor
 
 from mxep.quant.activation import PLAIN, SwiGLU
-from mxep.quant.checks import VALUE_DTYPES, check_block, check_byte_elements, check_format, check_mode
 from mxep.quant.fold import fold_op
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.ops import decode, quantize_rows
-from mxep.quant.shapes import empty_swiglu, empty_swiglu_backward
+from mxep.quant.shapes import (
+    VALUE_DTYPES,
+    check_block,
+    check_byte_elements,
+    check_format,
+    check_mode,
+    empty_swiglu,
+    empty_swiglu_backward,
+)
 from mxep.quant.tensor import MXTensor
 from mxep.runtime.op import op
 
@@ -277,10 +284,7 @@ def tree_sum(x: Tensor) -> Tensor:
 def _result(
     valid: Tensor, rows: int, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
 ) -> tuple[Tensor, Tensor]:
-    """Round (mode None) or quantize `valid` (n, width) fp32, then append zero rows.
-
-    Returns (rows, width) of `dtype`, and scale bytes: (rows, scales per row), or (0,) if mode is None.
-    """
+    """Round (mode None) or quantize `valid` (n, width) fp32, then append zero rows. Returns them, and scale bytes."""
     if mode is None:
         return fill_rows(valid.to(dtype), rows), valid.new_empty(0, dtype=torch.uint8)
     qdata, scale = quantize_rows.reference(valid, dtype, mode, block_size)
@@ -303,12 +307,7 @@ def _swiglu(
     gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, dtype: torch.dtype, mode: str | None,
     block_size: int, folded: bool, activation: Sequence[float] | None, rest: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`swiglu` or `swiglu_quantize`, as an op.
-
-    Returns:
-        h: (R, F) `dtype`, rounded if mode is None, else qdata.
-        scale: uint8, (R, F/block_size), (R, 1) if folded, or (0,) if mode is None.
-    """
+    """`swiglu` if mode is None, else `swiglu_quantize`. Returns h, and its scales as uint8 (`empty_swiglu`)."""
     gate_up = gate_up if rest is None else torch.cat((gate_up, rest))
     rows = gate_up.shape[0]
     h = _forward(gate_up, row_weight, valid_rows(offs, rows), activation)
@@ -326,16 +325,10 @@ def _swiglu_backward(  # scale_mode, because torch takes `mode` for itself in op
     block_size: int, folded: bool, h_dtype: torch.dtype | None, activation: Sequence[float] | None,
     gate_up_scale: Tensor | None, rest: Tensor | None, rest_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`swiglu_backward` or `swiglu_backward_quantize`, as an op.
+    """`swiglu_backward` if scale_mode is None, else `swiglu_backward_quantize`. Fills `empty_swiglu_backward`.
 
-    Args:
-        out: (R, 2F), overwritten with d_gate_up. If a row has one scale, it may share d_h's memory.
-        gate_up_scale, rest_scale: one uint8 scale per row if gate_up and rest are qdata, else None.
-    Returns:
-        scale: uint8 scales of d_gate_up, (R, 2F/block_size), (R, 1) if folded, or (0,) if scale_mode is None.
-        d_row_weight: (R,) fp32.
-        h, h_scale: the results of `mxep::swiglu` with dtype=h_dtype. If d_gate_up has one scale per row, so has h.
-            Both are empty without h_dtype.
+    out: (R, 2F), overwritten with d_gate_up. If a row has one scale, it may share d_h's memory.
+    gate_up_scale, rest_scale: one uint8 scale per row if gate_up and rest are qdata, else None.
     """
     rows, valid = d_h.shape[0], valid_rows(offs, d_h.shape[0])
     _, _, h, h_scale = empty_swiglu_backward(d_h, scale_mode, block_size, folded, h_dtype)

@@ -29,11 +29,11 @@ from torch import Tensor
 from torch._prims_common import canonicalize_dim
 from torch.autograd.function import FunctionCtx
 
-from mxep.quant import e2m1, ops
-from mxep.quant.checks import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts, shape_of
+from mxep.quant import ops
 from mxep.quant.formats import BLOCK, E2M1, SCALE_DTYPE, MXFormat, format_of
 from mxep.quant.ops import bytewise
-from mxep.runtime.bundle import register_parts
+from mxep.quant.shapes import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts, shape_of
+from mxep.runtime.bundle import register_parts, tensors_in
 from mxep.runtime.op import check_no_tangent
 
 
@@ -64,8 +64,7 @@ class MXTensor(Tensor):
         block_size: elements per scale along each blocked axis. For row-scaled FP8 it is the length of the axis.
         dtype: the outer dtype.
 
-    Call the constructor only with e8m0 scales and one of the axes above. It checks its arguments (ValueError), unless
-    they are `trusted` because they come from an op of this package or from another MXTensor.
+    The constructor checks its arguments (ValueError), unless they are `trusted`.
 
     MXTensor implements the ops behind detach, clone, transpose, slices, select, index_select, split, cat, view, copy_,
     pin_memory, to(device) and torch.save. Other aten ops raise NotImplementedError.
@@ -172,14 +171,11 @@ class MXTensor(Tensor):
         return wrap(self, MXParts(qdata, scale, None, self.axis, self.block_size, self.dtype))
 
     def along(self, axis: int) -> "MXTensor":
-        """View 2-D blocks as blocks along one axis. qdata are shared; each scale is repeated for its rows or columns.
+        """View 2-D blocks as blocks along one axis (-1 or -2). qdata are shared; scales are repeated.
 
-        axis: -1 or -2, or the same axis as a nonnegative number.
-
-        So one quantization of a weight W (N, K) serves both W (blocks along K) and W^T (blocks along N).
-        `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. qdata keep their strides. Call `materialize` to make them
-        contiguous along the blocked axis. Differentiable (straight through).
-        If the tensor is already blocked along `axis`, it is returned itself. Raises ValueError if it has no 2-D blocks.
+        So one quantization of a weight W (N, K) serves both W (blocks along K) and W^T (blocks along N). qdata keep
+        their strides: `materialize` makes them contiguous along the blocked axis. Differentiable (straight through).
+        A tensor that is already blocked along `axis` is returned itself. Raises ValueError if it has no 2-D blocks.
         """
         axis_ = check_axis(axis, self.qdata)
         if self.axis == axis_:
@@ -282,12 +278,10 @@ class _Dequantize(torch.autograd.Function):
     def forward(ctx: Any, mx: MXTensor, dtype: torch.dtype) -> Tensor:
         ctx.outer_dtype = mx.dtype
         values: Tensor
-        if mx.qdata.dtype != E2M1.dtype:
-            values = ops.dequantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, dtype)
-        elif mx.axis == -1:
-            values = e2m1.dequantize(mx.qdata, mx.scale, mx.row_index, dtype)
+        if mx.qdata.dtype == E2M1.dtype and mx.axis == -2:  # two rows share a byte
+            values = ops.dequantize(mx.qdata.mT, mx.scale.mT, 1, mx.block_size, None, dtype).mT.contiguous()
         else:
-            values = e2m1.dequantize(mx.qdata.mT, mx.scale.mT, None, dtype).mT.contiguous()
+            values = ops.dequantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, dtype)
         return values
 
     @staticmethod
@@ -332,10 +326,6 @@ def _same_parts(func: Any, mx: MXTensor, *_: Any, **kwargs: Any) -> MXTensor:
     return _each(mx, lambda part: func(part, **kwargs))
 
 
-def _is_pinned(func: Any, mx: MXTensor, *_: Any) -> bool:
-    return all(part.is_pinned() for part in (mx.qdata, mx.scale, mx.row_index) if part is not None)
-
-
 def _copy_(func: Any, to: Tensor, source: Tensor, *how: Any, **kwargs: Any) -> Tensor:
     """Copy bytes into an MXTensor of the same format, axis and shapes, or dequantized values into a plain tensor."""
     if not isinstance(to, MXTensor):
@@ -349,12 +339,6 @@ def _copy_(func: Any, to: Tensor, source: Tensor, *how: Any, **kwargs: Any) -> T
     for name in to.__tensor_flatten__()[0]:
         func(getattr(to, name), getattr(source, name), *how, **kwargs)
     return to
-
-
-def _isnan(func: Any, mx: MXTensor) -> Tensor:
-    """isnan of the dequantized values, as a plain tensor. Torch's anomaly mode needs it."""
-    result: Tensor = func(mx.dequantize())
-    return result
 
 
 def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
@@ -469,8 +453,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _transpose),
-    aten.is_pinned.default: _is_pinned,
-    aten.isnan.default: _isnan,
+    aten.is_pinned.default: lambda func, mx, *_: all(part.is_pinned() for part in tensors_in(mx)),
+    aten.isnan.default: lambda func, mx: func(mx.dequantize()),  # for torch's anomaly mode
     aten.copy_.default: _copy_,
     aten.cat.default: _cat,
     aten.index_select.default: _index_select,

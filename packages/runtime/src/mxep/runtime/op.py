@@ -7,15 +7,13 @@ A call of an Op takes one of two ways:
     subclasses, modes, gradients    or the fake
 
 The first way exists because a call of a custom op takes about 40 us of host time, longer than most of our kernels run.
-Torch's FLOP counter needs a formula for each op (`count_flops`).
 """
 
 import functools
 import importlib
 import logging
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,46 +178,8 @@ def check_no_transform() -> None:
         )
 
 
-FLOPS: Final[dict[Any, Callable[..., int]]] = {}
-"""Formulas registered by `count_flops`: op of torch.ops -> formula."""
-
-
 def mode_listens() -> bool:
     """True if ops must go through torch's dispatcher, because an active dispatch mode must see them."""
     if not torch._C._len_torch_dispatch_stack():
         return False
-    modes = _get_current_dispatch_mode_stack()
-    for mode in modes:
-        # Each FlopCounterMode has its own copy of torch's formulas. Found by attribute, because importing the class
-        # for an isinstance would import Triton.
-        formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
-        if isinstance(formulas, dict):
-            _add_formulas(formulas)
-            offer_flops()
-    return not getattr(modes[-1], "wants_torch_ops_alone", False)
-
-
-def offer_flops() -> None:
-    """Add our formulas to torch's registry, if torch's FLOP counter is imported. Later modes copy the registry."""
-    counter: Any = sys.modules.get("torch.utils.flop_counter")
-    if counter is not None:
-        _add_formulas(counter.flop_registry)
-
-
-def _add_formulas(registry: dict[Any, Any]) -> None:
-    for op, formula in FLOPS.items():
-        registry.setdefault(op, formula)
-
-
-def count_flops(*ops: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorate a FLOP formula for these ops, for torch.utils.flop_counter. Torch's own formulas take precedence.
-
-    The formula gets the op's arguments, and the op's result as `out_val`. It returns the number of FLOPs.
-    """
-
-    def register(formula: Callable[..., int]) -> Callable[..., int]:
-        formula._get_raw = True  # type: ignore[attr-defined]
-        FLOPS.update(dict.fromkeys(ops, formula))
-        return formula
-
-    return register
+    return not getattr(_get_current_dispatch_mode_stack()[-1], "wants_torch_ops_alone", False)

@@ -23,7 +23,7 @@ from mxep.quant import (
 
 
 class AlongTokens(NamedTuple):
-    """Operands of a weight gradient: dy (M, N) and a (M, K). Both may be plain, or MXTensors with blocks along M."""
+    """Operands of a weight gradient: dy (M, N) and a (M, K), plain, or MXTensors with blocks along M."""
 
     dy: Tensor
     a: Tensor
@@ -80,12 +80,10 @@ class Backend(Protocol):
     def quantize_weight_rowwise(
         self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Quantize w (G, N, K) for forward. No gradients.
+        """Quantize w (G, N, K) for forward, with blocks along K, or 2-D blocks. No gradients.
 
-        Returns:
-            the quantized w, with blocks along K, or 2-D blocks.
-            the amax of w's columns, (G, K) fp32. It saves `quantize_weight_colwise` a read of w. None if `with_amax` is
-                False, or if the weight gets several scales per column.
+        Also returns the amax of w's columns, (G, K) fp32, which saves `quantize_weight_colwise` a read of w, or None if
+        not `with_amax`, or if the weight gets several scales per column.
         """
         if recipe.scaling == "none":
             return w, None
@@ -135,8 +133,7 @@ class Backend(Protocol):
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
         """Prepare dy (M, N) and a (M, K), both with blocks along their rows, for `wgrad`, which contracts over rows.
 
-        The result holds all tensors that `wgrad` needs, so dy and a may be freed before the gradient is allocated. A
-        backend may return any type. The AlongTokens returned here define what `wgrad` must compute.
+        A backend may return any type that holds all tensors that `wgrad` needs, so that dy and a may be freed.
         """
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 

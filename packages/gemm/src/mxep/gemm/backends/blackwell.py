@@ -3,14 +3,9 @@
 NEITHER RAN ON BLACKWELL. Both multiply MX operands without folding them, and never sync with the host. Both refuse
 recipe "fp8". GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") run torch's grouped mm, as in dequant.
 
-triton runs one persistent kernel per GEMM, with fp32 sums:
-
-    forward  a (gathered by its index inside the kernel)   x w along K       -> out
-    dgrad    dy (likewise)                                 x w along N       -> da
-    wgrad    dy and a, each requantized along tokens by one kernel           -> dw, or added to fp32
-
-On Blackwell (sm_100) the tensor cores apply the scales. Other GPUs convert to bf16 first, which is slow. On a CPU
-triton runs under Triton's interpreter, for tests.
+triton runs one persistent kernel per GEMM (`kernels.dot_scaled`). For wgrad, dy and a are requantized along tokens. On
+Blackwell (sm_100) the tensor cores apply the scales. Other GPUs convert to bf16 first, which is slow. On a CPU triton
+runs under Triton's interpreter, for tests.
 
 blackwell passes scales in the layout that Blackwell's tensor cores need ("swizzled"):
 
@@ -19,9 +14,8 @@ blackwell passes scales in the layout that Blackwell's tensor cores need ("swizz
     dy, a   qdata (N, M), (K, M), requantized     scales swizzled group by group, each group's blocks of tokens padded
             along tokens                          to 4: `swizzle_along_tokens`                    -> dw (G, N, K)
 
-A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`). Only the scales are padded to tiles, so each group needs just
-MX's own multiple of 32 rows. Tests compare the layouts bit for bit with the published formula, and check operands with
-torch's own checks of shapes and strides. No GEMM was ever computed.
+A swizzled tile is 128 x 4 scales (`mxep.quant.groups`). Only the scales are padded to tiles, so each group needs just
+MX's own multiple of 32 rows. Tests compare the layouts with the published formula. No GEMM was ever computed.
 
 torch limits blackwell to compute capability 10.x, E4M3 for both operands, and bf16 results. So fp32 results are rounded
 to bf16 once more, and a bias or main_grad is added after this rounding. E5M2 gradients are refused. The scales of a
@@ -128,20 +122,10 @@ def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -
     launcher="mxep.gemm.kernels.dot_scaled:grouped_mm",
 )
 def grouped_mm_dot_scaled(
-    a: Tensor,
-    a_scale: Tensor,
-    a_index: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
+    a: Tensor, a_scale: Tensor, a_index: Tensor | None, w: Tensor, w_scale: Tensor, offs: Tensor, bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:
-    """Compute rows of g of a @ w[g].T + bias[g] for each group g. Returns (M, N) in out_dtype.
-
-    a: (R, K) with blocks of 32 along K. a_index: (M,) row index of a, or None if M = R. w: (G, N, K) with blocks of 32,
-    or 32 x 32. bias: (G, N) or None.
-    """
+) -> Tensor:  # fmt: skip
+    """`Backend.forward` of a (R, K) with row index (M,), and w (G, N, K) in blocks of 32, or 32 x 32."""
     from mxep.gemm.kernels import dot_scaled
 
     out: Tensor = dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype)  # type: ignore[no-untyped-call]
@@ -157,11 +141,7 @@ def grouped_mm_dot_scaled(
 def grouped_wgrad_dot_scaled(
     out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """Compute scale * y[rows of g].T @ x[rows of g] for each group g. Writes it to out, or adds it in fp32 if `add`.
-
-    y: (M, N). x: (M, K). Both have blocks along M. out: contiguous, (G, N, K), or (2, G, N / 2, K), whose two parts
-    take the first and second half of N.
-    """
+    """`Backend.wgrad_into` of y (M, N) and x (M, K), both with blocks along M."""
     from mxep.gemm.kernels import dot_scaled
 
     dot_scaled.grouped_wgrad(out, y, y_scale, x, x_scale, offs, scale, add)  # type: ignore[no-untyped-call]
@@ -170,7 +150,7 @@ def grouped_wgrad_dot_scaled(
 ROWS, COLS = 128, 4
 """Rows and columns of scales in a swizzled tile."""
 Operand = tuple[Tensor, Tensor]
-"""(qdata, swizzled scales)."""
+"""(contiguous qdata, swizzled scales)."""
 
 
 class Blackwell(Backend):
@@ -241,37 +221,25 @@ class Blackwell(Backend):
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
-    """torch's grouped GEMM of qdata with swizzled e8m0 scales. Returns bf16.
-
-    For forward and dgrad a is (M, K) and b (G, K, N). For wgrad a is (N, M) and b (M, K).
-    """
+    """torch's grouped GEMM, bf16: a (M, K), b (G, K, N) in forward and dgrad, a (N, M), b (M, K) in wgrad."""
     out: Tensor = torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=offs, out_dtype=torch.bfloat16)
     return out
 
 
 def rows_operand(a: MXTensor, offs: Tensor) -> Operand:
-    """Operand of a (M, K) with blocks along K.
-
-    qdata: (M, K), contiguous. scales: (round_up(M + G * 127, 128), round_up(K/32, 4)).
-    """
+    """a (M, K) with blocks along K -> qdata (M, K), scales (round_up(M + G * 127, 128), round_up(K/32, 4))."""
     if a.row_index is not None or not a.qdata.is_contiguous():
         return gather_swizzled(a, offs=offs)
     return a.qdata, swizzle_scales(a.scale, offs=offs)
 
 
 def weight_operand(w: MXTensor) -> Operand:
-    """Operand of w (G, N, K) with blocks along K.
-
-    qdata: (G, K, N) with contiguous K. scales: (G, round_up(N, 128) * round_up(K/32, 4)).
-    """
+    """w (G, N, K) with blocks along K -> qdata (G, K, N), scales (G, round_up(N, 128) * round_up(K/32, 4))."""
     return w.qdata.contiguous().mT, swizzle_scales(w.scale).flatten(1)
 
 
 def tokens_operand(x: MXTensor, offs: Tensor) -> Operand:
-    """Operand of x (M, N) with blocks along M, as `requantize` returns it.
-
-    qdata: (N, M), contiguous. scales: from `swizzle_along_tokens`.
-    """
+    """x (M, N) with blocks along M, as `requantize` returns it -> qdata (N, M), scales of `swizzle_along_tokens`."""
     return x.qdata.mT, swizzle_along_tokens(x.scale, offs)
 
 

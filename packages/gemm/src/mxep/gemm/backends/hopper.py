@@ -1,9 +1,8 @@
 """The hopper backend folds MX operands to one scale per row, and multiplies them on Hopper's FP8 tensor cores.
 
-    forward  a MX (slots, index) --fold, gather--> qdata, one scale per row --\\
-             w bf16 ----quantize, one scale per row--------------------------- > wgmma, * scales, + bias -> out
-    dgrad    dy like a, with w quantized to one scale per column                                         -> da
-    wgrad    dy, a --fold for wgrad: transposed, tokens contiguous-------------> wgmma, * 2^e            -> dw, or += dw
+    forward  a MX (slots, index) --fold, gather--> one scale per row   x   w quantized to one scale per row      -> out
+    dgrad    dy like a                                                 x   w quantized to one scale per column   -> da
+    wgrad    dy, a --fold for wgrad: transposed, tokens contiguous-->  * 2^e                                     -> dw
 
 A frozen weight of block FP8 is not folded: each sum over 128 elements is multiplied by its scale. A row-scaled one is
 not folded either: its fp32 scales multiply the columns of out. For dgrad both are transposed. The scales of rows then
@@ -138,17 +137,11 @@ def _folded(x: Tensor, offs: Tensor | None = None) -> MXTensor:
     launcher="mxep.gemm.kernels.hopper:grouped_mm",
 )
 def fp8_grouped_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
+    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, offs: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:
-    """Compute a[rows of g] @ w[g].T, * scales, + bias[g] for each group g. Returns (M, N) in out_dtype.
+) -> Tensor:  # fmt: skip
+    """`Backend.forward` of a (M, K) fp8 with scales (M, 1) e8m0, and w (G, N, K) fp8.
 
-    a: (M, K) fp8. a_scale: (M, 1) e8m0. w: (G, N, K) fp8. offs: (G,) int32 or None. bias: (G, N) or None.
     w_scale: (G, N, 1) e8m0 or fp32, or for blocks of 128 x 128 (G, ceil(N/128), ceil(K/128)) fp32.
     """
     out: Tensor = grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
@@ -190,10 +183,7 @@ def fp8_grouped_wgrad(
     launcher="mxep.gemm.kernels.hopper:bf16_grouped_mm",
 )
 def bf16_grouped_mm(a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Compute a[rows of g] @ w[g].T + bias[g] for each group g, with fp32 sums. Returns (M, N) in out_dtype.
-
-    a: (M, K) bf16. w: (G, N, K) bf16. offs: (G,) int32. bias: (G, N) or None.
-    """
+    """`Backend.forward` of a (M, K) bf16 and w (G, N, K) bf16, with fp32 sums."""
     return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
 
 
@@ -204,10 +194,7 @@ def bf16_grouped_mm(a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, out
     mutates_args=("out",),
 )
 def bf16_grouped_wgrad(out: Tensor, y: Tensor, x: Tensor, offs: Tensor, scale: float, add: bool) -> None:
-    """Compute scale * y[rows of g].T @ x[rows of g] for each group g. y: (M, N) bf16. x: (M, K) bf16.
-
-    offs: (G,) int32. out, add: see `fp8_grouped_wgrad`.
-    """
+    """`Backend.wgrad_into` of y (M, N) bf16 and x (M, K) bf16. out, add: see `fp8_grouped_wgrad`."""
     dw = Dequant().wgrad_product(AlongTokens(y, x), offs, out.dtype, scale)
     dw = dw if out.dim() == 3 else dw.unflatten(1, (2, -1)).transpose(0, 1)
     if add:

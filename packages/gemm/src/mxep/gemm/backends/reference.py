@@ -9,19 +9,11 @@ rounding. With fp64 operands (recipe "bf16" only) everything is fp64. reference 
 a sync, so there it serves only to check other backends. Its ops take an operand as three arguments: qdata, scale and
 row index of an MXTensor, or a plain tensor, None and None. A BlockFP8 weight is passed as qdata and fp32 scales.
 
-dequant converts every operand to bf16 and calls torch's grouped mm, on any device:
-
-    qdata * scale -> bf16 (exact: a number of qdata has at most 4 significant bits) -> grouped mm, fp32 inside, bf16 out
-
-Communication and saved tensors still have MXFP8's size, but GEMMs run at bf16 speed. On GPUs of compute capability 9
-and 10 dequant does not sync. On other devices torch's grouped mm is a loop that reads offs. A linear runs torch's plain
-GEMM, which never syncs. There are three differences from reference:
-
-- an fp32 result is rounded to bf16 once more;
-- fp32 operands of recipe "bf16" are rounded to bf16;
-- bias is added after the GEMM's rounding.
-
-dequant also dequantizes rows past the last group, so their row indices must be -1 or valid.
+dequant converts every operand to bf16 (exact: a number of qdata has at most 4 significant bits) and calls torch's
+grouped mm, on any device, or for a linear torch's plain GEMM. On GPUs of compute capability 9 and 10 dequant does not
+sync. On other devices torch's grouped mm reads offs. Unlike in reference, an fp32 result is rounded to bf16 once more,
+fp32 operands of recipe "bf16" are rounded to bf16, and bias is added after the GEMM's rounding. dequant also
+dequantizes rows past the last group, so their row indices must be -1 or valid.
 
 M rows, N out features, K in features, G groups.
 """
@@ -34,7 +26,7 @@ from torch import Tensor
 from mxep.gemm.backends.base import AlongTokens, Backend
 from mxep.gemm.frozen import FP8_BLOCK
 from mxep.quant import BlockFP8, MXTensor, group_of_rows
-from mxep.runtime.op import mode_listens, op
+from mxep.runtime.op import op
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -74,19 +66,10 @@ def parts_of(x: Tensor | BlockFP8) -> Parts:
     ),
 )
 def grouped_mm_reference(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_index: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Compute a[rows of g] @ w[g].T + bias[g] for each group g. Returns (M, N) in out_dtype.
-
-    a: (M, K). w: (G, N, K). offs: (G,) int32 or None. bias: (G, N) or None.
-    """
+    a: Tensor, a_scale: Tensor | None, a_index: Tensor | None, w: Tensor, w_scale: Tensor | None, offs: Tensor | None,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`Backend.forward` of a (M, K) and w (G, N, K)."""
     out = a.new_empty((num_rows(a, a_index), w.shape[1]), dtype=out_dtype)
     bounds = _bounds(offs, len(out))
     values = values_of_rows((a, a_scale, a_index), bounds[-1])
@@ -104,20 +87,10 @@ def grouped_mm_reference(
     ),
 )
 def grouped_wgrad_reference(
-    dy: Tensor,
-    dy_scale: Tensor | None,
-    dy_index: Tensor | None,
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_index: Tensor | None,
-    offs: Tensor | None,
-    out_dtype: torch.dtype,
-    scale: float,
-) -> Tensor:
-    """Compute scale * dy[rows of g].T @ a[rows of g] for each group g, zero if g is empty. Returns (G, N, K) out_dtype.
-
-    dy: (M, N). a: (M, K). offs: (G,) int32 or None.
-    """
+    dy: Tensor, dy_scale: Tensor | None, dy_index: Tensor | None, a: Tensor, a_scale: Tensor | None,
+    a_index: Tensor | None, offs: Tensor | None, out_dtype: torch.dtype, scale: float,
+) -> Tensor:  # fmt: skip
+    """`Backend.wgrad` of dy (M, N) and a (M, K)."""
     dw = a.new_zeros((_num_groups(offs), dy.shape[1], a.shape[1]), dtype=out_dtype)
     bounds = _bounds(offs, num_rows(a, a_index))
     a_values = values_of_rows((a, a_scale, a_index), bounds[-1])
@@ -221,8 +194,6 @@ class Dequant(Backend):
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
-    if not torch.compiler.is_compiling():
-        mode_listens()  # gives a mode that counts FLOPs our formula for this op: torch has none
     return in_dtype(torch.nn.functional.grouped_mm(a, b, offs=offs), dtype)
 
 

@@ -56,8 +56,8 @@ def grouped_mm(a, a_scale, w, w_scale, offs, bias, out_dtype):
 def grouped_wgrad(out, y_t, x_t, exponent, offs, factor=1.0, add=False):
     """Launcher of mxep::fp8_grouped_wgrad, which has the types. Groups begin at multiples of BLOCK_K columns.
 
-    A 4-D out (2, G, N / 2, K) takes the first and the second half of the N rows of y_t as two matrices. If N / 2 is no
-    multiple of HALF_ROWS, a warpgroup's rows could belong to both matrices, so each matrix gets its own launch.
+    If out is 4-D and N / 2 no multiple of HALF_ROWS, a warpgroup's rows could belong to both matrices of out, so each
+    gets its own launch.
     """
     (N, C), (K, _) = y_t.shape, x_t.shape
     if len(offs) == 1:

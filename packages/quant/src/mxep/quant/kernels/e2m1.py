@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import NAN_SCALE, abs_bits, num_sms, reciprocal, rows_of, scale_of_amax
-from mxep.quant.formats import E2M1, E4M3, SCALE_DTYPE
+from mxep.quant.formats import E2M1, E4M3
 from mxep.quant.shapes import empty_rows
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
@@ -92,10 +92,9 @@ def quantize_e2m1_kernel(
 
 
 def quantize_e2m1(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    *rest, k = x.shape
+    """The launcher of mxep::quantize_rows for E2M1."""
     x = x.contiguous()
-    qdata = x.new_empty((*rest, k // 2), dtype=E2M1.dtype)
-    scale = x.new_empty((*rest, k // block_size), dtype=SCALE_DTYPE)
+    qdata, scale = empty_rows(x, E2M1.dtype, block_size)
     if x.numel():
         chunk = min(next_power_of_2(block_size), LONGEST)
         blocks = max(1, QUANTIZE_ELEMENTS // chunk)

@@ -10,11 +10,9 @@
 
 A row is BLOCKS blocks of SUB elements, and PER_SCALE consecutive blocks share one scale. SUB is the largest power of
 two up to 32 that divides the elements per scale. Programs stride over tiles of ROWS whole rows, held in registers. A
-row of 7168 qdata takes one warp, whose threads load 14 times 16 bytes each. The warp finds the largest scale without a
-barrier. Row lengths are constexprs, so padding a row to a power of two costs nothing if the row fills whole registers.
-Starting a program takes 0.6 ns even if it has no valid rows. So the number of programs is limited, however large the
-capacity is. Speed on an H200 (65536 rows picked by an index): 0.93 of copy speed at 7168, 5120 and 4096 columns, 0.90
-at 2048.
+row of 7168 qdata takes one warp, which finds the largest scale without a barrier. Starting a program takes 0.6 ns even
+if it has no valid rows. So the number of programs is limited, however large the capacity is. Speed on an H200 (65536
+rows picked by an index): 0.93 of copy speed at 7168, 5120 and 4096 columns, 0.90 at 2048.
 
 With factors (`mxep.quant.scale_columns`), a row's values are multiplied by its group's factors in fp32 and quantized to
 one scale instead.
@@ -187,16 +185,11 @@ def _power(exponent, is_nan, dtype: tl.constexpr):
 
 @triton.jit
 def _scaled(values, exponent, is_nan, ROWS: tl.constexpr):
-    """values * 2**exponent, or NaN where is_nan.
+    """values (rows, blocks, n) * 2**exponent (rows, blocks), or NaN where is_nan. Returns (rows, blocks * n).
 
-    Args:
-        values: (rows, blocks, n), fp16 for E4M3 and E2M1, fp32 for E5M2. Exponents below -24 make any E4M3 number 0.
-        exponent: (rows, blocks) int32.
-        is_nan: bool, broadcasts to exponent.
-        ROWS: True if the weight was folded along rows before. If a row's scale is far above the column's, the exponent
-            can then exceed 15, the largest of fp16. Its values are below 2**-6, so the product still fits.
-    Returns:
-        (rows, blocks * n) in the dtype of values.
+    values: fp16 for E4M3 and E2M1, fp32 for E5M2. Exponents below -24 make any E4M3 number 0.
+    ROWS: True if the weight was folded along rows before. If a row's scale is far above the column's, the exponent can
+        then exceed 15, the largest of fp16. Its values are below 2**-6, so the product still fits.
     """
     if values.dtype == tl.float32:
         factor = _power(tl.minimum(tl.maximum(exponent, -64), 64), is_nan, tl.float32)

@@ -5,7 +5,7 @@ Copy (pick_kernel):
     row index[i] of x (or row i; -1: zeros)     a program takes BLOCK_M rows x BLOCK_N columns
       | values or qdata                         -> row i of the result
       | scales of the qdata                     -> row i of the scales; if swizzled, the position of row i in the
-                                                   128 x 4 layout of `mxep.quant.swizzle`
+                                                   128 x 4 layout of `mxep.quant.groups`
 
 In the swizzled layout each group starts a new 128 x 4 tile. A program then takes the 128 rows of one tile, so it
 writes 512 consecutive scales. Without swizzling, a program takes fewer rows but more columns, so that its scales fill

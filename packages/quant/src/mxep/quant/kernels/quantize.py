@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import abs_bits, num_sms, reciprocal, scale_of_amax
+from mxep.quant.kernels.e2m1 import quantize_e2m1
 from mxep.quant.shapes import empty_2d, empty_columns, empty_rows, joined, joined_shape
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 from mxep.runtime.lengths import Length
@@ -193,13 +194,13 @@ def quantize_2d_kernel(
     tl.store(scale_ptr + row_block * (K // BLOCK_SIZE) + block, scale.to(tl.uint8), mask=block < K // BLOCK_SIZE)
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+def quantize_rows(x, dtype, mode, block_size):
+    if dtype == torch.float4_e2m1fn_x2:
+        return quantize_e2m1(x, mode, block_size)
     return quantize_into_room(x, None, dtype, mode, block_size)
 
 
-def quantize_into_room(
-    x: Tensor, room: int | None, dtype: torch.dtype, mode: str, block_size: int
-) -> tuple[Tensor, Tensor]:
+def quantize_into_room(x, room, dtype, mode, block_size):
     """Launcher of mxep::quantize_into_room; with room None, of mxep::quantize_rows."""
     qdata, scale = empty_rows(x, dtype, block_size, None if room is None else (room, x.shape[1]))
     if x.numel():
@@ -373,9 +374,7 @@ def quantize_joined_rows_kernel(
     tl.store(scale_ptr + row + tl.arange(0, 1), scale.to(tl.uint8))
 
 
-def quantize_joined_rows(
-    x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
-) -> tuple[Tensor, Tensor]:
+def quantize_joined_rows(x, y, z, dtype, mode):
     """Launcher of mxep::quantize_joined_rows. If a row does not fit in registers, x, y and z are concatenated first."""
     parts = [part.contiguous() for part in (x, y, z) if part is not None]
     widths = [part.shape[1] for part in parts] + [0] * (3 - len(parts))
@@ -441,9 +440,7 @@ def quantize_rows_with_amax_kernel(
     tl.atomic_max(bits_ptr + batch * K + column, amax, mask=column_mask, sem="relaxed")
 
 
-def quantize_per_row(
-    x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_per_row(x, y, z, dtype, mode):
     """Launcher of mxep::quantize_per_row. If a row does not fit in registers, parts are concatenated and read twice."""
     *rest, n, k = shape = joined_shape(-2, x, y, z)
     amax = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
@@ -486,9 +483,7 @@ def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
     return cdiv(max(LEAST_ROWS, cdiv(n, max(1, at_once * waves // batch))), rows)
 
 
-def quantize_per_column(
-    x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
-) -> tuple[Tensor, Tensor]:
+def quantize_per_column(x, y, z, amax, dtype, mode):
     *_, n, k = shape = joined_shape(-2, x, y, z)
     qdata, scale = empty_columns(x, dtype, n, shape)
     if qdata.numel():

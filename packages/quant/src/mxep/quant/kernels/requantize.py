@@ -15,11 +15,10 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mxep.quant.device import half_of_e2m1, on_hopper, power_of_two, valid_rows
 from mxep.quant.kernels.quantize import program_tile, quantize_tile_columns
-from mxep.quant.shapes import empty_columns, num_rows, picked_shape
+from mxep.quant.shapes import empty_columns, empty_values, picked_shape
 from mxep.runtime.launch import cdiv, launch
 
 TILE = (128, 128)
@@ -138,23 +137,18 @@ def dequantize_kernel(
         tl.store(out_ptr + first + column, values.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-def dequantize_e2m1(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
-    block = qdata.shape[-1] // max(1, scale.shape[-1])
-    values: Tensor = dequantize(qdata.view(torch.uint8), scale, 1, block, row_index, dtype, per_byte=2)
-    return values
-
-
-def dequantize(qdata, scale, block_rows, block_columns, row_index, dtype, *, per_byte=1):
-    """Launcher of mxep::dequantize. per_byte: columns per byte of qdata, 2 for E2M1."""
-    rows, k = num_rows(qdata, row_index), qdata.shape[-1]
-    out = torch.empty((*qdata.shape[:-2], rows, per_byte * k), dtype=dtype, device=qdata.device)
+def dequantize(qdata, scale, block_rows, block_columns, row_index, dtype):
+    out = empty_values(qdata, row_index, dtype)
+    rows, k = out.shape[-2], qdata.shape[-1]
     if out.numel():
+        if packed := qdata.dtype == torch.float4_e2m1fn_x2:
+            qdata, block_columns = qdata.view(torch.uint8), block_columns // 2
         qdata, scale = qdata.reshape(-1, *qdata.shape[-2:]), scale.reshape(-1, *scale.shape[-2:])
         block_m, block_n = DEQUANTIZE_TILE
         grid = (cdiv(rows, block_m) * cdiv(k, block_n), qdata.shape[0])
         launch(dequantize_kernel, grid,
             qdata, scale, row_index, out, rows, k, *qdata.stride(), *scale.stride(),
-            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, PACKED=per_byte == 2, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, PACKED=packed, BLOCK_M=block_m, BLOCK_N=block_n,
             num_warps=NUM_WARPS,
         )  # fmt: skip
     return out

@@ -207,8 +207,7 @@ PROGRAMS_PER_SM = 256
 def _emit(values, out, c: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr):
     """Store chunk c of a row at `out`, unless its qdata depend on a scale of the whole row.
 
-    Returns a tuple of what `_finish` must store: the values or qdata of the chunk, if they were not stored.
-    Returns a tuple of scales for `_finish`: the block scales of the chunk, if it has blocks.
+    Returns, for `_finish`, a tuple of the values or qdata that were not stored, and a tuple of block scales.
     """
     dtype: tl.constexpr = out.dtype.element_ty
     if MODE is None:
@@ -237,8 +236,7 @@ def _finish(
     out, scale_ptr, row, saved, scales,
     PARTS: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Store what `_emit` did not store of a row of PARTS * F values at `out`: scales, and values that need the row's
-    scale. saved, scales: concatenated results of `_emit`, chunk by chunk, and part by part within a chunk."""
+    """Store what `_emit` did not store of a row of PARTS * F values at `out`. saved, scales: its results, joined."""
     if FOLDED:
         # A block of zeros never has the largest scale, because `_emit` gave it scale 0.
         max_scale = scales[0]

@@ -1,4 +1,4 @@
-"""quantize_after_step: weights are quantized once a step, right after it, and micro-batches quantize none."""
+"""quantize_weights_once_a_step: weights are quantized once in each step of an optimizer, which clears them."""
 
 from collections.abc import Iterator
 
@@ -6,16 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mxep.gemm import (
-    QuantizedOnce,
-    Recipe,
-    linear,
-    linear_together,
-    quantize_after_step,
-    quantize_once,
-    quantize_weights_once,
-    quantize_weights_once_a_step,
-)
+from mxep.gemm import Recipe, linear, quantize_once, quantize_weights_once, quantize_weights_once_a_step
 
 
 @pytest.fixture(autouse=True)
@@ -54,56 +45,17 @@ def test_any_number_of_micro_batches_is_one_quantization_each_way(count: int) ->
         expected.append(micro_batches(alone, count))
         plain.step()
         plain.zero_grad()
-    once = quantize_after_step(optimizer)
+    once = quantize_weights_once_a_step()
     for step in range(3):
-        before = once.quantizations
-        found = micro_batches(ws, count)
-        assert once.quantizations - before == (2 if step == 0 else 0), "the optimizer's step has quantized"
-        assert all(map(torch.equal, found, expected[step]))
+        assert all(map(torch.equal, micro_batches(ws, count), expected[step]))
+        assert once.quantizations == 2 * (step + 1)
+        assert once.nbytes > 0
         optimizer.step()
-        assert once.quantizations == 2 * (step + 2)
+        assert once.nbytes == 0
         optimizer.zero_grad()
 
 
-def test_only_ways_and_weights_that_were_used_are_quantized() -> None:
-    ws = weights(3)
-    ws[1].requires_grad_(False)
-    optimizer = sgd(ws)
-    once = quantize_after_step(optimizer)
-    with torch.no_grad():
-        linear(torch.ones(32, 128, dtype=torch.bfloat16), ws[0], recipe=Recipe.mxfp8())
-    micro_batches(ws[1:2], 1)
-    assert once.quantizations == 3
-    optimizer.step()
-    assert once.quantizations == 6
-
-
-def test_joined_weights_and_two_dimensional_blocks_stay_as_they_are_used() -> None:
-    ws, alone = weights(2), weights(2)
-    optimizer, plain = sgd(ws), sgd(alone)
-
-    def run(ws: list[nn.Parameter]) -> Tensor:
-        x = torch.ones(32, 128, dtype=torch.bfloat16)
-        outs = linear_together(x, ws, recipe=Recipe.mxfp8())
-        outs += (linear(x, ws[0], recipe=Recipe.named("mxfp8_32x32")),)
-        torch.cat(outs).float().square().mean().backward()
-        return torch.cat(outs).detach()
-
-    run(alone)
-    plain.step()
-    expected = run(alone)
-    once: QuantizedOnce = quantize_after_step(optimizer)
-    run(ws)
-    made = once.quantizations
-    optimizer.step()
-    after = once.quantizations
-    assert after == 2 * made
-    assert torch.equal(run(ws), expected)
-    assert once.quantizations == after
-
-
-@pytest.mark.parametrize("after", [True, False])
-def test_a_closure_may_compute_the_gradients_within_the_step(after: bool) -> None:
+def test_a_closure_may_compute_the_gradients_within_the_step() -> None:
     ws, alone = weights(), weights()
     optimizer, plain = sgd(ws), sgd(alone)
 
@@ -121,15 +73,11 @@ def test_a_closure_may_compute_the_gradients_within_the_step(after: bool) -> Non
         return found
 
     expected = two_steps(alone, plain)
-    if after:
-        quantize_after_step(optimizer)
-    else:
-        quantize_weights_once_a_step()
+    quantize_weights_once_a_step()
     assert all(map(torch.equal, two_steps(ws, optimizer), expected))
 
 
-@pytest.mark.parametrize("after", [True, False])
-def test_weights_may_change_between_the_closures_of_a_step(after: bool) -> None:
+def test_weights_may_change_between_the_closures_of_a_step() -> None:
     """As LBFGS changes them."""
     ws, alone = weights(1), weights(1)
 
@@ -147,42 +95,16 @@ def test_weights_may_change_between_the_closures_of_a_step(after: bool) -> None:
 
     expected = two_steps(alone, torch.optim.LBFGS(alone, lr=1e-2, max_iter=3))
     optimizer = torch.optim.LBFGS(ws, lr=1e-2, max_iter=3)
-    if after:
-        quantize_after_step(optimizer)
-    else:
-        quantize_weights_once_a_step()
+    quantize_weights_once_a_step()
     found = two_steps(ws, optimizer)
     assert len(found) > 4
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_weight_of_no_optimizer_is_quantized_when_it_is_used() -> None:
-    ws = weights(2)
-    optimizer = sgd(ws[:1])
-    once = quantize_after_step(optimizer)
-    micro_batches(ws, 1)
-    optimizer.step()
-    assert once.quantizations == 4 + 2
-    micro_batches(ws, 1)
-    assert once.quantizations == 6 + 2
-
-
-def test_memory_does_not_grow_from_step_to_step() -> None:
+def test_closed_it_holds_nothing() -> None:
     ws = weights()
     optimizer = sgd(ws)
-    once = quantize_after_step(optimizer)
-    held = []
-    for _ in range(3):
-        micro_batches(ws, 2)
-        optimizer.step()
-        held.append(once.nbytes)
-    assert held[0] == held[1] == held[2] > 0
-
-
-def test_closed_it_holds_nothing_and_its_optimizer_quantizes_no_more() -> None:
-    ws = weights()
-    optimizer = sgd(ws)
-    once = quantize_after_step(optimizer)
+    once = quantize_weights_once_a_step()
     micro_batches(ws, 2)
     with quantize_weights_once():  # joins it
         once.close()
