@@ -182,13 +182,13 @@ def plan_all_to_all(
         weights: (T, K) fp32.
         width: a number to be copied into sizes.
     Returns:
-        sizes: (W, 3) int64, for each rank: rows sent to it, including the header; invalid ids of all tokens; width.
-        ids: (T, K) int32, the expert ids with -1 in place of invalid ones.
-        token: (W + T * K,) int32 token of each row. -1 for headers, and for unsent pairs, whose rows come last.
+        sizes: (W, 3) int64. For each rank: rows sent to it with the header, invalid ids of all tokens, width.
+        ids: (T, K) int32, the expert ids. Invalid ones are -1.
+        token: (W + T * K,) int32 token of each row. -1 for headers, and for unsent pairs. Their rows come last.
         tables: (W + T * K, 8) uint8, the int32 expert id and fp32 weight of each row; -1 and 0 for headers.
         position: (T, K) int32 row of each pair, -1 if it is not sent.
         rows: (T * P, K) int32. Each token has P consecutive lists of K entries, one per rank that it needs, ranks
-            ascending. Entry k is `position` of the token's pair k if its expert is on that rank, else -1.
+            ascending. Entry k is `position` of the token's pair k. It is -1 if the expert is on another rank.
         sums: (T, P) int32 indices in `rows` of each token's lists, then -1 if the token needs fewer than P ranks.
     """
     top_k = expert_ids.shape[1]

@@ -1,4 +1,4 @@
-"""Workspaces and the two exchanges between ranks, `dispatch` and `combine`; the proof that one barrier each is enough.
+"""Workspaces, the exchanges `dispatch` and `combine` between ranks, and the proof that one barrier each is enough.
 
     dispatch   stores token t into slot (this rank, t) of every rank that owns one of its experts, once per rank; also
                stores this rank's routing tables on all ranks
@@ -10,10 +10,9 @@ transport's own stream if ``async_op=True``, or if it is a dispatch with tables.
 Letters: T tokens on this rank, T_max the largest T of a rank, K experts per token, W ranks, S = W * T_max slots,
 E experts, D elements per row.
 
-A workspace has two symmetric buffers, which exchanges use in turn.
-The buffers belong to the transport. All workspaces of a transport share them, each with its
-own layout. If a workspace needs larger buffers, it allocates two new ones for all workspaces. Exchanges are counted
-over all workspaces of a transport; exchange i below is the i-th of them.
+Two symmetric buffers, used in turn, belong to the transport. Its workspaces share them, each with its own layout. If a
+workspace needs larger buffers, it allocates two new ones for all. Exchanges are counted over all workspaces of a
+transport: exchange i is the i-th of them.
 
     exchange    0        1        2        3
     buffer      0        1        0        1

@@ -1,4 +1,4 @@
-"""Kernels of all-to-alls, whose ops are in `comms/rows.py`, which has the legend of letters.
+"""Kernels of the all-to-all ops in `comms/rows.py`. The letters are explained there.
 
 plan_all_to_all orders (token, expert) pairs by destination rank in two launches, without a sort:
 

@@ -7,7 +7,7 @@ An exchange has these steps:
     meet      wait until this rank's puts have landed, signal all ranks, wait for their signals (`kernels/signals.py`)
     compare   compare the dispatch numbers that came with the rows
 
-What the exchanges stage and where they put it, for W ranks:
+Staged rows and their destinations, for W ranks:
 
     exchange           staged                                       destinations of a row
     dispatch_tables    this rank's entry of its own tables          W: the same entry on every other rank
