@@ -28,9 +28,20 @@ from titan_on_cpu import reduce_over_gloo  # before torchtitan
 LENGTH, BATCH = 32, 2
 FLAVORS = {
     "qwen3": (qwen3, "debugmodel_moe", "_build_qwen3_moe_layers", {"n_layers": 2, "n_kv_heads": 2, "num_experts": 8}),
-    "deepseek_v3": (deepseek_v3, "debugmodel", "_build_dsv3_layers", {"n_layers": 2, "n_dense_layers": 1}),
+    "deepseek_v3": (
+        *(deepseek_v3, "debugmodel", "_build_dsv3_layers"),
+        {"n_layers": 2, "n_dense_layers": 1, "dense_hidden_dim": 256, "kv_lora_rank": 128},
+    ),
 }
 """The model's module, its flavor, the function there that makes the flavor's layers, and smaller arguments for it."""
+
+
+def smaller(model: str) -> Any:
+    """Within it, the flavor's layers are small."""
+    registry, _, builder, sizes = FLAVORS[model]
+    build = getattr(registry, builder)
+    sizes = {"n_heads": 2, "moe_hidden_dim": 32, **sizes}
+    return mock.patch.object(registry, builder, lambda **given: build(**given | sizes))
 
 
 class Tokens(BaseDataLoader):  # type: ignore[misc]
@@ -66,9 +77,8 @@ def make_config(
     **options: Any,
 ) -> Any:
     """A config of its trainer, in fp32. model: of FLAVORS; options: other fields of the config."""
-    registry, flavor, builder, smaller = FLAVORS[model]
-    build, smaller = getattr(registry, builder), {"n_heads": 2, "moe_hidden_dim": 32, **smaller}
-    with mock.patch.object(registry, builder, lambda **given: build(**given | smaller)):
+    registry, flavor, *_ = FLAVORS[model]
+    with smaller(model):
         spec = registry.model_registry(flavor, moe_comm_backend="standard")
     for layer in spec.model.layers:  # flex attention has no backward on CPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -91,13 +101,18 @@ def make_config(
     )
 
 
+def no_sleep() -> Any:
+    """Its trainer sleeps 2 s at its end."""
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    return mock.patch("torchtitan.trainer.time", clock)
+
+
 def train(config: Any, rank: int) -> tuple[list[float], Any]:
     """The losses that it logs, and the trainer, which is to be closed. torch.distributed is initialized."""
     os.environ["LOCAL_RANK"] = str(rank)
     trainer = config.build()
     reduce_over_gloo(trainer.model_parts[0])
     logged = trainer.metrics_processor.logger = Logged()
-    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)  # it sleeps 2 s at its end
-    with mock.patch("torchtitan.trainer.time", clock):
+    with no_sleep():
         trainer.train()
     return logged.each("loss_metrics/global_avg_loss"), trainer

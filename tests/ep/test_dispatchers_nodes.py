@@ -21,7 +21,7 @@ from mxep.ep import MoE, make_dispatcher
 from mxep.gemm import Recipe
 from mxep.integration.metrics import snr
 from mxep.integration.verify import BF16, MARGIN, quantizers
-from nodes import make_nodes, run_nodes, sent_bytes
+from nodes import Node, make_nodes, run_nodes, sent_bytes
 
 pytestmark = pytest.mark.slow  # nodes are torchruns, and some wait until a collective gives up
 
@@ -48,13 +48,26 @@ def run_layer(group: dist.ProcessGroup) -> str:
     return platform.node()
 
 
-def test_experts_of_several_nodes_compute_what_a_dense_layer_computes(tmp_path: Path) -> None:
-    """Three nodes: tests/ep/test_dispatchers_hierarchical.py."""
+def layer_and_bytes(group: dist.ProcessGroup, counted: bool) -> tuple[str, list[list[float]]]:
+    return run_layer(group), bytes_of_exchanges(group) if counted else []
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Node], list[list[tuple[str, list[list[float]]]]]]:
+    """Two nodes of two ranks, and what `layer_and_bytes` returned on each rank."""
+    folder = tmp_path_factory.mktemp("nodes")
     with make_nodes(2) as nodes:
-        ended = run_nodes(run_layer, (), tmp_path, nodes=nodes, ranks=2, timeout=100)
-    assert all(node.results for node in ended), "\n".join(file.read_text() for file in tmp_path.glob("log-*"))
+        args = (bool(nodes[0].namespace),)
+        ended = run_nodes(layer_and_bytes, args, folder, nodes=nodes, ranks=2, timeout=100)
+    assert all(node.results for node in ended), "\n".join(file.read_text() for file in folder.glob("log-*"))
+    return nodes, [node.results for node in ended]
+
+
+def test_experts_of_several_nodes_compute_what_a_dense_layer_computes(two_nodes) -> None:
+    """Three nodes: tests/ep/test_dispatchers_hierarchical.py."""
+    nodes, ended = two_nodes
     names = [f"node-{i}" if node.namespace else platform.node() for i, node in enumerate(nodes)]
-    assert [node.results for node in ended] == [[name] * 2 for name in names]
+    assert [[name for name, _ in results] for results in ended] == [[name] * 2 for name in names]
 
 
 def bytes_of_exchanges(group: dist.ProcessGroup) -> list[list[float]]:
@@ -88,15 +101,13 @@ def bytes_of_a_dispatch_and_of_a_combine(group: dist.ProcessGroup, name: str) ->
     return found
 
 
-def test_a_token_crosses_the_wire_once_where_a_flat_exchange_sends_a_row_for_each_expert(tmp_path: Path) -> None:
+def test_a_token_crosses_the_wire_once_where_a_flat_exchange_sends_a_row_for_each_expert(two_nodes) -> None:
     """By the interface's own counter: rows, ids and weights as the plan has them, and what TCP adds, or sends again."""
-    with make_nodes(2) as nodes:
-        if not nodes[0].namespace:
-            pytest.skip("loopback's counter is the whole machine's")
-        ended = run_nodes(bytes_of_exchanges, (), tmp_path, nodes=nodes, ranks=2, timeout=100)
-    assert all(node.results for node in ended), "\n".join(file.read_text() for file in tmp_path.glob("log-*"))
+    nodes, ended = two_nodes
+    if not nodes[0].namespace:
+        pytest.skip("loopback's counter is the whole machine's")
     tables = 8 * TOP_K * TOKENS  # of a token or of its rows, an id and a weight for each expert
-    for found in itertools.chain(*(node.results for node in ended)):
+    for _, found in itertools.chain(*ended):
         for (dispatched, combined), crossings in zip(found, (TOP_K, 1), strict=True):
             assert 1 <= dispatched / (2 * (crossings * TOKENS * 2 * DIM + tables)) < 1.25
             assert 1 <= combined / (2 * crossings * TOKENS * 2 * DIM) < 1.25

@@ -315,9 +315,9 @@ def test_distributed_bodies_run_in_place_under_torchrun():
 def test_a_module_that_cannot_be_preloaded_is_left_to_the_ranks(tmp_path):
     (tmp_path / "broken.py").write_text("raise RuntimeError('no')")
     (tmp_path / "callee.py").write_text("def rank_of(rank):\n    return rank.rank\n")
-    script = "import callee\nfrom mxep.integration.launch import run_ranks, start_fork_server\n"
-    script += "if __name__ == '__main__':\n    start_fork_server('broken')\n"
-    script += "    print(run_ranks(callee.rank_of, world_size=2, timeout=60, device='cpu'))\n"
+    script = "import callee\nfrom mxep.integration import launch\nlaunch.PRELOADED = ('torch',)\n"
+    script += "if __name__ == '__main__':\n    launch.start_fork_server('broken')\n"
+    script += "    print(launch.run_ranks(callee.rank_of, world_size=2, timeout=60, device='cpu'))\n"
     (tmp_path / "caller.py").write_text(script)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     out = subprocess.run([sys.executable, tmp_path / "caller.py"], env=env, capture_output=True, text=True)

@@ -6,6 +6,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,6 +214,15 @@ def test_options_of_nodes_reach_the_dispatcher() -> None:
     assert options.make_dispatcher(8, 64, None).world_size == 1, "without EP nothing travels"
 
 
+def test_a_compiled_layer_of_several_ranks_needs_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mxep.integration.torchtitan import Options
+
+    x = torch.ones(2)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match="needs mxep's max_tokens"):
+        Options().run("mxfp8", x, x, x, (x, x, x), SimpleNamespace(world_size=2), 0)
+
+
 @pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
 def test_hugging_faces_names_and_tensors_stay(model: str, tmp_path: Path) -> None:
     """Of a model on one process, to Hugging Face's state dict and back."""
@@ -273,7 +283,7 @@ def train_v3(ctx: Context, folder: Path, steps: int, override: Any, *, batches: 
 @pytest.mark.slow
 @distributed(2, device="cpu", timeout=280)
 def test_its_trainer_trains(ctx: Context, tmp_path: Path) -> None:
-    """Losses against its own experts, which compute in bf16 whatever the model's dtype."""
+    """Losses against its own experts, which compute in bf16 whatever the model's dtype. Linears: the next test."""
     from torchtitan.distributed.activation_checkpoint import FullAC
 
     (own, names), (in_bf16, same_names), (in_mxfp8, _) = (
@@ -285,9 +295,6 @@ def test_its_trainer_trains(ctx: Context, tmp_path: Path) -> None:
     torch.testing.assert_close(in_mxfp8, own, rtol=0, atol=1e-2)
     plain = overridden("bf16", dispatcher="all_to_all")
     assert train_v3(ctx, tmp_path, 3, plain, activation_checkpoint=FullAC.Config()) == in_bf16[:3]
-    linears_too = train_v3(ctx, tmp_path, 4, overridden("mxfp8", linear="mxfp8"))
-    assert linears_too != in_mxfp8
-    torch.testing.assert_close(linears_too, own, rtol=0, atol=2e-2)  # as much again as of experts
 
 
 @pytest.mark.slow
@@ -302,7 +309,7 @@ def test_its_trainer_trains_two_layers_of_qwen3(ctx: Context, tmp_path: Path) ->
         found.append((losses, list(trainer.model_parts[0].state_dict())))
     (own, names), (losses, same_names) = found
     assert own[-1] < own[0] - 0.5
-    torch.testing.assert_close(losses, own, rtol=0, atol=2e-2)
+    torch.testing.assert_close(losses, own, rtol=0, atol=2e-2)  # 1e-2 of experts, as much again of linears
     assert same_names == names
 
 
@@ -314,8 +321,6 @@ def test_its_trainer_compiles_blocks(ctx: Context, tmp_path: Path) -> None:
     how = {"compile": CompileConfig(enable=True, backend="eager"), "activation_checkpoint": None}
     losses = train_v3(ctx, tmp_path, 2, overridden("mxfp8"), **how)
     torch.testing.assert_close(losses, deepseek_v3(ctx.rank, "mxfp8")[0][:2], rtol=0, atol=1e-4)
-    with pytest.raises(Exception, match="needs mxep's max_tokens"):
-        train_v3(ctx, tmp_path, 2, overridden("mxfp8", max_tokens=None), **how)
 
 
 @pytest.mark.slow
@@ -398,16 +403,20 @@ def test_checkpoints_and_loads_are_torchtitans(ctx: Context, tmp_path: Path) -> 
 def test_the_benchmark_measures_its_cases(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import titan
     from titan_on_cpu import reduce_over_gloo
+    from titan_trainer import no_sleep, smaller
 
     monkeypatch.setenv("LOCAL_RANK", str(ctx.rank))
     monkeypatch.setenv("WORLD_SIZE", str(ctx.world_size))
+    few = SimpleNamespace(get_path=lambda name: Path(json.__file__).parent)  # words of a folder of the library
+    monkeypatch.setattr(titan, "sysconfig", few)
     sizes = ["--model", "qwen3-debug", "--layers", "1", "--length", "32", "--batch", "2"]
     args = titan.parse([*sizes, "--steps", "3", "--log-every", "1"])
     rows = []
     for case in (titan.OWN, "mxfp8-linear"):
-        trainer = titan.make_config(args, case).build()
-        reduce_over_gloo(trainer.model_parts[0])
-        rows.append(titan.measure(trainer, args, case))
+        with smaller("qwen3"), no_sleep():
+            trainer = titan.make_config(args, case).build()
+            reduce_over_gloo(trainer.model_parts[0])
+            rows.append(titan.measure(trainer, args, case))
         trainer.close()
     for row in rows:
         assert row["tokens/s"] > 0
