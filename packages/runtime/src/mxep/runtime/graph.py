@@ -235,7 +235,7 @@ class _Graph:
         weakref.finalize(self, _destroy, self._graph, self._exec)
         self._uses: dict[int, _Uses] = {}
         self._bases: dict[int, int] = {}
-        """The address or number of tokens in the nodes, by base. A launch updates only nodes in which it changes."""
+        """The address or number of tokens in the nodes, by base. Nodes are updated if it changes, or is not known."""
         self._nodes: list[ctypes.c_void_p] = []
         self._updates: dict[int, Callable[[], int]] = {}
         """Index of a node -> call of the driver that copies its parameters into `_exec`."""
@@ -255,7 +255,8 @@ class _Graph:
             raise RuntimeError(f"a graph's launch: got error {failed} of CUDA's driver")
 
     def _move(self, bases: list[int]) -> int:
-        failed, stale, last, replace = 0, set[int](), self._bases, driver().cuTensorMapReplaceAddress
+        failed, stale, replace = 0, set[int](), driver().cuTensorMapReplaceAddress
+        last, self._bases = self._bases, {}  # not known, until all nodes are updated
         for base, (words, maps, lengths, nodes) in self._uses.items():
             if (now := bases[base]) == last.get(base):
                 continue
@@ -269,12 +270,14 @@ class _Graph:
             stale |= nodes
         for node in stale:
             failed = failed or self._updates[node]()
-        if failed:
-            last.clear()
+        if not failed:
+            self._bases = last
         return failed
 
     def _build(self, bases: list[int]) -> None:
         context = ctypes.c_void_p()
+        for of_failed in (self._nodes, self._uses, self._updates, self._alive):
+            of_failed.clear()
         call("cuCtxGetCurrent", ctypes.byref(context))
         call("cuGraphCreate", ctypes.byref(self._graph), ctypes.c_uint(0))
         for step in self.steps:
