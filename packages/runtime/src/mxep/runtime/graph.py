@@ -3,7 +3,7 @@
     record   kernel, fill, kernel | torch op | kernel, copy          "|" separates pieces
     play     a graph              | the op   | a graph
 
-Graphs are built node by node from the record, not captured. Before each launch, the current addresses and lengths are
+Graphs are built node by node from the record, not captured. Before each launch, addresses and lengths that changed are
 written into the nodes. In tensor maps the driver replaces the address. Torch allocates all memory on the current
 stream, at the points that `memory.py` plans. On the CPU the steps run one by one, with the same memory plan.
 """
