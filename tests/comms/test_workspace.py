@@ -186,9 +186,11 @@ def test_there_is_no_record_of_exchanges_that_others_may_be_in_the_way_of(played
     assert transport.graph_state() is None
     transport.buffers = buffers
     assert transport.graph_state() is not None
+    transport.in_flight = object()
     transport.close()
     with pytest.raises(RuntimeError, match="closed"):
         transport.graph_state()
+    assert (transport.buffers, transport.replaced, transport.in_flight) == ((), (), None), "it holds no memory"
 
 
 def test_an_exchange_comes_after_the_last_on_another_stream_and_not_after_a_captures(played: Played) -> None:

@@ -162,10 +162,14 @@ class Transport(ABC):
         if exchanges are not kernels, there are no buffers yet, an exchange was refused, an exchange is in flight, or
         the last exchange began on another stream. Raises as `check` does.
         """
-        if self.access != "kernels" or self.refused is not None or not self.buffers:
+        if self.access != "kernels" or self.refused is not None:
             return None
         self.check()
-        if self.in_flight is not None or self.last_stream not in (None, current_stream(self.device.index)):
+        if (
+            not self.buffers
+            or self.in_flight is not None
+            or self.last_stream not in (None, current_stream(self.device.index))
+        ):
             return None
         return self.buffers[self.exchanges % 2], self.was_captured
 
@@ -189,6 +193,8 @@ class Transport(ABC):
         self._unusable = "closed"
         for buffer in self._buffers:
             self.free(buffer)
+        self.buffers = self.replaced = ()  # NVSHMEM's hold more memory than what `free` releases
+        self.in_flight = None
 
 
 class PeerTimeout(RuntimeError):
