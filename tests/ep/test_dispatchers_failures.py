@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ep.problem import send, symmetric
 from mxep.comms import Capacity, PeersDisagree, PeerTimeout, tell_failure
-from mxep.ep import MoE, make_dispatcher
+from mxep.ep import MoE, SymmetricDispatcher, make_dispatcher
 from mxep.ep.dtensors import local_tensor
 from ranks import Context, distributed
 
@@ -307,6 +307,16 @@ def test_with_peers_a_second_thread_raises_until_the_first_has_ended(ctx: Contex
     with pytest.raises(RuntimeError, match="expected 'MainThread'"), ThreadPoolExecutor(1) as threads:
         threads.submit(other.reserve, 4).result()
     assert torch.equal(step(), first)
+
+
+@distributed(1, device="cpu")
+def test_a_second_thread_raises_with_one_rank_too_where_layers_share_buffers(ctx: Context) -> None:
+    first, other = (SymmetricDispatcher(4, dim=32, group=ctx.group, max_tokens=2) for _ in range(2))
+    send(first, ctx, [[0]])
+    with pytest.raises(RuntimeError, match="expected 'MainThread'"), ThreadPoolExecutor(1) as threads:
+        threads.submit(send, other, ctx, [[0]]).result()
+    send(other, ctx, [[0]])
+    assert first._opened == other._opened
 
 
 @distributed(2)

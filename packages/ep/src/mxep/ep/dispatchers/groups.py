@@ -62,7 +62,7 @@ _states: dict[dist.ProcessGroup | None, GroupState] = {}
 
 def state_of(group: dist.ProcessGroup | None) -> GroupState:
     """Return the group's state. Closes the transports of destroyed groups."""
-    for stale in [each for each in _states if not (each is None or is_alive(each))]:
+    for stale in [each for each in list(_states) if not (each is None or is_alive(each))]:
         for transport in list(_states.pop(stale).transports.values()):
             transport.close()
     if group not in _states:

@@ -151,6 +151,10 @@ class SymmetricDispatcher(TokenDispatcher):
             self._most_tokens[device] = most
             self.passes.clear()  # their CUDA graphs have too few slots
 
+    def claim(self) -> None:
+        """See :class:`TokenDispatcher`. Layers of a single rank share buffers, too, which threads would overwrite."""
+        (self._shared_state or state_of(self.group)).claim()
+
     def begin(self, layer: int) -> None:
         super().begin(layer)
         for transport in self._opened.values():
