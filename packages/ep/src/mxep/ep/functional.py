@@ -33,8 +33,7 @@ from mxep.gemm.backends import Backend
 from mxep.gemm.frozen import FrozenWeight
 from mxep.gemm.functional import between_graphs
 from mxep.gemm.product import for_anomaly_mode
-from mxep.quant import SwiGLU
-from mxep.runtime.bundle import as_parts, as_whole, build, take_apart
+from mxep.quant import MXParts, MXTensor, SwiGLU
 
 from .dispatchers.base import Routing, TokenDispatcher
 from .formats import PLAIN, Wire, pack, saved_gate_up, swiglu_backward, swiglu_forward
@@ -271,15 +270,20 @@ class _SwiGLU(torch.autograd.Function):
         activation: SwiGLU,
         dispatcher: TokenDispatcher | None,
     ) -> Tensor:
-        tensors, ctx.form = take_apart(as_parts((saved_gate_up(gate_up, recipe), row_weight, offs)))
-        ctx.save_for_backward(*tensors)
+        saved = saved_gate_up(gate_up, recipe)  # not saved as an MXTensor, because hooks would dequantize it
+        qdata, scale, row_index, *ctx.settings = (
+            MXParts.of(saved) if isinstance(saved, MXTensor) else (saved, None, None)
+        )
+        ctx.save_for_backward(qdata, scale, row_index, row_weight, offs)
         ctx.how, ctx.dispatcher = (recipe, activation), dispatcher
         return swiglu_forward(gate_up, row_weight, offs, *ctx.how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, row_weight, offs = as_whole(build(ctx.form, iter(ctx.saved_tensors)))
+        gate_up, scale, row_index, row_weight, offs = ctx.saved_tensors
+        if ctx.settings:
+            gate_up = MXParts(gate_up, scale, row_index, *ctx.settings).join()
         with nullcontext() if ctx.dispatcher is None else ctx.dispatcher.watched():
             d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
         d_weight = None if row_weight is None else for_anomaly_mode(d_row_weight, offs)
