@@ -304,16 +304,10 @@ def _check_parameters(
             raise ValueError("main_grad: got one of gate and up, which are apart; none, or join them")
         shape = e, hidden_dim, dim
         wanted += [(name, w, None, "(experts here, F, D)", shape) for name, w in zip(("gate", "up"), gate_up_proj)]
-    alignment = config.recipe.group_alignment
     for name, w, main_grad, meant, shape in wanted:
         if w.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(w.shape)}, want {meant} = {shape}")
-        if not isinstance(w, FrozenWeight):
-            check_weight(w, recipe=config.recipe, device=x.device, main_grad=main_grad, name=name)
-        elif w.device != x.device:
-            raise ValueError(f"{name}: got device {w.device}, want {x.device}, where a is")
-        elif any(size % alignment for size in shape[1:]):
-            raise ValueError(f"{name}: expected sizes in multiples of {alignment} for the recipe, got {shape[1:]}")
+        check_weight(w, recipe=config.recipe, device=x.device, main_grad=main_grad, name=name)
     expected = e, 2 * hidden_dim
     if gate_up_bias is not None and (gate_up_bias.shape != expected or gate_up_bias.device != x.device):
         got = f"{tuple(gate_up_bias.shape)} on {gate_up_bias.device}"
