@@ -4,7 +4,7 @@
                                    every step
     RECIPE/DISPATCHER, kept        KEPT micro-batches in quantize_weights_once; figures are for one of them. Forward
                                    alone quantizes in each call, as in the first micro-batch
-    ..., worst_case               the same with this capacity
+    ..., worst_case                the same with this capacity
     ..., recompute                 room for the worst case; 1.25 times the balanced load is kept for backward
     RECIPE/DISPATCHER, gate_up_fp8 gate_up is kept in FP8 for backward
     baseline bf16                  baseline.BaselineLayer

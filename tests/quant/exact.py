@@ -139,7 +139,7 @@ def hostile_rows() -> Tensor:
     rows += [one(value) for value in (448.0, 449.0, 480.0, 57344.0, 57345.0, 61440.0, 1.0, 1.75, 1.9375, 1.96875, 2.0)]
     rows += [normal * 2.0**shift for shift in (-150, -149, -140, -130, -127, -126, -120, -118, -111, 0, 100, 120, 125)]
     rows += [one(FP32_MAX, normal), one(FP32_MAX, normal * 2.0**100), one(tiny, -0.0), one(1.0, normal * 2.0**-20)]
-    # Around every threshold of RCEIL, max * 2**k, in normal and subnormal quotients, and around CEIL's and EVEN's.
+    # Around every threshold of RCEIL, max * 2**k, in normal and subnormal quotients, and around powers of two.
     for top in (448.0, 57344.0):
         for power in (-143, -136, -135, -134, -133, -127, -126, -119, 0, 1, 100):
             middle = np.float32(top * 2.0**power)

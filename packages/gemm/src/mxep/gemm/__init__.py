@@ -1,9 +1,8 @@
 """Grouped GEMM over bf16, row-scaled FP8 and MXFP8, differentiable.
 
-from mxep.gemm import grouped_mm
+from mxep.gemm import grouped_mm, linear
 out = grouped_mm(rows, weights, offs, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
 out = linear(x, weight, bias, recipe="mxfp8")             # (..., K), (N, K), (N,) -> (..., N)
-
 """
 
 import importlib.metadata
