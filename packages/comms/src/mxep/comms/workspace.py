@@ -70,7 +70,8 @@ _INTS, _ROWS, _FP32 = (torch.int32, torch.int64), (torch.bfloat16, torch.float32
 class Workspace:
     """Exchanges with one layout, over the transport's buffers. Several layers may share a workspace.
 
-    Every rank must make the same exchanges in the same order, over all workspaces of a transport.
+    Every rank must make the same exchanges in the same order, over all workspaces of a transport. So they must come
+    from one thread at a time, which is not checked.
 
     Args:
         transport: access to the memory of the other ranks.
