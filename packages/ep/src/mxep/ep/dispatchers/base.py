@@ -237,9 +237,8 @@ class TokenDispatcher(ABC):
     blocks = 1
     """Number of blocks in each sender's tokens; each comes from another rank: see :func:`mxep.comms.make_plan`."""
     dim: int | None = None
-    """Widest D of the rows that are sent. None: any."""
     row_dtype: torch.dtype | None = None
-    """Widest dtype of rows that fits the buffers. None: any dtype."""
+    """Widest D, and widest dtype, of rows that fit the buffers. None: any."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.world_size}, capacity={self.capacity})"
