@@ -257,7 +257,8 @@ class TokenDispatcher(ABC):
         return {**self.__dict__, **{name: {} for name in self.of_this_process}}
 
     def number_layer(self) -> int:
-        """A new layer's number for `begin`, from 1 on; 0 without peers. Resets `failures`. All ranks number alike."""
+        """Return a new layer's number for `begin`, from 1 on; 0 without peers. Resets the count of failures. All ranks
+        must make the layers of a group in one order."""
         if self._shared_state is None:
             return 0
         self._shared_state.failures = 0
