@@ -409,3 +409,12 @@ def test_replayed_products_have_the_bits_of_the_others(recipe: str, held: bool) 
     assert_replays_are_alike(step, [torch.randn(M, K).bfloat16() for _ in range(5)], held=held)
     assert product.forward.replays >= before[0] + 3  # or 4, of a kind that was seen before
     assert product.backward.replays >= before[1] + 3
+
+
+@pytest.mark.usefixtures("replays_on_cpu")
+def test_forwards_are_replayed_whatever_the_weight_gradient_is_scaled_by() -> None:
+    a, w, offs = torch.randn(M, K).bfloat16(), torch.randn(GROUPS, N, K).bfloat16(), torch.tensor([32, 64]).int()
+    before = product.forward.replays
+    for scale in (1.0, 0.5, 0.25, 0.125, 0.1):
+        grouped_mm(a, w, offs, recipe="mxfp8", wgrad_scale=scale)
+    assert product.forward.replays >= before + 3

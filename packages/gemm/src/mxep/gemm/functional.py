@@ -295,8 +295,8 @@ def _linears(
     for w, bias, main_grad in zip(ws, biases, main_grads):
         options: dict[str, Any] = {"out_dtype": how.out_dtype, "main_grad": main_grad}
         check_linear(x, w, bias, recipe=how.recipe, rowwise=how.backend.wants_rowwise, **options)
-    plain = how.recipe.scaling == "none" and x.dtype == ws[0].dtype == how.out_dtype == torch.bfloat16  # of one weight
-    if plain and main_grads[0] is None and how.wgrad_scale == 1 and how.backend.bf16_is_torchs:
+    plain = how.recipe.scaling == "none" and x.dtype == ws[0].dtype == how.out_dtype == torch.bfloat16
+    if plain and len(ws) == 1 and main_grads[0] is None and how.wgrad_scale == 1 and how.backend.bf16_is_torchs:
         return (nn.functional.linear(x, ws[0], biases[0]),)  # the same GEMMs, for a third of the host time
     rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     joined = None

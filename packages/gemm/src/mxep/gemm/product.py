@@ -191,6 +191,8 @@ def run_forward(
     w: Any = whole
     if is_held(whole, how.recipe):
         w, saved = rowwise_and_saved(whole, how.recipe, how.backend, dgrad=needs[0])
+    if how.wgrad_scale != 1.0:  # records of forward need not differ by it
+        how = how._replace(wgrad_scale=1.0)
     made: Product = forward(as_parts(a), as_parts(w), bias, offs, how=how, needs=needs)
     if saved is not None:
         return SavedProduct(made.out, made.a, weight_parts(saved.weight), saved.amax)
