@@ -250,6 +250,20 @@ def test_weights_that_another_module_multiplies_by_are_named() -> None:
         convert(made(Around))(*inputs()).square().sum().backward()
     with pytest.raises(RuntimeError, match=message):
         convert(made(Around), strict=True)(*inputs()).square().sum().backward()
+    for strict in (False, True):
+        model = convert(made(Around), strict=strict)
+        model.experts.gate_up_proj = nn.Parameter(model.experts.gate_up_proj.detach().clone())  # as FSDP2 does
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(*inputs()).square().sum().backward()
+        with pytest.raises(RuntimeError, match=message) if strict else pytest.warns(UserWarning, match=message):
+            optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            revert(model)
+            optimizer.step()
 
 
 class Delta(nn.Module):

@@ -12,6 +12,7 @@ torch function mode (`convert_mode.py`).
 import functools
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert_mode import Converted, Products, State, parameter_of, report, tell
@@ -76,10 +78,13 @@ def convert(
         )
     if not all(is_linear(module) for module, *_ in chosen):
         _prepare_dynamo()
+    watched = []
     for module, name, fqn in chosen:
         how = _state(module).weights[name] = Converted(fqn, recipe, backend, strict)
         if (parameter := parameter_of(module, name)) is not None and parameter.requires_grad:
             _watch_first_gradient(how, parameter)
+            watched.append((weakref.ref(module), name, how))
+    _watch_first_step(watched)
     for module in {id(module): module for module, *_ in chosen}.values():
         state = _state(module)
         names = {name for owner, name, _, p in _parameters(module) if owner is module and _is_weight(p)}
@@ -218,15 +223,33 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> N
         )
 
 
+def _report_unused(found: list[Converted]) -> None:
+    report(found, "it has a gradient, but no forward of its module ran a product in {recipe}")
+
+
 def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
     """Report the parameter when it gets a gradient although no GEMM of mxep used it."""
 
     def look(_: Tensor) -> None:
         handle.remove()
         if not how._used:
-            report([how], "it has a gradient, but no forward of its module ran a product in {recipe}")
+            _report_unused([how])
 
     handle = parameter.register_post_accumulate_grad_hook(look)
+
+
+def _watch_first_step(watched: list[tuple[Any, str, Converted]]) -> None:
+    """As `_watch_first_gradient`, but when an optimizer steps. FSDP2 and others replace parameters, which loses hooks.
+
+    watched: (weak reference to the module, name in the module, settings) of each parameter.
+    """
+
+    def look(*_: Any) -> None:
+        watched[:] = [(ref, name, how) for ref, name, how in watched if ref() is not None and not how._used]
+        parameters = [None if (module := ref()) is None else parameter_of(module, name) for ref, name, _ in watched]
+        _report_unused([how for p, (*_, how) in zip(parameters, watched) if p is not None and p.grad is not None])
+
+    register_optimizer_step_pre_hook(look)  # never removed: torch iterates over hooks while they run
 
 
 def _state(module: nn.Module) -> State:
