@@ -253,11 +253,12 @@ def test_weights_that_another_module_multiplies_by_are_named() -> None:
     for strict in (False, True):
         model = convert(made(Around), strict=strict)
         model.experts.gate_up_proj = nn.Parameter(model.experts.gate_up_proj.detach().clone())  # as FSDP2 does
-        optimizer = torch.optim.SGD(model.parameters())
+        optimizer, other = torch.optim.SGD(model.parameters()), torch.optim.SGD([nn.Parameter(torch.ones(1))])
         optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(*inputs()).square().sum().backward()
+            other.step()
         with pytest.raises(RuntimeError, match=message) if strict else pytest.warns(UserWarning, match=message):
             optimizer.step()
         with warnings.catch_warnings():

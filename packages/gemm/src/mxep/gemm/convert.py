@@ -239,15 +239,18 @@ def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
 
 
 def _watch_first_step(watched: list[tuple[Any, str, Converted]]) -> None:
-    """As `_watch_first_gradient`, but when an optimizer steps. FSDP2 and others replace parameters, which loses hooks.
+    """As `_watch_first_gradient`, but when their optimizer steps. FSDP2 and others replace parameters, without hooks.
 
     watched: (weak reference to the module, name in the module, settings) of each parameter.
     """
 
-    def look(*_: Any) -> None:
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         watched[:] = [(ref, name, how) for ref, name, how in watched if ref() is not None and not how._used]
         parameters = [None if (module := ref()) is None else parameter_of(module, name) for ref, name, _ in watched]
-        _report_unused([how for p, (*_, how) in zip(parameters, watched) if p is not None and p.grad is not None])
+        unused = {id(p): how for p, (*_, how) in zip(parameters, watched) if p is not None and p.grad is not None}
+        if unused:
+            stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+            _report_unused([unused[each] for each in stepped if each in unused])
 
     register_optimizer_step_pre_hook(look)  # never removed: torch iterates over hooks while they run
 
