@@ -1,5 +1,6 @@
 """Block FP8: read and written, at any size, against float64; and as MXFP8 where its scales are powers of two."""
 
+import copy
 import math
 
 import numpy as np
@@ -230,6 +231,16 @@ def test_the_transpose_has_the_transposed_values_and_blocks() -> None:
     x = quantize_blocks(torch.randn(2, 96, 160), block_size=(32, 128))
     assert x.mT.block_size == (128, 32)
     assert torch.equal(x.mT.dequantize(), x.dequantize().mT)
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES, ids=str)
+def test_copies_have_the_same_bytes_in_other_memory(scale_dtype: torch.dtype) -> None:
+    x = quantize_blocks(gaussian(2, 130, 64), scale_dtype=scale_dtype)
+    again = copy.deepcopy(x)
+    assert (again.block_size, again.scale.dtype) == (x.block_size, scale_dtype)
+    assert (raw(again.qdata) == raw(x.qdata)).all()
+    assert torch.equal(again.scale_values(), x.scale_values())
+    assert again.qdata.data_ptr() != x.qdata.data_ptr()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
