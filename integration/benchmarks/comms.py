@@ -42,8 +42,7 @@ from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
 from mxep.integration.report import Row
 
-from .runner import Bench, table
-from .script import FailedOnRanks, all_gather_tensor, free_memory, on_all_ranks
+from .script import Bench, FailedOnRanks, all_gather_tensor, free_memory, on_all_ranks, table
 from .timer import Alternative, Timer
 
 FEW = 32

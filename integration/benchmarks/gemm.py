@@ -28,8 +28,7 @@ from mxep.integration.report import Row
 from mxep.quant import BLOCK, MXTensor, quantize
 
 from . import baseline
-from .runner import Bench, table
-from .script import describe, free_memory, gradients
+from .script import Bench, describe, free_memory, gradients, table
 from .timer import Alternative, Call, Timer, copy_tb_s, rotations
 
 DENSE = 8192  # size of the square GEMMs that are ceilings

@@ -17,7 +17,7 @@ dB             SNR of output and gradients against the baseline's, the least ove
 peak GiB       most memory of a step, without operands and parameters, in and outside of torch's allocator
 outside GiB    the part outside: peers' memory, libraries' buffers
 kept GiB       in the allocator between forward and backward, without operands, parameters and the output
-launches, ...  counts for forward and backward
+launches       kernels, copies and fills of forward and backward
 
 us             time of a stage's kernels in one step, mean over ranks
 sum            time of all stages. busy: while any kernel runs. whole: from the first kernel's start to the last's end
@@ -47,8 +47,19 @@ from mxep.integration.verify import Results as Tensors
 
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape, floor_ms, flop, make, rate, work
-from .runner import ANY, Bench, models, table
-from .script import GIB, FailedOnRanks, busy, free_memory, from_all_ranks, on_all_ranks, synchronize
+from .script import (
+    ANY,
+    GIB,
+    Bench,
+    FailedOnRanks,
+    busy,
+    free_memory,
+    from_all_ranks,
+    models,
+    on_all_ranks,
+    synchronize,
+    table,
+)
 from .timer import Alternative, Call, Run, Timer, failure
 
 CASES_OF = {
@@ -73,7 +84,7 @@ SECTIONS = {
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
     "memory": table("memory", "model, what", "peak GiB, outside GiB, kept GiB"),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
-    "host": table("host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, launches, allocations, ops"),
+    "host": table("host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, launches"),
 }
 
 
@@ -171,7 +182,7 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             if (floor := floor_ms(at.p.shape, at.p.ranks, at.p.traffic, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
             if at.section == HOST:  # after many calls: the first ones are captured
-                row |= from_all_ranks(functools.partial(counts, layers[name].step, at.bench.device))[0]
+                row["launches"] = from_all_ranks(functools.partial(launches, layers[name].step, at.bench.device))[0]
         yield row
 
 
@@ -336,16 +347,7 @@ def stage_rows(
         yield row
 
 
-def counts(call: Call, device: torch.device) -> Row:
-    """Count a call's ops (nested ones too), and on a GPU its launches (kernels, copies and fills) and allocations by
-    torch's allocator. Collective if the call is."""
-    cuda = device.type == "cuda"
-    events = profiled(call, 1, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
-    names = [each.name for each in events if each.device_type == DeviceType.CPU]
-    row: Row = {"launches": sum(each.device_type == DeviceType.CUDA for each in events)}
-    row["ops"] = sum("::" in name and not name.startswith("autograd::") for name in names)
-    if cuda:
-        before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
-        call()
-        row["allocations"] = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
-    return row
+def launches(call: Call, device: torch.device) -> int:
+    """Count a call's kernels, copies and fills on a GPU. Collective if the call is."""
+    events = profiled(call, 1, device, ProfilerActivity.CUDA) if device.type == "cuda" else []
+    return sum(each.device_type == DeviceType.CUDA for each in events)

@@ -29,8 +29,7 @@ from mxep.integration.report import Row
 
 from . import gemm
 from .gemm import At, beside, sweep
-from .runner import table
-from .script import gradients
+from .script import gradients, table
 from .timer import Call, Timer
 
 STEP = "us, TF, x bf16"

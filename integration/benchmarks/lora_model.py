@@ -38,7 +38,7 @@ from benchmarks.script import GIB, free_memory, save, seconds
 from mxep.ep.frozen import register_frozen
 from mxep.gemm import FrozenWeight, freeze
 from mxep.gemm.frozen import FORMATS, FrozenFormat
-from mxep.integration.results import shortened
+from mxep.integration.report import shortened
 from mxep.integration.transformers.experts import is_experts, weight_names
 from mxep.integration.transformers.quantized import keep_names, strip
 

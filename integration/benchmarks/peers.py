@@ -44,7 +44,7 @@ from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.integration.metrics import snr
-from mxep.integration.results import shortened
+from mxep.integration.report import shortened
 from mxep.integration.verify import Problem, moe_layer
 
 Row = dict[str, Any]

@@ -263,13 +263,13 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     file = folder / "bench.json"
     files = [file, *([Path(config.bench.out)] if config.bench.out else [])]
-    runner = load_benchmark("runner")
+    script = load_benchmark("script")
     args = (config.bench, config.seed, files, _command(), config.dispatcher.ranks_per_node)
     try:
-        if runner.on_ranks(config.bench.name):
-            results = _on_ranks(runner.run, args, config, device=config.bench.device)
+        if config.bench.name in script.ON_RANKS:
+            results = _on_ranks(script.run_bench, args, config, device=config.bench.device)
         else:
-            results = runner.run(None, *(args if reports() else args[:2]), quiet=not reports())
+            results = script.run_bench(None, *(args if reports() else args[:2]), quiet=not reports())
     except KeyboardInterrupt:
         if reports() and file.exists():
             _say(f"stopped; the rows so far: {', '.join(map(_short, files))}")
@@ -303,7 +303,7 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
 def _finish(results: Report, config: Config, folder: Path) -> int:
     """Write and show a task's results on the process that reports. Returns the exit code: 1 if any row failed."""
     if reports():
-        from .results import write_json
+        from .report import write_json
 
         section, written = getattr(config, config.task.name), [folder / f"{config.task.name}.json"]
         if out := getattr(section, "out", None):
