@@ -116,11 +116,16 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
         p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
         with contextlib.ExitStack() as opened:
             at = At(bench, p, timer, opened, section)
-            if section not in ("stages", "memory"):
+            if section not in (one_by_one := {"stages": _stages, "memory": _memory}):
                 yield from _timed(at, names)
-            for name in names if section in ("stages", "memory") else ():
-                with contextlib.ExitStack() as closed:  # so that shared memory counts for each layer
-                    yield from (_stages if section == "stages" else _memory)(replace(at, opened=closed), name)
+                return
+            for name in names:
+                try:
+                    with contextlib.ExitStack() as closed:  # so that shared memory counts for each layer
+                        for row in one_by_one[section](replace(at, opened=closed), Case(name)):
+                            yield {"what": name, **row}
+                except FailedOnRanks as error:
+                    yield {"what": name, **failure(error)}
     except FailedOnRanks as error:
         yield {"what": "all", **failure(error)}
 
@@ -201,27 +206,16 @@ def _compare(case: Case, reference: list[Tensors], row: Row, got: Tensors) -> No
         raise FailedOnRanks(f"wanted {case.least_snr:g} dB at least against {BASELINE}, got {row['snr dB']}")
 
 
-def _stages(at: At, name: str) -> Iterator[Row]:
-    try:
-        layer = at.make(Case(name))
-        step = at.prepare(layer, layer.step)
-        seen = from_all_ranks(functools.partial(breakdown_of, step.replay, at.bench.device))
-        for row in stage_rows(at.p, Case(name), seen, at.bench.ceilings):
-            yield {"what": name, **row}
-    except FailedOnRanks as error:
-        yield {"what": name, "stage": "all", **failure(error)}
+def _stages(at: At, case: Case) -> Iterator[Row]:
+    step = at.prepare(layer := at.make(case), layer.step)
+    seen = from_all_ranks(functools.partial(breakdown_of, step.replay, at.bench.device))
+    yield from stage_rows(at.p, case, seen, at.bench.ceilings)
 
 
-def _memory(at: At, name: str) -> Iterator[Row]:
-    row: Row = {"what": name}
-    try:
-        layer = at.make(case := Case(name))
-        row |= {"capacity": at.p.capacity} if case.bounded else {}
-        row |= on_all_ranks(functools.partial(memory_of, layer.step, at.bench.device, layer.out))
-        row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
-    except FailedOnRanks as error:
-        row |= failure(error)
-    yield row
+def _memory(at: At, case: Case) -> Iterator[Row]:
+    layer = at.make(case)
+    row = on_all_ranks(functools.partial(memory_of, layer.step, at.bench.device, layer.out))
+    yield ({"capacity": at.p.capacity} if case.bounded else {}) | (row or {"note": "memory is measured on GPUs"})
 
 
 def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:

@@ -101,22 +101,28 @@ def busy(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def save(file: str | Path | None, rows: Sequence[dict[str, Any]], commit: str | None = None, **about: Any) -> None:
+def save(file: str | Path | None, rows: Sequence[Row], commit: str | None = None, **about: Any) -> None:
     """Write rows with their provenance and `about`, on rank 0, if there is a file. commit: where there is no git."""
     if file and rank() == 0:
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         write_json(provenance(command, commit) | {"ranks": ranks()} | about | {"rows": rows}, [Path(file)])
 
 
-def run(measure: Callable[[torch.device], Iterable[dict[str, Any]]]) -> None:
-    """Print each row of measure(device) as it comes, and write all so far into the command's file, if it names one."""
-    rows = []
+def print_and_save(rows: Iterable[Row], file: str | Path | None, commit: str | None = None, **about: Any) -> list[Row]:
+    """Print each row as it comes, and `save` all so far, as the next may fail. Returns them."""
+    found: list[Row] = []
+    for row in rows:
+        found.append(shortened(row))
+        if rank() == 0:
+            print(json.dumps(found[-1]), flush=True)
+        save(file, found, commit, **about)
+    return found
+
+
+def run(measure: Callable[[torch.device], Iterable[Row]]) -> None:
+    """`print_and_save` the rows of measure(device) into the command's file, if it names one."""
     with started_ranks() as device:
-        for row in measure(device):
-            rows.append(shortened(row))
-            if rank() == 0:
-                print(json.dumps(rows[-1]), flush=True)
-            save(next(iter(sys.argv[1:]), None), rows)
+        print_and_save(measure(device), next(iter(sys.argv[1:]), None))
 
 
 class FailedOnRanks(RuntimeError):

@@ -322,11 +322,11 @@ def _command() -> str:
 
 def _resume_command(folder: Path) -> str:
     """The command that resumes this run. It repeats the arguments that a checkpoint does not keep."""
-    overrides = HydraConfig.get().overrides.task
-    keys = {one: override_key(one) for one in overrides}
-    repeated = [
-        one for one, key in keys.items() if key == "train.wandb" or key.split(".")[0] not in (*RESTORED, "resume")
-    ]
+
+    def kept(key: str) -> bool:
+        return key.split(".")[0] in (*RESTORED, "resume") and key != "train.wandb"
+
+    repeated = [each for each in HydraConfig.get().overrides.task if not kept(override_key(each))]
     return shlex.join(["mxep", f"resume={_short(folder)}", *repeated])
 
 

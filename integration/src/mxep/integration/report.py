@@ -144,6 +144,7 @@ PACKAGES = (
     *("sgl-deep-gemm", "apache-tvm-ffi", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "scattermoe"),
 )
 """Results give these packages' versions, if they are installed, after torch's."""
+DESCRIBE = ("describe", "--always", "--dirty", "--exclude=*")  # the commit; "-dirty" if files differ from it
 
 
 def shortened(value: Any) -> Any:
@@ -159,7 +160,7 @@ def write_json(report: Mapping[str, Any], files: Sequence[Path]) -> None:
 
 
 def provenance(command: str, commit: str | None) -> dict[str, Any]:
-    """Device, driver, versions, date, commit and command. commit: replaces git's answer."""
+    """Device, driver, versions, date, commit and command. commit: replaces git's answer, None outside a repository."""
     cuda = torch.cuda.is_available()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
@@ -172,14 +173,9 @@ def provenance(command: str, commit: str | None) -> dict[str, Any]:
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         "versions": versions,
         "date": datetime.date.today().isoformat(),
-        "commit": commit or git_commit(),
+        "commit": commit or _output("git", "-C", str(Path(__file__).parent), *DESCRIBE),
         "command": command,
     }
-
-
-def git_commit() -> str | None:
-    """The repository's commit, with "-dirty" if files differ from it. None outside a repository."""
-    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
 
 
 @functools.cache
