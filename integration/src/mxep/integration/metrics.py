@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -168,7 +169,7 @@ def sizes_of(model: Transformer | CausalLM, config: Config) -> Any:
 
 def peak_of(name: str) -> float | None:
     """A device's peak TFLOP/s, by its name; None if unknown."""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return next((peak for part, peak in PEAKS.items() if re.search(rf"{part}\b", name)), None)  # no A1000 for A100
 
 
 class Speed:
