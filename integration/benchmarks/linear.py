@@ -28,7 +28,7 @@ from mxep.gemm import Backend, Recipe, linear, linear_together
 from mxep.integration.report import Row
 
 from . import gemm
-from .gemm import At, beside, sweep
+from .gemm import At, sweep
 from .script import gradients, table
 from .timer import Call, Timer
 
@@ -121,9 +121,8 @@ def steps(backend: Backend, several: bool) -> dict[str, Maker]:
 
 def _steps(at: At) -> Iterator[Row]:
     problems = at.problems(Problem.gaussian)
-    rows = at.compare(steps(at.backend, several=len(problems[0].weights) > 1), problems, problems[0].flop)
-    for row in rows.values():
-        yield beside(row, {"x bf16": rows["bf16"]})
+    makers = steps(at.backend, several=len(problems[0].weights) > 1)
+    yield from at.compare(makers, problems, problems[0].flop, **{"x bf16": "bf16"}).values()
 
 
 def _host(at: At) -> Iterator[Row]:

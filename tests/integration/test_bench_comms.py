@@ -100,7 +100,7 @@ def fail_on_one(rank: Rank) -> dict[str, dict[str, object]]:
         time.sleep(0.004 * rank.rank)
 
     alternatives = {"fails": Alternative(lambda: [fail]), "works": Alternative(lambda: [sleepy])}
-    found = comms.make_timer(transport).compare(alternatives)
+    found = comms.make_timer(rank.device, lambda: transport.barrier("bench")).compare(alternatives)
     transport.close()
     return found
 
