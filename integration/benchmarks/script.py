@@ -26,7 +26,7 @@ from mxep.integration.config import ConfigError, unknown
 from mxep.integration.launch import Rank
 from mxep.integration.mesh import all_gather
 from mxep.integration.report import Report, Row, Section, provenance, shortened, write_json
-from mxep.integration.schema import BenchConfig
+from mxep.integration.schema import BenchConfig, Config
 
 T = TypeVar("T")
 GIB = 1 << 30
@@ -233,32 +233,26 @@ def complaints(config: BenchConfig) -> Iterator[str]:
 
 
 def run_bench(
-    rank: Rank | None,
-    config: BenchConfig,
-    seed: int,
-    files: Sequence[Path] = (),
-    command: str = "",
-    ranks_per_node: int | None = None,
-    *,
-    quiet: bool = False,
+    rank: Rank | None, config: Config, files: Sequence[Path] = (), command: str = "", *, quiet: bool = False
 ) -> Report:
     """Run the bench of `config`. rank: None runs it in this process alone. Collective, with one report for all ranks.
 
     After each row, rank 0 writes all rows so far into `files`, so that a stopped run loses none. Unless `quiet`, it
     also logs the row as JSON.
     """
-    module, begin = load_bench(config.name), time.monotonic()
-    rank = rank or Rank(0, 1, torch.device(config.device))
+    wanted, begin = config.bench, time.monotonic()
+    module = load_bench(wanted.name)
+    rank = rank or Rank(0, 1, torch.device(wanted.device))
     console = Console(stderr=True, quiet=quiet or rank.rank > 0)
-    sections = {name: module.SECTIONS[name].empty() for name in config.sections or module.SECTIONS}
-    title = f"mxep {config.name}" + (f", {rank.world_size} ranks" if rank.world_size > 1 else "")
+    sections = {name: module.SECTIONS[name].empty() for name in wanted.sections or module.SECTIONS}
+    title = f"mxep {wanted.name}" + (f", {rank.world_size} ranks" if rank.world_size > 1 else "")
     report = Report(title, {}, sections)
-    for name, row in module.measure(Bench(rank, config, seed, report, ranks_per_node)):
+    for name, row in module.measure(Bench(rank, wanted, config.seed, report, config.dispatcher.ranks_per_node)):
         added = json.dumps({"section": name, **report.add(name, row)})
         report.seconds = time.monotonic() - begin
         console.print(f"{report.seconds:6.1f} s  {added}", soft_wrap=True, highlight=False, markup=False)
         if rank.rank == 0:
-            write_json(report.to_json(command, config.commit), files)
+            write_json(report.to_json(command, wanted.commit), files)
     return report
 
 

@@ -121,9 +121,9 @@ def test_what_is_measured_is_logged_at_once_with_the_seconds_passed(make_config,
         bench.ceilings["copy TB/s"] = 4.0
         yield "skew", {"shape": [1], "us": 1.23456789}
 
-    config = make_config("task=bench", "bench=comms", "bench.device=cpu", "bench.sections=[skew]").bench
+    config = make_config("task=bench", "bench=comms", "bench.device=cpu", "bench.sections=[skew]")
     monkeypatch.setattr("benchmarks.comms.measure", measure)
-    results = script.run_bench(None, config, 0)
+    results = script.run_bench(None, config)
     assert (results.ceilings, results.lines) == ({"copy TB/s": 4.0}, [{"shape": [1], "us": 1.2346}])
     line = capsys.readouterr().err
     assert re.fullmatch(r' +\d+\.\d s  {"section": "skew", "shape": \[1\], "us": 1\.2346}\n', line)

@@ -264,12 +264,12 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     file = folder / "bench.json"
     files = [file, *([Path(config.bench.out)] if config.bench.out else [])]
     script = load_benchmark("script")
-    args = (config.bench, config.seed, files, _command(), config.dispatcher.ranks_per_node)
+    args = (config, files, _command())
     try:
         if config.bench.name in script.ON_RANKS:
             results = _on_ranks(script.run_bench, args, config, device=config.bench.device)
         else:
-            results = script.run_bench(None, *(args if reports() else args[:2]), quiet=not reports())
+            results = script.run_bench(None, *(args if reports() else args[:1]), quiet=not reports())
     except KeyboardInterrupt:
         if reports() and file.exists():
             _say(f"stopped; the rows so far: {', '.join(map(_short, files))}")
