@@ -214,13 +214,12 @@ def _stages(at: At, case: Case) -> Iterator[Row]:
 
 def _memory(at: At, case: Case) -> Iterator[Row]:
     layer = at.make(case)
-    row = on_all_ranks(functools.partial(memory_of, layer.step, at.bench.device, layer.out))
+    row = on_all_ranks(functools.partial(memory_of, layer.out, layer.step, at.bench.device))
     yield ({"capacity": at.p.capacity} if case.bounded else {}) | (row or {"note": "memory is measured on GPUs"})
 
 
-def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
-    """Memory of a step launched by the host, after warm-up, in GiB above the memory in use before; {} on a CPU. kept
-    GiB: only if `forward` is given."""
+def memory_of(forward: Callable[[], torch.Tensor], step: Call, device: torch.device) -> Row:
+    """Memory of a step launched by the host, after warm-up, in GiB above the memory in use before; {} on a CPU."""
     if device.type != "cuda":
         return {}
     free_memory()
@@ -233,11 +232,9 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
     added = max(0, _outside() - outside)
     peak = torch.cuda.max_memory_allocated() - allocated + added
     row: Row = {"peak GiB": peak / GIB, "outside GiB": added / GIB}
-    if forward is not None:
-        allocated = torch.cuda.memory_allocated()
-        out = forward()
-        row["kept GiB"] = (torch.cuda.memory_allocated() - allocated - out.nbytes) / GIB
-    return row
+    allocated = torch.cuda.memory_allocated()
+    out = forward()
+    return row | {"kept GiB": (torch.cuda.memory_allocated() - allocated - out.nbytes) / GIB}
 
 
 def _outside() -> int:

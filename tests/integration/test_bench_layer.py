@@ -1,6 +1,7 @@
 """bench=layer: a baseline that is right, counts by hand, and rows that say what was measured or why not."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -239,8 +240,9 @@ def test_a_step_is_charged_for_what_it_adds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * gib)
-    row = layer.memory_of(lambda: called.append("step"), torch.device("cuda"))
-    assert row == {"peak GiB": 3.5, "outside GiB": 0.5}
+    forward, device = functools.partial(torch.empty, 0), torch.device("cuda")
+    row = layer.memory_of(forward, lambda: called.append("step"), device)
+    assert row == {"peak GiB": 3.5, "outside GiB": 0.5, "kept GiB": 0.0}
     assert called == ["step"] * 4
 
 
