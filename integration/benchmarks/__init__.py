@@ -6,7 +6,7 @@ and measure(Bench), which yields (section, row) pairs. `script` checks a bench's
 
 `compare` (losses over seeds) and `estimate` are tasks of their own.
 
-Scripts, `python integration/benchmarks/NAME.py`, each with its command in its docstring:
+Scripts, `python integration/benchmarks/NAME.py`, need mxep-integration[command]. Docstrings have their commands:
 
     first_step, lengths           a first step; sequence lengths that never repeat, for a layer and for a model
     front_page                    the README's picture, from docs/results
