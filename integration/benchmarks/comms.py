@@ -42,8 +42,7 @@ from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
 from mxep.integration.report import Row
 
-from .runner import Bench, table
-from .script import FailedOnRanks, all_gather_tensor, free_memory, on_all_ranks
+from .script import Bench, FailedOnRanks, all_gather_tensor, free_memory, on_all_ranks, table
 from .timer import Alternative, Timer
 
 FEW = 32
@@ -88,7 +87,8 @@ def _rows(bench: Bench, section: str, shape: Shape) -> dict[str, Row]:
     try:  # each shape has its own transport, as a failure ends it
         with contextlib.closing(on_all_ranks(lambda: open_transport(bench.rank))) as transport:
             p = on_all_ranks(lambda: Problem(bench.rank, shape, SKEWS[section], bench.seed))
-            rows = make_timer(transport).compare(_alternatives(p, transport, section, peer))
+            timer = make_timer(bench.device, functools.partial(transport.barrier, "bench"))
+            rows = timer.compare(_alternatives(p, transport, section, peer))
     except FailedOnRanks as error:
         return {"all": {"error": str(error)}}
     us = {name: row["us"] for name, row in rows.items() if "us" in row}
@@ -103,15 +103,15 @@ def _rows(bench: Bench, section: str, shape: Shape) -> dict[str, Row]:
     return rows
 
 
-def make_timer(transport: Transport) -> Timer:
+def make_timer(device: torch.device, barrier: Callable[[], object]) -> Timer:
     """A timer that stops all measurements at the first failure, because a failure ends the transport."""
 
     def start() -> None:
-        transport.barrier("bench")
-        if transport.device.type == "cuda":
+        barrier()
+        if device.type == "cuda":
             torch.cuda._sleep(PAUSE)
 
-    return Timer(transport.device, seconds=0.02, rounds=7, start=start, shared=True)
+    return Timer(device, seconds=0.02, rounds=7, start=start, shared=True)
 
 
 def _alternatives(p: Problem, transport: Transport, section: str, peer: str) -> dict[str, Alternative]:

@@ -47,8 +47,8 @@ from mxep.quant.shapes import padded_rows
 
 from .comms import WIRE, Traffic
 from .layer_cases import BASELINE, MX, Case, Shape, row_bytes, work
+from .script import GIB
 
-GIB = 1 << 30
 RATES = Path(__file__).parents[2] / "docs" / "results"
 # Most ranks and fewest rows an expert in profiles, most ranks of a layout.
 MEASURED_RANKS, MEASURED_ROWS, MOST_RANKS = 4, 2048, 512

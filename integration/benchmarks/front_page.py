@@ -15,14 +15,12 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mxep.integration import report
-
-Row = dict[str, Any]
+from mxep.integration.report import Row
 
 NAMES = {
     "deepseek_v3": "DeepSeek-V3, 128 experts",

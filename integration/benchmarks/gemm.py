@@ -28,8 +28,7 @@ from mxep.integration.report import Row
 from mxep.quant import BLOCK, MXTensor, quantize
 
 from . import baseline
-from .runner import Bench, table
-from .script import describe, free_memory, gradients
+from .script import Bench, describe, free_memory, gradients, table
 from .timer import Alternative, Call, Timer, copy_tb_s, rotations
 
 DENSE = 8192  # size of the square GEMMs that are ceilings
@@ -58,9 +57,9 @@ class At:
         return [first, *(make(self.shape, self.generator) for _ in range(sets - 1))]
 
     def compare(
-        self, makers: Mapping[str, Callable[[Any], Call]], problems: Sequence[Any], flop: int
+        self, makers: Mapping[str, Callable[[Any], Call]], problems: Sequence[Any], flop: int, **others: str
     ) -> dict[str, Row]:
-        """Time all makers together. Returns a row for each."""
+        """Time all makers together. Returns a row for each. others: column -> maker that the row is compared with."""
 
         def calls(make: Callable[[Any], Call]) -> list[Call]:
             return [make(p) for p in problems]
@@ -68,7 +67,7 @@ class At:
         rows = self.timer.compare({name: Alternative(functools.partial(calls, make)) for name, make in makers.items()})
         for name, row in rows.items():
             row |= {"what": name, "flop": flop} | ({"TF": flop / row["us"] / 1e6} if "us" in row else {})
-        return rows
+        return {name: beside(row, {key: rows[other] for key, other in others.items()}) for name, row in rows.items()}
 
 
 def beside(row: Row, others: Mapping[str, Row]) -> Row:
@@ -111,18 +110,17 @@ def ceilings(timer: Timer) -> dict[str, float]:
 def _products(at: At) -> Iterator[Row]:
     problems = at.problems(Problem.gaussian)
     for product in PRODUCTS:
-        rows = at.compare(products(product, at.backend), problems, problems[0].flop)
+        compared = {"x bf16": "bf16", "x fp8 row": "fp8 row, fast"}
+        rows = at.compare(products(product, at.backend), problems, problems[0].flop, **compared)
         dense = [row["TF"] for what, row in rows.items() if what.startswith("dense") and "TF" in row]
         for row in rows.values():
-            row |= {"product": product} | ({"of dense": row["TF"] / max(dense)} if dense and "TF" in row else {})
-            yield beside(row, {"x bf16": rows["bf16"], "x fp8 row": rows["fp8 row, fast"]})
+            yield row | {"product": product} | ({"of dense": row["TF"] / max(dense)} if dense and "TF" in row else {})
 
 
 def _steps(at: At) -> Iterator[Row]:
     problems = at.problems(Problem.gaussian)
-    rows = at.compare(steps(at.backend), problems, 3 * problems[0].flop)
-    for row in rows.values():
-        yield beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})
+    compared = {"x bf16": "bf16", "x torchao": "torchao fp8 row"}
+    yield from at.compare(steps(at.backend), problems, 3 * problems[0].flop, **compared).values()
 
 
 measure = functools.partial(sweep, measured={"products": _products, "steps": _steps})

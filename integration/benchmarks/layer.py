@@ -17,7 +17,7 @@ dB             SNR of output and gradients against the baseline's, the least ove
 peak GiB       most memory of a step, without operands and parameters, in and outside of torch's allocator
 outside GiB    the part outside: peers' memory, libraries' buffers
 kept GiB       in the allocator between forward and backward, without operands, parameters and the output
-launches, ...  counts for forward and backward
+launches       kernels, copies and fills of forward and backward
 
 us             time of a stage's kernels in one step, mean over ranks
 sum            time of all stages. busy: while any kernel runs. whole: from the first kernel's start to the last's end
@@ -47,8 +47,19 @@ from mxep.integration.verify import Results as Tensors
 
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape, floor_ms, flop, make, rate, work
-from .runner import ANY, Bench, models, table
-from .script import GIB, FailedOnRanks, busy, free_memory, from_all_ranks, on_all_ranks, synchronize
+from .script import (
+    ANY,
+    GIB,
+    Bench,
+    FailedOnRanks,
+    busy,
+    free_memory,
+    from_all_ranks,
+    models,
+    on_all_ranks,
+    synchronize,
+    table,
+)
 from .timer import Alternative, Call, Run, Timer, failure
 
 CASES_OF = {
@@ -73,7 +84,7 @@ SECTIONS = {
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
     "memory": table("memory", "model, what", "peak GiB, outside GiB, kept GiB"),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
-    "host": table("host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, launches, allocations, ops"),
+    "host": table("host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, launches"),
 }
 
 
@@ -105,11 +116,16 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
         p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
         with contextlib.ExitStack() as opened:
             at = At(bench, p, timer, opened, section)
-            if section not in ("stages", "memory"):
+            if section not in (one_by_one := {"stages": _stages, "memory": _memory}):
                 yield from _timed(at, names)
-            for name in names if section in ("stages", "memory") else ():
-                with contextlib.ExitStack() as closed:  # so that shared memory counts for each layer
-                    yield from (_stages if section == "stages" else _memory)(replace(at, opened=closed), name)
+                return
+            for name in names:
+                try:
+                    with contextlib.ExitStack() as closed:  # so that shared memory counts for each layer
+                        for row in one_by_one[section](replace(at, opened=closed), Case(name)):
+                            yield {"what": name, **row}
+                except FailedOnRanks as error:
+                    yield {"what": name, **failure(error)}
     except FailedOnRanks as error:
         yield {"what": "all", **failure(error)}
 
@@ -171,7 +187,7 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             if (floor := floor_ms(at.p.shape, at.p.ranks, at.p.traffic, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
             if at.section == HOST:  # after many calls: the first ones are captured
-                row |= from_all_ranks(functools.partial(counts, layers[name].step, at.bench.device))[0]
+                row["launches"] = from_all_ranks(functools.partial(launches, layers[name].step, at.bench.device))[0]
         yield row
 
 
@@ -190,32 +206,20 @@ def _compare(case: Case, reference: list[Tensors], row: Row, got: Tensors) -> No
         raise FailedOnRanks(f"wanted {case.least_snr:g} dB at least against {BASELINE}, got {row['snr dB']}")
 
 
-def _stages(at: At, name: str) -> Iterator[Row]:
-    try:
-        layer = at.make(Case(name))
-        step = at.prepare(layer, layer.step)
-        seen = from_all_ranks(functools.partial(breakdown_of, step.replay, at.bench.device))
-        for row in stage_rows(at.p, Case(name), seen, at.bench.ceilings):
-            yield {"what": name, **row}
-    except FailedOnRanks as error:
-        yield {"what": name, "stage": "all", **failure(error)}
+def _stages(at: At, case: Case) -> Iterator[Row]:
+    step = at.prepare(layer := at.make(case), layer.step)
+    seen = from_all_ranks(functools.partial(breakdown_of, step.replay, at.bench.device))
+    yield from stage_rows(at.p, case, seen, at.bench.ceilings)
 
 
-def _memory(at: At, name: str) -> Iterator[Row]:
-    row: Row = {"what": name}
-    try:
-        layer = at.make(case := Case(name))
-        row |= {"capacity": at.p.capacity} if case.bounded else {}
-        row |= on_all_ranks(functools.partial(memory_of, layer.step, at.bench.device, layer.out))
-        row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
-    except FailedOnRanks as error:
-        row |= failure(error)
-    yield row
+def _memory(at: At, case: Case) -> Iterator[Row]:
+    layer = at.make(case)
+    row = on_all_ranks(functools.partial(memory_of, layer.out, layer.step, at.bench.device))
+    yield ({"capacity": at.p.capacity} if case.bounded else {}) | (row or {"note": "memory is measured on GPUs"})
 
 
-def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
-    """Memory of a step launched by the host, after warm-up, in GiB above the memory in use before; {} on a CPU. kept
-    GiB: only if `forward` is given."""
+def memory_of(forward: Callable[[], torch.Tensor], step: Call, device: torch.device) -> Row:
+    """Memory of a step launched by the host, after warm-up, in GiB above the memory in use before; {} on a CPU."""
     if device.type != "cuda":
         return {}
     free_memory()
@@ -228,11 +232,9 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
     added = max(0, _outside() - outside)
     peak = torch.cuda.max_memory_allocated() - allocated + added
     row: Row = {"peak GiB": peak / GIB, "outside GiB": added / GIB}
-    if forward is not None:
-        allocated = torch.cuda.memory_allocated()
-        out = forward()
-        row["kept GiB"] = (torch.cuda.memory_allocated() - allocated - out.nbytes) / GIB
-    return row
+    allocated = torch.cuda.memory_allocated()
+    out = forward()
+    return row | {"kept GiB": (torch.cuda.memory_allocated() - allocated - out.nbytes) / GIB}
 
 
 def _outside() -> int:
@@ -336,16 +338,7 @@ def stage_rows(
         yield row
 
 
-def counts(call: Call, device: torch.device) -> Row:
-    """Count a call's ops (nested ones too), and on a GPU its launches (kernels, copies and fills) and allocations by
-    torch's allocator. Collective if the call is."""
-    cuda = device.type == "cuda"
-    events = profiled(call, 1, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
-    names = [each.name for each in events if each.device_type == DeviceType.CPU]
-    row: Row = {"launches": sum(each.device_type == DeviceType.CUDA for each in events)}
-    row["ops"] = sum("::" in name and not name.startswith("autograd::") for name in names)
-    if cuda:
-        before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
-        call()
-        row["allocations"] = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
-    return row
+def launches(call: Call, device: torch.device) -> int:
+    """Count a call's kernels, copies and fills on a GPU. Collective if the call is."""
+    events = profiled(call, 1, device, ProfilerActivity.CUDA) if device.type == "cuda" else []
+    return sum(each.device_type == DeviceType.CUDA for each in events)

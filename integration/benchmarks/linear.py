@@ -28,9 +28,8 @@ from mxep.gemm import Backend, Recipe, linear, linear_together
 from mxep.integration.report import Row
 
 from . import gemm
-from .gemm import At, beside, sweep
-from .runner import table
-from .script import gradients
+from .gemm import At, sweep
+from .script import gradients, table
 from .timer import Call, Timer
 
 STEP = "us, TF, x bf16"
@@ -108,25 +107,22 @@ def torchao(p: Problem) -> Call:
 def steps(backend: Backend, several: bool) -> dict[str, Maker]:
     """Makers by name, the baseline first. several: also `linear_together`."""
 
-    def each(recipe: str) -> Maker:
+    def mxep(recipe: str, *, together: bool = False) -> Maker:
         how: dict[str, Any] = {"recipe": Recipe.named(recipe), "backend": backend}
+        if together:
+            return lambda p: p.step(lambda x, *ws: linear_together(x, ws, **how))
         return lambda p: p.step(lambda x, *ws: [linear(x, w, **how) for w in ws])
 
-    def together(recipe: str) -> Maker:
-        how: dict[str, Any] = {"recipe": Recipe.named(recipe), "backend": backend}
-        return lambda p: p.step(lambda x, *ws: linear_together(x, ws, **how))
-
     makers: dict[str, Maker] = {"bf16": lambda p: p.step(lambda x, *ws: [F.linear(x, w) for w in ws])}
-    makers |= {f"mxep {recipe}": each(recipe) for recipe in ("mxfp8", "fp8", "bf16")}
-    makers |= {f"mxep {recipe}, together": together(recipe) for recipe in ("mxfp8", "fp8") if several}
+    makers |= {f"mxep {recipe}": mxep(recipe) for recipe in ("mxfp8", "fp8", "bf16")}
+    makers |= {f"mxep {recipe}, together": mxep(recipe, together=True) for recipe in ("mxfp8", "fp8") if several}
     return makers | {"torchao rowwise": torchao, "scaled_mm row, products": scaled_mm}
 
 
 def _steps(at: At) -> Iterator[Row]:
     problems = at.problems(Problem.gaussian)
-    rows = at.compare(steps(at.backend, several=len(problems[0].weights) > 1), problems, problems[0].flop)
-    for row in rows.values():
-        yield beside(row, {"x bf16": rows["bf16"]})
+    makers = steps(at.backend, several=len(problems[0].weights) > 1)
+    yield from at.compare(makers, problems, problems[0].flop, **{"x bf16": "bf16"}).values()
 
 
 def _host(at: At) -> Iterator[Row]:

@@ -22,6 +22,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mxep.integration.transformers  # registers names, and LoRA on experts
 from benchmarks.model import QWEN3
-from benchmarks.script import GIB, free_memory, save, seconds
+from benchmarks.script import GIB, free_memory, print_and_save, seconds
 from mxep.ep.frozen import register_frozen
 from mxep.gemm import FrozenWeight, freeze
 from mxep.gemm.frozen import FORMATS, FrozenFormat
-from mxep.integration.results import shortened
+from mxep.integration.report import Row
 from mxep.integration.transformers.experts import is_experts, weight_names
 from mxep.integration.transformers.quantized import keep_names, strip
 
@@ -101,14 +102,14 @@ def adapted(model: Any, rank: int) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(**how, task_type="CAUSAL_LM"))
 
 
-def measure(config: Any, kind: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def measure(config: Any, kind: str, args: argparse.Namespace, device: torch.device) -> Row:
     torch.manual_seed(0)
     began, cuda = time.perf_counter(), device.type == "cuda"
     model = adapted(build(config, kind, device), args.rank).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     ids = torch.randint(config.vocab_size, (args.tokens // args.length, args.length), device=device)
-    row: dict[str, Any] = {"kind": kind, "layers": config.num_hidden_layers, "tokens": args.tokens}
+    row: Row = {"kind": kind, "layers": config.num_hidden_layers, "tokens": args.tokens}
     row["trained, million"] = sum(p.numel() for p in trained) / 1e6
     if cuda:
         free_memory()
@@ -147,21 +148,22 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def main(given: list[str] | None = None) -> list[dict[str, Any]]:
-    args, device = arguments(given), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def measure_all(args: argparse.Namespace) -> Iterator[Row]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = args.sizes | ({} if args.layers is None else {"num_hidden_layers": args.layers})
     config_class, own = MODELS[args.model]
     config = config_class(**own | {"use_cache": False} | sizes)
-    rows: list[dict[str, Any]] = []
     for kind in args.kinds:
         try:
-            rows.append(shortened(measure(config, kind, args, device)))
+            yield measure(config, kind, args, device)
         except torch.OutOfMemoryError as error:
-            rows.append({"kind": kind, "layers": config.num_hidden_layers, "error": str(error).partition("\n")[0]})
+            yield {"kind": kind, "layers": config.num_hidden_layers, "error": str(error).partition("\n")[0]}
         free_memory()
-        print(json.dumps(rows[-1]), flush=True)
-        save(args.out, rows, model=args.model)
-    return rows
+
+
+def main(given: list[str] | None = None) -> list[Row]:
+    args = arguments(given)
+    return print_and_save(measure_all(args), args.out, model=args.model)
 
 
 if __name__ == "__main__":

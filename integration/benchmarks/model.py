@@ -26,8 +26,6 @@ most of mean  rows of the busiest GPU / mean, the largest of all layers
 loss          of the first step
 shares        time of kernels in one profiled step / ms, by kernel and by the autograd node that launched it. idle: the
               rest of ms. Overlapping kernels each count in full
-extrapolated  t(N) = t(N2) + (N - N2) (t(N2) - t(N1)) / (N2 - N1), for all N layers of the model, from the two highest
-              numbers of layers measured; the optimizer is scaled with it
 
 8 layers of Qwen3-30B fit one GPU of 80 GB, and 16 fit two.
 """
@@ -63,8 +61,7 @@ from mxep.integration.transformers.experts import ALL_EXPERTS_FUNCTIONS, experts
 
 from .baseline import BaselineLayer
 from .layer import DeviceType, ProfilerActivity, profiled
-from .runner import Bench, models, table
-from .script import GIB, FailedOnRanks, busy, free_memory, on_all_ranks, rank, ranks, seconds
+from .script import GIB, Bench, FailedOnRanks, busy, free_memory, models, on_all_ranks, rank, ranks, seconds, table
 from .timer import Call, failure
 
 CAPACITY = 2.0  # times the balanced load of a rank
@@ -135,7 +132,6 @@ SECTIONS = {
         FIGURES,
     ),
     "shares": table("shares of a step", "model, layers, what", ", ".join((*SHARES, REST, IDLE))),
-    "extrapolated": table("all layers, by extrapolation", "model, what", "ms, tokens/s a GPU, TFLOP/s"),
 }
 
 
@@ -143,7 +139,6 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """Yield (section, row). Collective, with the same rows on all ranks."""
     expected = bench.config.sections or SECTIONS
     changes = tuple(bench.config.changes or ())
-    found: dict[tuple[Any, ...], list[tuple[Shape, float]]] = {}
     for about, shape in models(bench, Shape):
         first = None
         for case in bench.config.cases or USUAL:
@@ -155,29 +150,13 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
             if "ms" in step:
                 ms = step["ms"]
                 first = ms if case == BASELINE else first
-                found.setdefault((about["model"], case, shape[1:]), []).append((shape, ms))
-                step |= _rate(about["model"], shape, ms, bench.device) | ({"x baseline": first / ms} if first else {})
+                flops = sum(flops_per_token(config_of(about["model"], shape, bench.device), shape.length).values())
+                step |= {"tokens/s a GPU": shape.tokens / ms * 1e3, "TFLOP/s": shape.tokens * flops / ms / 1e9}
+                step |= {"x baseline": first / ms} if first else {}
             if "model" in expected:
                 yield "model", row | step
             if parts:
                 yield "shares", row | parts
-    for (model, case, _), at in found.items():
-        if len(dict(at)) > 1 and "extrapolated" in expected:
-            yield "extrapolated", {"model": model, "what": case, **extrapolated(sorted(at), model, bench.device)}
-
-
-def extrapolated(at: list[tuple[Shape, float]], model: str, device: torch.device) -> Row:
-    """The row of a model with all its layers. at: sorted (shape, ms) of fewer layers."""
-    (few, first), (many, last) = at[-2:]
-    depth = MODELS[model][1]["num_hidden_layers"]
-    ms = last + (depth - many.layers) * (last - first) / (many.layers - few.layers)
-    whole = many._replace(layers=depth)
-    return whole._asdict() | {"ms": ms, "from": [few.layers, many.layers]} | _rate(model, whole, ms, device)
-
-
-def _rate(model: str, shape: Shape, ms: float, device: torch.device) -> Row:
-    flops = sum(flops_per_token(config_of(model, shape, device), shape.length).values())
-    return {"tokens/s a GPU": shape.tokens / ms * 1e3, "TFLOP/s": shape.tokens * flops / ms / 1e9}
 
 
 def _step(
@@ -387,10 +366,8 @@ def shares(step: Call, ms: float, device: torch.device) -> dict[str, Any]:
             left[kernel.name] -= kernel.duration
     for name, us in left.items():
         found[part_of(name)] += max(0.0, us)
-    other_ms = (sum(found.values()) - found["communication"]) / 1e3
     found[IDLE] = 1e3 * ms - busy((kernel.time_range.start, kernel.time_range.end) for kernel in kernels)
-    by_rank = {"other than communication, ms by rank": all_gather(other_ms)}
-    return {part: us / 1e3 / ms for part, us in found.items()} | by_rank
+    return {part: us / 1e3 / ms for part, us in found.items()}
 
 
 def part_of(*names: str) -> str:

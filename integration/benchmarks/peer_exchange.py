@@ -23,9 +23,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.comms import BLOCK, PAUSE, Collective, Problem, Shape
+from benchmarks.comms import BLOCK, Collective, Problem, Shape, make_timer
 from benchmarks.script import rank, ranks, run
-from benchmarks.timer import Alternative, Timer
+from benchmarks.timer import Alternative
 from mxep.integration.launch import Rank
 from mxep.integration.report import Row
 
@@ -73,12 +73,7 @@ def measure(device: torch.device) -> Iterator[Row]:
     symm_mem.set_backend("NVSHMEM")
     symm_mem.enable_symm_mem_for_group(group_name())
     flag = torch.zeros(1, device=device, dtype=torch.float32)
-
-    def start() -> None:
-        dist.all_reduce(flag)
-        torch.cuda._sleep(PAUSE)
-
-    timer = Timer(device, seconds=0.02, rounds=7, start=start, shared=True)
+    timer = make_timer(device, lambda: dist.all_reduce(flag))
     for shape in SHAPES:
         p = Problem(Rank(rank(), ranks(), device), shape, 0.0, 0)
         nccl = Collective(p)

@@ -44,10 +44,8 @@ from mxep.ep import run_experts
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.integration.metrics import snr
-from mxep.integration.results import shortened
+from mxep.integration.report import Row, shortened
 from mxep.integration.verify import Problem, moe_layer
-
-Row = dict[str, Any]
 
 RESULTS = ("out", "dx", "d_weights", "d_gate_up", "d_down")
 WARM_STEPS = 4  # after the first; mxep replays from the third call of a shape on

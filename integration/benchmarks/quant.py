@@ -25,8 +25,7 @@ from mxep.integration.report import Row
 from mxep.quant import BLOCK, E4M3, ScaleMode
 from mxep.quant.shapes import round_up
 
-from .runner import Bench, table
-from .script import free_memory
+from .script import Bench, free_memory, table
 from .timer import Alternative, Timer, copy_tb_s, rotations
 
 HOW = (E4M3.dtype, ScaleMode.RCEIL.value)

@@ -1,25 +1,32 @@
-"""Helpers: ranks under torchrun, times over all ranks, memory, a JSON file of results, one rank's failure on all ranks.
+"""How benchmarks start, print rows and save them: scripts under torchrun (`run`), and benches (`run_bench`).
 
-Does not import hydra."""
+Also times over all ranks, memory, and one rank's failure on all ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 
+from mxep.integration.config import ConfigError, unknown
+from mxep.integration.launch import Rank
 from mxep.integration.mesh import all_gather
-from mxep.integration.results import provenance, shortened, write_json
+from mxep.integration.report import Report, Row, Section, provenance, shortened, write_json
+from mxep.integration.schema import BenchConfig, Config
 
 T = TypeVar("T")
 GIB = 1 << 30
@@ -94,22 +101,28 @@ def busy(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def save(file: str | Path | None, rows: Sequence[dict[str, Any]], commit: str | None = None, **about: Any) -> None:
+def save(file: str | Path | None, rows: Sequence[Row], commit: str | None = None, **about: Any) -> None:
     """Write rows with their provenance and `about`, on rank 0, if there is a file. commit: where there is no git."""
     if file and rank() == 0:
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         write_json(provenance(command, commit) | {"ranks": ranks()} | about | {"rows": rows}, [Path(file)])
 
 
-def run(measure: Callable[[torch.device], Iterable[dict[str, Any]]]) -> None:
-    """Print each row of measure(device) as it comes, and write all so far into the command's file, if it names one."""
-    rows = []
+def print_and_save(rows: Iterable[Row], file: str | Path | None, commit: str | None = None, **about: Any) -> list[Row]:
+    """Print each row as it comes, and `save` all so far, as the next may fail. Returns them."""
+    found: list[Row] = []
+    for row in rows:
+        found.append(shortened(row))
+        if rank() == 0:
+            print(json.dumps(found[-1]), flush=True)
+        save(file, found, commit, **about)
+    return found
+
+
+def run(measure: Callable[[torch.device], Iterable[Row]]) -> None:
+    """`print_and_save` the rows of measure(device) into the command's file, if it names one."""
     with started_ranks() as device:
-        for row in measure(device):
-            rows.append(shortened(row))
-            if rank() == 0:
-                print(json.dumps(rows[-1]), flush=True)
-            save(next(iter(sys.argv[1:]), None), rows)
+        print_and_save(measure(device), next(iter(sys.argv[1:]), None))
 
 
 class FailedOnRanks(RuntimeError):
@@ -157,3 +170,108 @@ def describe(error: Exception) -> str:
     """An exception in one line: its type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+# task=bench
+
+ANY = "*"
+"""Key of SHAPES that stands for any name."""
+ON_RANKS = ("comms", "layer", "model")
+"""Benches of several ranks."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Arguments of a bench, which adds its ceilings to report and yields its rows. ranks_per_node: for layers."""
+
+    rank: Rank
+    config: BenchConfig
+    seed: int
+    report: Report
+    ranks_per_node: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.rank.device
+
+    @property
+    def ceilings(self) -> dict[str, float]:
+        return self.report.ceilings
+
+
+def load_bench(name: str) -> Any:
+    """Import the module of a bench. Raises ConfigError if a package is missing."""
+    try:
+        return importlib.import_module(f"{__package__}.{name}")
+    except ImportError as error:
+        raise ConfigError(f"bench={name}: {error}") from error
+
+
+def complaints(config: BenchConfig) -> Iterator[str]:
+    """Yield a message for each setting that the bench of `config` does not have.
+
+    The bench's module has SHAPES: name in bench.shapes (or ANY) -> the number that each size must be a multiple of.
+    SIZES are the names of these sizes. CASES, BACKENDS and CHANGES, if any, are names that settings may have.
+    """
+    module = load_bench(config.name)
+    if config.device == "cpu" and not config.cpu_shapes:
+        yield f"bench.device: got 'cpu', and bench={config.name} measures CUDA devices alone"
+    yield from unknown("bench.sections", config.sections or (), module.SECTIONS)
+    yield from unknown("bench.backend", [config.backend] if config.backend else (), getattr(module, "BACKENDS", ()))
+    for key in ("cases", "changes"):
+        yield from unknown(f"bench.{key}", getattr(config, key) or (), getattr(module, key.upper(), ()))
+    yield from unknown("bench.models", config.models or (), config.shapes)
+    if ANY not in module.SHAPES:
+        yield from unknown("bench.shapes", config.shapes, module.SHAPES)
+    for kind, shapes in config.shapes.items():
+        units = module.SHAPES.get(kind) or module.SHAPES.get(ANY) or ()
+        for shape in shapes if units else ():
+            fits = len(shape) == len(units) and all(size >= 1 and not size % unit for size, unit in zip(shape, units))
+            if not fits or ("top-k" in module.SIZES and shape[-1] > shape[-2]):
+                wanted = f"{len(units)} {module.SIZES}, multiples of {list(units)}"
+                yield f"bench.shapes.{kind}: got {list(shape)}, wanted {wanted}"
+
+
+def run_bench(
+    rank: Rank | None, config: Config, files: Sequence[Path] = (), command: str = "", *, quiet: bool = False
+) -> Report:
+    """Run the bench of `config`. rank: None runs it in this process alone. Collective, with one report for all ranks.
+
+    After each row, rank 0 writes all rows so far into `files`, so that a stopped run loses none. Unless `quiet`, it
+    also logs the row as JSON.
+    """
+    wanted, begin = config.bench, time.monotonic()
+    module = load_bench(wanted.name)
+    rank = rank or Rank(0, 1, torch.device(wanted.device))
+    console = Console(stderr=True, quiet=quiet or rank.rank > 0)
+    sections = {name: module.SECTIONS[name].empty() for name in wanted.sections or module.SECTIONS}
+    title = f"mxep {wanted.name}" + (f", {rank.world_size} ranks" if rank.world_size > 1 else "")
+    report = Report(title, {}, sections)
+    for name, row in module.measure(Bench(rank, wanted, config.seed, report, config.dispatcher.ranks_per_node)):
+        added = json.dumps({"section": name, **report.add(name, row)})
+        report.seconds = time.monotonic() - begin
+        console.print(f"{report.seconds:6.1f} s  {added}", soft_wrap=True, highlight=False, markup=False)
+        if rank.rank == 0:
+            write_json(report.to_json(command, wanted.commit), files)
+    return report
+
+
+def models(bench: Bench, shape_of: Callable[..., T]) -> Iterator[tuple[Row, T]]:
+    """Yield (labels of its rows, shape) of each shape of the config's models."""
+    for model in bench.config.models or bench.config.shapes:
+        for sizes in bench.config.shapes[model]:
+            if bench.device.type == "cuda":
+                # Compiled code has widths as constants. After a second shape they would become variables.
+                importlib.import_module("torch._dynamo").reset()
+            yield {"model": model, "shape": list(sizes), "ranks": bench.rank.world_size}, shape_of(*sizes)
+            free_memory()
+
+
+def table(title: str, labels: str, figures: str) -> Section:
+    """A section. labels, figures: column names, separated by commas."""
+    return Section(title, tuple(labels.split(", ")), {name: FORMATS.get(name, ".2f") for name in figures.split(", ")})
+
+
+FORMATS = {"of sum": ".0%", "tokens/s a GPU": ".0f", "loss": ".4f"}
+FORMATS |= dict.fromkeys(("us", "left us", "dB"), ".1f")
+FORMATS |= dict.fromkeys(("TF", "TFLOP/s", "wire GB/s", "launches"), ".0f")

@@ -37,7 +37,6 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.config.override import OverrideConfig, parse_cli_imports
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.trainer import Trainer
@@ -45,14 +44,14 @@ from torchtitan.trainer import Trainer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mxep.integration.torchtitan  # noqa: F401  # torchtitan's own experts need it, too, with torch 2.13
-from benchmarks.script import free_memory, save
+from benchmarks.script import free_memory, print_and_save
 from mxep.integration.launch import NO_MULTICAST
+from mxep.integration.report import Row
 
 MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 8), "deepseek-16b": ("deepseek_v3", "16B", 8)}
 MODELS |= {"qwen3-debug": ("qwen3", "debugmodel_moe", 2), "deepseek-debug": ("deepseek_v3", "debugmodel", 2)}
 """Name -> torchtitan's model, its flavor, default number of layers."""
 OWN, LINEAR = "torchtitan", "-linear"
-CHECKPOINTS = {"none": None, "selective": SelectiveAC, "full": FullAC}
 LOG_EVERY, WARM_UP = 5, 20
 
 
@@ -135,7 +134,6 @@ def make_config(args: argparse.Namespace, case: str) -> Any:
         imports.append("mxep.integration.torchtitan.metrics")
         if case.endswith(LINEAR):
             imports.append(f"mxep.integration.torchtitan.linears={json.dumps({'recipe': recipe})}")
-    checkpoint = CHECKPOINTS[args.checkpoint]
     return Trainer.Config(
         model_spec=spec,
         dump_folder=tempfile.mkdtemp(),
@@ -153,19 +151,19 @@ def make_config(args: argparse.Namespace, case: str) -> Any:
             expert_parallel_degree=int(os.environ["WORLD_SIZE"]), spmd_backend="partial_dtensor"
         ),
         checkpoint=CheckpointManager.Config(enable=False),
-        activation_checkpoint=None if checkpoint is None else checkpoint.Config(),
+        activation_checkpoint=None,
         compile=CompileConfig(enable=args.compile),
         debug=DebugConfig(seed=0),
         override=OverrideConfig(imports=parse_cli_imports(imports)),
     )
 
 
-def measure(trainer: Any, args: argparse.Namespace, case: str) -> dict[str, Any]:
+def measure(trainer: Any, args: argparse.Namespace, case: str) -> Row:
     """Train. Returns a row of figures; tokens/s are of all ranks, the median of logs after the warm-up."""
     logged = trainer.metrics_processor.logger = Logged()
     trainer.train()
     world = int(os.environ["WORLD_SIZE"])
-    row = {name: getattr(args, name) for name in ("model", "compile", "checkpoint", "batch", "length", "capacity")}
+    row = {name: getattr(args, name) for name in ("model", "compile", "batch", "length", "capacity")}
     row |= {"case": case, "layers": len(trainer.model_parts[0].layers), "ranks": world}
     if speeds := [world * speed for speed in logged.each("throughput(tps)", after=min(WARM_UP, args.steps - 1))]:
         row |= {"tokens/s": statistics.median(speeds), "spread": [min(speeds), max(speeds)]}
@@ -184,11 +182,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--log-every", type=int, default=LOG_EVERY)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="none", help="of activations")
     parser.add_argument("--capacity", type=float, help="rows that fit, in balanced loads; default: the worst case")
     parser.add_argument("--commit", help="of these sources, where there is no git")
     parser.add_argument("--out", type=Path, default=Path("titan.json"))
     return parser.parse_args(arguments)
+
+
+def measure_all(args: argparse.Namespace) -> Iterator[Row]:
+    for case in args.cases:
+        trainer = make_config(args, case).build()
+        row = measure(trainer, args, case)
+        trainer.close()
+        del trainer
+        torch._dynamo.reset()
+        free_memory()
+        torch.cuda.reset_peak_memory_stats()
+        yield row
 
 
 def main() -> None:
@@ -197,18 +206,7 @@ def main() -> None:
     args = parse()
     os.environ.update(NO_MULTICAST)
     init_logger()
-    rows = []
-    for case in args.cases:
-        trainer = make_config(args, case).build()
-        rows.append(measure(trainer, args, case))
-        trainer.close()
-        del trainer
-        torch._dynamo.reset()
-        free_memory()
-        torch.cuda.reset_peak_memory_stats()
-        if os.environ["RANK"] == "0":
-            print(json.dumps(rows[-1]), flush=True)
-        save(args.out, rows, args.commit)  # after each case, because the next may fail
+    print_and_save(measure_all(args), args.out, args.commit)
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import quant, runner
+from benchmarks import quant, script
 from benchmarks.quant import CASES, GROUPS, Inputs
 from mxep.integration import app
 from mxep.integration.config import ConfigError
@@ -66,12 +66,12 @@ def test_every_bench_has_a_config_that_fits(make_config: Callable[..., Config], 
     assert sorted(file.stem for file in (configs_dir() / "bench").glob("*.yaml")) == sorted(BENCHES)
     config = make_config("task=bench", f"bench={name}")
     assert config.bench.name == name
-    runner.load(name)
+    script.load_bench(name)
 
 
 def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
     config = make_config("task=bench").bench
-    lines = list(quant.lines(runner.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
+    lines = list(quant.lines(script.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
     assert list(dict.fromkeys(name for name, *_ in lines)) == list(CASES)
     for name, case in CASES.items():
         own = [shape for each, shape in lines if each == name]
@@ -117,13 +117,13 @@ def test_where_there_are_no_benchmarks_their_tasks_say_where_they_are(mxep, monk
 
 
 def test_what_is_measured_is_logged_at_once_with_the_seconds_passed(make_config, monkeypatch, capsys):
-    def measure(bench: runner.Bench):
+    def measure(bench: script.Bench):
         bench.ceilings["copy TB/s"] = 4.0
         yield "skew", {"shape": [1], "us": 1.23456789}
 
-    config = make_config("task=bench", "bench=comms", "bench.device=cpu", "bench.sections=[skew]").bench
+    config = make_config("task=bench", "bench=comms", "bench.device=cpu", "bench.sections=[skew]")
     monkeypatch.setattr("benchmarks.comms.measure", measure)
-    results = runner.run(None, config, 0)
+    results = script.run_bench(None, config)
     assert (results.ceilings, results.lines) == ({"copy TB/s": 4.0}, [{"shape": [1], "us": 1.2346}])
     line = capsys.readouterr().err
     assert re.fullmatch(r' +\d+\.\d s  {"section": "skew", "shape": \[1\], "us": 1\.2346}\n', line)
@@ -140,7 +140,7 @@ def test_a_torch_that_cannot_use_the_gpus_is_told_before_a_rank_starts(make_conf
     """A driver shows GPUs, so the config passes. Ranks would start, and fail one by one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(app, "_on_ranks", lambda *_, **__: pytest.fail("started"))
-    monkeypatch.setattr(runner, "run", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(script, "run_bench", lambda *_, **__: pytest.fail("started"))
     for bench in ("quant", "layer"):
         with pytest.raises(ConfigError, match=f"bench={bench}: torch {re.escape(torch.__version__)} uses none of"):
             app._check(make_config("task=bench", f"bench={bench}"), {})
@@ -179,7 +179,7 @@ def test_the_table_has_labels_once_figures_and_remarks(capsys):
 def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
     make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
 ):
-    monkeypatch.setattr(runner, "run", lambda *_, **__: MADE_UP)
+    monkeypatch.setattr(script, "run_bench", lambda *_, **__: MADE_UP)
     out = tmp_path / "out.json"
     config = make_config("task=bench", f"bench.out={out}", "bench.commit=abc123")
     assert app._bench(config, tmp_path, {}) == 1
@@ -195,7 +195,7 @@ def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
 def test_ctrl_c_leaves_the_rows_so_far_where_they_were_wanted(
     make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
 ):
-    def measure(bench: runner.Bench):
+    def measure(bench: script.Bench):
         bench.ceilings["copy TB/s"] = 4.0
         yield "products", {"shape": [1], "us": 2.0}
         raise KeyboardInterrupt

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import comms, runner
+from benchmarks import comms, script
 from benchmarks.comms import CALLS, Shape, Traffic, routing
 from benchmarks.timer import Alternative
 from mxep.integration.config import ConfigError
@@ -100,7 +100,7 @@ def fail_on_one(rank: Rank) -> dict[str, dict[str, object]]:
         time.sleep(0.004 * rank.rank)
 
     alternatives = {"fails": Alternative(lambda: [fail]), "works": Alternative(lambda: [sleepy])}
-    found = comms.make_timer(transport).compare(alternatives)
+    found = comms.make_timer(rank.device, lambda: transport.barrier("bench")).compare(alternatives)
     transport.close()
     return found
 
@@ -115,7 +115,7 @@ def test_a_failure_of_one_rank_is_known_to_all_and_the_slowest_rank_counts():
 def test_one_rank_alone_is_refused(make_config):
     config = make_config("task=bench", "bench=comms").bench
     with pytest.raises(ConfigError, match="wants at least 2 ranks, got 1"):
-        list(comms.measure(runner.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
+        list(comms.measure(script.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="measures at least two GPUs")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gemm, runner, timer
+from benchmarks import gemm, script, timer
 from benchmarks.gemm import PRODUCTS, Problem
 from benchmarks.timer import Alternative, Timer
 from mxep.gemm import BACKENDS, Backend
@@ -187,7 +187,7 @@ def test_a_shape_that_fails_leaves_the_others(make_config, monkeypatch: pytest.M
 
     monkeypatch.setattr(Problem, "gaussian", fail)
     shapes = "bench.shapes.layers=[[64,32,64,2],[96,64,128,2]]"
-    results = runner.run(None, make_config(*ON_CPU, shapes, "bench.sections=[steps]").bench, 0, quiet=True)
+    results = script.run_bench(None, make_config(*ON_CPU, shapes, "bench.sections=[steps]"), quiet=True)
     assert results.failed == 1
     ended, *others = results.sections["steps"].rows
     assert (ended["shape"], ended["error"]) == ([64, 32, 64, 2], "ended early: RuntimeError: the device is gone")

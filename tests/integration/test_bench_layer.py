@@ -1,6 +1,7 @@
 """bench=layer: a baseline that is right, counts by hand, and rows that say what was measured or why not."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._subclasses import FakeTensorMode
 
-from benchmarks import baseline, layer, layer_cases, runner
+from benchmarks import baseline, layer, layer_cases, script
 from benchmarks.baseline import BaselineLayer, Groups
 from benchmarks.comms import Traffic
 from benchmarks.layer import breakdown
@@ -77,7 +78,7 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     host = {row["what"]: row for row in sections["host"]}
     assert list(host) == [BASELINE, "baseline fp8", MX]
     assert host.pop("baseline fp8").keys() >= {"note"}
-    assert all(min(row["fwd ms"], row["ms"], row["ops"]) > 0 for row in host.values())
+    assert all(min(row["fwd ms"], row["ms"]) > 0 == row["launches"] for row in host.values())
     for what in (MX, BASELINE):
         us = {row["stage"]: row["us"] for row in sections["stages"] if row["what"] == what}
         totals = {total: us.pop(total) for total in layer.TOTALS}
@@ -226,7 +227,7 @@ def spoil(rank: Rank, config: BenchConfig) -> list[dict[str, object]]:
 
     layer_cases.Layer.step = step
     sections = {"layer": layer.SECTIONS["layer"].empty()}
-    return [row for _, row in layer.measure(runner.Bench(rank, config, 0, Report("", {}, sections)))]
+    return [row for _, row in layer.measure(script.Bench(rank, config, 0, Report("", {}, sections)))]
 
 
 def test_a_step_is_charged_for_what_it_adds(monkeypatch: pytest.MonkeyPatch):
@@ -239,8 +240,9 @@ def test_a_step_is_charged_for_what_it_adds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * gib)
-    row = layer.memory_of(lambda: called.append("step"), torch.device("cuda"))
-    assert row == {"peak GiB": 3.5, "outside GiB": 0.5}
+    forward, device = functools.partial(torch.empty, 0), torch.device("cuda")
+    row = layer.memory_of(forward, lambda: called.append("step"), device)
+    assert row == {"peak GiB": 3.5, "outside GiB": 0.5, "kept GiB": 0.0}
     assert called == ["step"] * 4
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import linear as bench
-from benchmarks import runner
+from benchmarks import script
 from mxep.gemm import BACKENDS
 from mxep.integration.metrics import snr
 from mxep.integration.schema import Config
@@ -29,14 +29,14 @@ def test_alternatives_give_the_gradients_of_x_and_all_weights(shape: tuple[int, 
 
 
 def test_every_section_has_rows_without_errors(make_config: Callable[..., Config]):
-    config = make_config("task=bench", "bench=linear").bench
-    config.device, config.backend = "cpu", "reference"
-    config.shapes = {
+    config = make_config("task=bench", "bench=linear")
+    config.bench.device, config.bench.backend = "cpu", "reference"
+    config.bench.shapes = {
         "linear": [[64, 64, 96]],
         "qkv": [[64, 64, 96, 32]],
         "host": [[32, 64, 64]],
     }
-    report = runner.run(None, config, 0, quiet=True)
+    report = script.run_bench(None, config, quiet=True)
     assert set(report.sections) == set(bench.SECTIONS)
     for name, section in report.sections.items():
         assert section.rows, name

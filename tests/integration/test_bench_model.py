@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from benchmarks import model as bench_model
 from benchmarks.model import CASES, MODELS, NONE, QWEN3, USUAL, Shape, Subject, config_of, measure
-from benchmarks.runner import Bench
+from benchmarks.script import Bench
 from mxep.integration.flops import flops_per_token
 from mxep.integration.launch import Rank
 from mxep.integration.report import Report
@@ -39,7 +39,7 @@ def rows_of(make_config) -> Any:
     return rows
 
 
-def test_cases_take_the_same_steps_are_counted_and_extrapolated(rows_of) -> None:
+def test_cases_take_the_same_steps_and_are_counted(rows_of) -> None:
     shapes = "bench.shapes.qwen3_30b=[[1,1,2,32],[2,1,2,32]]"
     found = rows_of(shapes, "bench.changes=[]", 'bench.cases=[baseline,"mxep mxfp8"]')
     for layers in (1, 2):
@@ -55,30 +55,14 @@ def test_cases_take_the_same_steps_are_counted_and_extrapolated(rows_of) -> None
             assert row["most of mean by layer"] == [1.0] * layers
     assert [row["layers"] for row in found["shares"]] == [1] * 2 + [2] * 2
     assert all(row.keys() >= {*bench_model.SHARES, bench_model.REST, bench_model.IDLE} for row in found["shares"])
-    assert [row["what"] for row in found["extrapolated"]] == ["baseline", "mxep mxfp8"]
-
-
-def test_only_what_is_wanted_is_returned_and_only_like_steps_are_extrapolated(rows_of) -> None:
-    shapes = "bench.shapes.qwen3_30b=[[1,1,1,32],[2,1,1,32],[2,2,1,32]]"
-    found = rows_of(shapes, "bench.changes=[]", "bench.cases=[none]", "bench.sections=[extrapolated]")
-    assert not found["model"]
-    assert not found["shares"]
-    (row,) = found["extrapolated"]
-    assert (row["micro_batches"], row["from"], row["layers"]) == (1, [1, 2], 48)
-
-
-def test_layers_are_extrapolated_from_two_numbers_of_them() -> None:
-    at = [(Shape(8, 1, 2, 4096), 100.0), (Shape(16, 1, 2, 4096), 180.0)]
-    row = bench_model.extrapolated(at, "qwen3_30b", torch.device("cuda"))
-    assert (row["ms"], row["layers"], row["from"]) == (500.0, 48, [8, 16])
-    assert row["tokens/s a GPU"] == 16384
-    assert row["TFLOP/s"] == pytest.approx(376.9, abs=0.05)
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "qwen3_30b"])
 def test_other_models_run_what_they_can(rows_of, model: str) -> None:
     shape = f"bench.shapes.{model}=[[2,2,2,32]]"
-    rows = rows_of(f"bench.models=[{model}]", shape, "bench.changes=[]", "bench.sections=[model]")["model"]
+    found = rows_of(f"bench.models=[{model}]", shape, "bench.changes=[]", "bench.sections=[model]")
+    assert not found["shares"]
+    rows = found["model"]
     assert [row["what"] for row in rows] == list(USUAL)
     if model == "gpt_oss_20b":
         assert "no biases" in rows.pop(0)["note"]

@@ -57,6 +57,9 @@ def test_a_tokens_flops_are_those_counted_by_hand(make_config: Callable[..., Con
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA GB200", 2500.0),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA RTX A1000", None),
         ("some accelerator", None),
     ],
 )

@@ -215,12 +215,14 @@ def test_options_of_nodes_reach_the_dispatcher() -> None:
 
 
 def test_a_compiled_layer_of_several_ranks_needs_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mxep.integration.torchtitan import Options
+    from mxep.integration.torchtitan import Experts, Options, Routed
 
     x = torch.ones(2)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match="needs mxep's max_tokens"):
-        Options().run("mxfp8", x, x, x, (x, x, x), SimpleNamespace(world_size=2), 0)
+        Experts.forward(
+            SimpleNamespace(options=Options(), recipe="mxfp8"), x, Routed(x, x, x, SimpleNamespace(world_size=2), 0)
+        )
 
 
 @pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])

@@ -263,13 +263,13 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     file = folder / "bench.json"
     files = [file, *([Path(config.bench.out)] if config.bench.out else [])]
-    runner = load_benchmark("runner")
-    args = (config.bench, config.seed, files, _command(), config.dispatcher.ranks_per_node)
+    script = load_benchmark("script")
+    args = (config, files, _command())
     try:
-        if runner.on_ranks(config.bench.name):
-            results = _on_ranks(runner.run, args, config, device=config.bench.device)
+        if config.bench.name in script.ON_RANKS:
+            results = _on_ranks(script.run_bench, args, config, device=config.bench.device)
         else:
-            results = runner.run(None, *(args if reports() else args[:2]), quiet=not reports())
+            results = script.run_bench(None, *(args if reports() else args[:1]), quiet=not reports())
     except KeyboardInterrupt:
         if reports() and file.exists():
             _say(f"stopped; the rows so far: {', '.join(map(_short, files))}")
@@ -303,7 +303,7 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
 def _finish(results: Report, config: Config, folder: Path) -> int:
     """Write and show a task's results on the process that reports. Returns the exit code: 1 if any row failed."""
     if reports():
-        from .results import write_json
+        from .report import write_json
 
         section, written = getattr(config, config.task.name), [folder / f"{config.task.name}.json"]
         if out := getattr(section, "out", None):
@@ -322,11 +322,11 @@ def _command() -> str:
 
 def _resume_command(folder: Path) -> str:
     """The command that resumes this run. It repeats the arguments that a checkpoint does not keep."""
-    overrides = HydraConfig.get().overrides.task
-    keys = {one: override_key(one) for one in overrides}
-    repeated = [
-        one for one, key in keys.items() if key == "train.wandb" or key.split(".")[0] not in (*RESTORED, "resume")
-    ]
+
+    def kept(key: str) -> bool:
+        return key.split(".")[0] in (*RESTORED, "resume") and key != "train.wandb"
+
+    repeated = [each for each in HydraConfig.get().overrides.task if not kept(override_key(each))]
     return shlex.join(["mxep", f"resume={_short(folder)}", *repeated])
 
 

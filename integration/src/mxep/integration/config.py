@@ -194,7 +194,7 @@ def _complaints(config: Config) -> Iterator[str]:
         known = *RECIPES, *(f"{recipe}_{KEPT_IN_FP8}" for recipe in RECIPES[1:])
         yield from unknown("estimate.recipes", config.estimate.recipes or ["[]"], known)
     if task == "bench":
-        yield from load_benchmark("runner").complaints(config.bench)
+        yield from load_benchmark("script").complaints(config.bench)
     for key in ("bench.out", "compare.out"):
         if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(file).parent}"

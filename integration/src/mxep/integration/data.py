@@ -62,20 +62,13 @@ def complaint(config: DataConfig) -> str | None:
 
 
 def _files(config: DataConfig) -> tuple[Path, list[Path]]:
-    """Return the folder or file, and the files to read."""
-    if config.path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        return root, _within(root, "*.py")
-    root = Path(config.path)
-    return root, [root] if root.is_file() else [file for file in _within(root) if file.suffix in SUFFIXES]
-
-
-def _within(root: Path, pattern: str = "*") -> list[Path]:
-    """The files of a folder, sorted, without tests and installed packages."""
-    found = (
-        file for file in sorted(root.rglob(pattern)) if not NOT_TEXT.intersection(file.relative_to(root).parts[:-1])
-    )
-    return [file for file in found if file.is_file()]
+    """Return the folder or file, and the files to read: sorted, of a folder without tests and installed packages."""
+    if config.path is not None and Path(config.path).is_file():
+        return Path(config.path), [Path(config.path)]
+    root = Path(config.path or sysconfig.get_path("stdlib"))
+    found = sorted(root.rglob("*.py") if config.path is None else root.rglob("*"))
+    kept = (file for file in found if not NOT_TEXT.intersection(file.relative_to(root).parts[:-1]))
+    return root, [file for file in kept if file.suffix in SUFFIXES and file.is_file()]
 
 
 def tokenizer_complaint(config: DataConfig) -> str | None:

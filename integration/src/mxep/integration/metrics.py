@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends import select
-from mxep.integration.flops import count_name, flops_per_token
+
+from .flops import count_name, flops_per_token
 
 if TYPE_CHECKING:
     from .launch import Rank
@@ -155,20 +157,21 @@ PEAKS = {
 """Part of a device's name -> dense bf16 TFLOP/s in its data sheet. The first part that matches counts."""
 
 
-def sizes_of(model: Transformer | CausalLM, config: Config) -> Any:
+def decoder_config(model: Transformer | CausalLM, config: Config) -> Any:
     """A model's sizes under their names in transformers, for `flops_per_token`."""
+    from .schema import SIZE_NAMES  # needs pydantic, which transformers' part of mxep does not
+
     m = config.model
     if m.transformers is not None:
         decoder: Any = model.model
         return decoder.config.get_text_config()
-    named = {"hidden_size": m.dim, "num_hidden_layers": m.layers, "num_attention_heads": m.heads}
-    named |= {"moe_intermediate_size": m.hidden_dim, "num_experts_per_tok": m.top_k}
-    return SimpleNamespace(**named, n_shared_experts=m.shared_experts, vocab_size=model.vocabulary)
+    named = {names[0]: getattr(m, key) for key, names in SIZE_NAMES.items()}
+    return SimpleNamespace(**named, vocab_size=model.vocabulary)
 
 
 def peak_of(name: str) -> float | None:
     """A device's peak TFLOP/s, by its name; None if unknown."""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return next((peak for part, peak in PEAKS.items() if re.search(rf"{part}\b", name)), None)  # no A1000 for A100
 
 
 class Speed:
@@ -176,7 +179,7 @@ class Speed:
 
     def __init__(self, model: Transformer | CausalLM, config: Config, device: torch.device) -> None:
         self.tokens = config.data.batch * config.data.length
-        sizes = sizes_of(model, config)
+        sizes = decoder_config(model, config)
         self.count = count_name(sizes, config.data.length)
         try:
             flops: float | None = sum(flops_per_token(sizes, config.data.length).values())

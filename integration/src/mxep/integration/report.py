@@ -10,10 +10,16 @@ where it ran, and the config. Curves of all other metrics are TensorBoard's and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
+import functools
+import importlib.metadata
 import itertools
 import json
 import math
+import platform
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -21,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import rich.markup
+import torch
 from omegaconf import OmegaConf
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -29,7 +36,6 @@ from rich.table import Table
 
 from . import __version__
 from .config import to_json
-from .results import provenance, shortened
 from .schema import Config
 from .train import COUNTS, Outcome, Run
 
@@ -129,6 +135,56 @@ class Report:
                 section.show(console)
         for remark in self.remarks:
             console.print(remark, highlight=False, soft_wrap=True)
+
+
+# JSON
+
+PACKAGES = (
+    *("triton", "torchao", "transformers", "tokenizers", "peft"),
+    *("sgl-deep-gemm", "apache-tvm-ffi", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "scattermoe"),
+)
+"""Results give these packages' versions, if they are installed, after torch's."""
+DESCRIBE = ("describe", "--always", "--dirty", "--exclude=*")  # the commit; "-dirty" if files differ from it
+
+
+def shortened(value: Any) -> Any:
+    """``value`` with floats rounded to five digits."""
+    if isinstance(value, dict):
+        return {key: shortened(each) for key, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def write_json(report: Mapping[str, Any], files: Sequence[Path]) -> None:
+    for file in files:
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def provenance(command: str, commit: str | None) -> dict[str, Any]:
+    """Device, driver, versions, date, commit and command. commit: replaces git's answer, None outside a repository."""
+    cuda = torch.cuda.is_available()
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    if cuda:
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or _output("git", "-C", str(Path(__file__).parent), *DESCRIBE),
+        "command": command,
+    }
+
+
+@functools.cache
+def _output(*command: str) -> str | None:
+    """The first line that a command prints. None if it fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+        return done.stdout.splitlines()[0].strip()
+    return None
 
 
 # Training

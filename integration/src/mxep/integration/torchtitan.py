@@ -116,34 +116,6 @@ class Options:
             quantize_weights_once_a_step()
         return made
 
-    def run(
-        self,
-        recipe: Recipe | str,
-        x: Tensor,
-        expert_ids: Tensor,
-        scores: Tensor,
-        weights: tuple[Tensor, Tensor, Tensor],
-        dispatcher: TokenDispatcher,
-        layer: int,
-    ) -> Tensor:
-        """x (T, D) -> (T, D).
-
-        expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D), or DTensors of them. layer: from
-        ``dispatcher.number_layer()``; 0 if compiled, as one graph serves all layers.
-
-        Gradients of weights are sums over all ranks' tokens, because torchtitan divides the loss by all tokens.
-        """
-        if torch.compiler.is_compiling() and self.max_tokens is None and dispatcher.world_size > 1:
-            raise ValueError("torch.compile with expert parallelism needs mxep's max_tokens")
-        w1, w2, w3 = weights
-        if not isinstance(recipe, Recipe):
-            sizes = w2.shape[1], w2.shape[2], expert_ids.shape[1]
-            picked = pick_recipe(None, *sizes, dispatcher, max_tokens=self.max_tokens)
-            assert picked is not None
-            recipe = picked
-        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": self.backend, "layer": layer}
-        return run_experts(x, expert_ids, scores.float(), (w1, w3), w2, **how)[0]
-
 
 def check_backend(backend: str) -> None:
     if backend not in ("auto", *BACKENDS):
@@ -169,7 +141,8 @@ def check_before_steps(dispatcher: TokenDispatcher) -> None:
 
 
 class Routed(NamedTuple):
-    """Routing of this rank's tokens. counts_E: tokens of each expert."""
+    """Routing of this rank's tokens. counts_E: tokens of each expert. layer: from `TokenDispatcher.number_layer`; 0 if
+    compiled, as one graph serves all layers."""
 
     expert_ids_TK: Tensor
     scores_TK: Tensor
@@ -220,11 +193,20 @@ class Experts(GroupedExperts):  # type: ignore[misc]
         self.load_E = torch.zeros(config.num_experts, dtype=torch.int64)
 
     def forward(self, x_TD: Tensor, routed: Routed) -> Tensor:
+        """Gradients of weights are sums over all ranks' tokens, because torchtitan divides the loss by all tokens."""
+        options, recipe, (expert_ids_TK, scores_TK, counts_E, dispatcher, layer) = self.options, self.recipe, routed
+        if torch.compiler.is_compiling() and options.max_tokens is None and dispatcher.world_size > 1:
+            raise ValueError("torch.compile with expert parallelism needs mxep's max_tokens")
         if self.training:
-            self.load_E.add_(routed.counts_E.detach())
-        weights = self.w1_EFD, self.w2_EDF, self.w3_EFD
-        tokens = x_TD, routed.expert_ids_TK, routed.scores_TK
-        return self.options.run(self.recipe, *tokens, weights, routed.dispatcher, routed.layer)
+            self.load_E.add_(counts_E.detach())
+        if not isinstance(recipe, Recipe):
+            sizes = self.w2_EDF.shape[1], self.w2_EDF.shape[2], expert_ids_TK.shape[1]
+            picked = pick_recipe(None, *sizes, dispatcher, max_tokens=options.max_tokens)
+            assert picked is not None
+            recipe = picked
+        weights = (self.w1_EFD, self.w3_EFD), self.w2_EDF
+        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": options.backend, "layer": layer}
+        return run_experts(x_TD, expert_ids_TK, scores_TK.float(), *weights, **how)[0]
 
     def parallelize(self, parallel_dims: Any) -> None:
         super().parallelize(parallel_dims)

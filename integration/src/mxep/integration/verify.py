@@ -16,9 +16,9 @@ roundings the bound is 55.5 - 10 log10(9) = 46.0 dB, less 1 dB for chance.
 The reference is in plain fp32, expert by expert, with quantizers where a recipe has them:
 
     forward                                         backward
-    x -> activation                                 d_out -> gradient
+    x -> value                                      d_out -> gradient
     gate_up = x @ rows(w13)^T                       dh = d_out @ cols(w2);  dw2 = tokens(d_out)^T @ tokens(h)
-    h = silu(gate) * up * weight -> activation      d_gate_up -> gradient, d_weight = SwiGLU's backward of dh
+    h = silu(gate) * up * weight -> value           d_gate_up -> gradient, d_weight = SwiGLU's backward of dh
     y = h @ rows(w2)^T                              dx = d_gate_up @ cols(w13);  dw13 = tokens(d_gate_up)^T @ tokens(x)
     out = sum of y over a token's experts
 
@@ -35,6 +35,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
 WIDE = 2.0**14  # E4M3's normals span 2^-6 to 448: next to numbers this large, most others lose three bits
 DROPPED = 3  # tokens of each rank whose first expert id is -1
-Quantizer = Callable[[Tensor], Tensor]
+Quantizer = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,22 +89,20 @@ class Results:
 
 @dataclass(frozen=True)
 class Quantizers:
-    """A recipe's roundings, each fp32 -> fp32. activation, gradient: blocks along features. rows, cols: weights, blocks
-    along the last axis, the one before. activation_tokens, gradient_tokens: blocks along tokens, for wgrad."""
+    """A recipe's roundings, each fp32 -> fp32. value: of activations and weights, gradient: of gradients; (x, axis),
+    in blocks along the axis. value_tokens, gradient_tokens: of wgrad's operands, in blocks along tokens."""
 
-    activation: Quantizer
+    value: Quantizer
     gradient: Quantizer
-    rows: Quantizer
-    cols: Quantizer
-    activation_tokens: Quantizer
+    value_tokens: Quantizer
     gradient_tokens: Quantizer
 
 
-def _exact(x: Tensor) -> Tensor:
+def _exact(x: Tensor, axis: int = -1) -> Tensor:
     return x
 
 
-EXACT = Quantizers(_exact, _exact, _exact, _exact, _exact, _exact)
+EXACT = Quantizers(_exact, _exact, _exact, _exact)
 
 
 def quantizers(recipe: Recipe) -> Quantizers:
@@ -111,29 +110,22 @@ def quantizers(recipe: Recipe) -> Quantizers:
     if recipe.scaling == "none":
         return EXACT
 
-    def rounding(fmt: MXFormat, axis: int = -1) -> Quantizer:
-        return lambda x: quantize(x, fmt=fmt, mode=recipe.mode, axis=axis, block_size=recipe.block_size).dequantize(
-            torch.float32
-        )
+    def rounding(fmt: MXFormat) -> Quantizer:
+        how: Any = {"fmt": fmt, "mode": recipe.mode, "block_size": recipe.block_size}
+        return lambda x, axis=-1: quantize(x, axis=axis, **how).dequantize(torch.float32)
 
-    def along_tokens(fmt: MXFormat) -> Quantizer:
+    def along_tokens(quantizer: Quantizer) -> Quantizer:
         if recipe.scaling == "row":  # wgrad multiplies the row-scaled qdata again
             return _exact
-        return lambda x: rounding(fmt, axis=-2)(F.pad(x, (0, 0, 0, -len(x) % recipe.group_alignment)))
+        return lambda x: quantizer(F.pad(x, (0, 0, 0, -len(x) % recipe.group_alignment)), axis=-2)
 
-    return Quantizers(
-        activation=rounding(recipe.fmt),
-        gradient=rounding(recipe.grad_fmt),
-        rows=rounding(recipe.fmt),
-        cols=rounding(recipe.fmt, axis=-2),
-        activation_tokens=along_tokens(recipe.fmt),
-        gradient_tokens=along_tokens(recipe.grad_fmt),
-    )
+    value, gradient = rounding(recipe.fmt), rounding(recipe.grad_fmt)
+    return Quantizers(value, gradient, along_tokens(value), along_tokens(gradient))
 
 
 def moe_layer(problem: Problem, q: Quantizers = EXACT) -> Results:
     """Forward and backward of the layer. Each expert has its rows in token order."""
-    x, d_out = q.activation(problem.x), q.gradient(problem.d_out)
+    x, d_out = q.value(problem.x), q.gradient(problem.d_out)
     out, dx = torch.zeros_like(x), torch.zeros_like(x)
     d_weights = torch.zeros_like(problem.weights)
     d_gate_up_proj = torch.zeros_like(problem.gate_up_proj)
@@ -144,19 +136,19 @@ def moe_layer(problem: Problem, q: Quantizers = EXACT) -> Results:
             continue
         weight = problem.weights[token, k][:, None]
         rows, d_y = x[token], d_out[token]
-        gate, up = (rows @ q.rows(w13).T).chunk(2, -1)
-        h = q.activation(F.silu(gate) * up * weight)
-        out.index_add_(0, token, h @ q.rows(w2).T)
+        gate, up = (rows @ q.value(w13).T).chunk(2, -1)
+        h = q.value(F.silu(gate) * up * weight)
+        out.index_add_(0, token, h @ q.value(w2).T)
 
-        d_h = d_y @ q.cols(w2)
+        d_h = d_y @ q.value(w2, axis=-2)
         sigmoid = gate.sigmoid()
         silu = gate * sigmoid
         d_gate = d_h * up * weight * (sigmoid + silu * (1 - sigmoid))
         d_gate_up = q.gradient(torch.cat((d_gate, d_h * silu * weight), -1))
-        dx.index_add_(0, token, d_gate_up @ q.cols(w13))
+        dx.index_add_(0, token, d_gate_up @ q.value(w13, axis=-2))
         d_weights[token, k] = (d_h * silu * up).sum(-1)
-        d_down_proj[expert] = q.gradient_tokens(d_y).T @ q.activation_tokens(h)
-        d_gate_up_proj[expert] = q.gradient_tokens(d_gate_up).T @ q.activation_tokens(rows)
+        d_down_proj[expert] = q.gradient_tokens(d_y).T @ q.value_tokens(h)
+        d_gate_up_proj[expert] = q.gradient_tokens(d_gate_up).T @ q.value_tokens(rows)
     return Results(out, dx, d_weights, d_gate_up_proj, d_down_proj)
 
 
@@ -291,29 +283,24 @@ def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, con
 
 def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
     wide = wide_of(select(config.backend, device))
-    got, exact, quantized = (levelled(each, wide) for each in _run_case(name, config, mesh, device, wide))
-    return compare(got, exact, quantized, mesh.rank)
-
-
-def _run_case(name: str, config: Config, mesh: Mesh, device: torch.device, wide: float) -> list[Results]:
     problems = [make_problem(config, rank, wide) for rank in range(mesh.ranks)]
     own = problems[mesh.rank]
     got = run_layer(own, name, mesh, device, config)
-    # Without expert parallelism a rank's experts see its own tokens only.
-    alone = name.endswith("/local")
-    seen, before = ([own], []) if alone else (problems, problems[: mesh.rank])
-    per_token = {
-        field: torch.cat([getattr(problem, field) for problem in seen])
-        for field in ("x", "d_out", "expert_ids", "weights")
-    }
-    joined = dataclasses.replace(own, **per_token)
-    first = sum(len(problem.x) for problem in before)
+    rank = mesh.rank
+    if name.endswith("/local"):  # without expert parallelism a rank's experts see its own tokens only
+        problems, rank = [own], 0
+    per_token = "x", "d_out", "expert_ids", "weights"
+    joined = {field: torch.cat([getattr(problem, field) for problem in problems]) for field in per_token}
+    first = sum(len(problem.x) for problem in problems[:rank])
     share = dict.fromkeys(("out", "dx", "d_weights"), slice(first, first + len(own.x)))
-    experts = slice(None) if alone else _experts_of(mesh.rank, len(got.d_down_proj))
-    share |= dict.fromkeys(("d_gate_up_proj", "d_down_proj"), experts)
-    whole = [moe_layer(joined), moe_layer(joined, quantizers(Recipe.named(name.split("/")[0])))]
-    parts = [{field: getattr(results, field)[part] for field, part in share.items()} for results in whole]
-    return [got, *(Results(**each) for each in parts)]
+    share |= dict.fromkeys(("d_gate_up_proj", "d_down_proj"), _experts_of(rank, len(got.d_down_proj)))
+
+    def reference(q: Quantizers) -> Results:
+        whole = moe_layer(dataclasses.replace(own, **joined), q)
+        return levelled(Results(**{field: getattr(whole, field)[part] for field, part in share.items()}), wide)
+
+    quantized = reference(quantizers(Recipe.named(name.split("/")[0])))
+    return compare(levelled(got, wide), reference(EXACT), quantized, mesh.rank)
 
 
 def _experts_of(rank: int, num_local: int) -> slice:
