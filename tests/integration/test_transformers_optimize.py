@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_all_layers_are_one_graph_without_breaks_whose_gradients_are_eager_ones(
 
 
 @by_autograd
-def test_layers_of_qwen3_are_one_graph_and_are_copied() -> None:
+def test_layers_of_qwen3_are_one_graph_and_are_copied_and_pickled() -> None:
     model = model_of()
     expected = gradients(model)
     assert all(layer.last_routing is not None for _, layer in layers(model))
@@ -80,7 +81,7 @@ def test_layers_of_qwen3_are_one_graph_and_are_copied() -> None:
     assert all(layer.last_routing is None for _, layer in layers(model))
     assert load_report(model) == {}
 
-    half = copy.deepcopy(model)
+    half = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     model.zero_grad(set_to_none=True)
     eager = model_of()
     with torch.no_grad():

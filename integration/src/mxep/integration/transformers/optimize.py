@@ -43,7 +43,7 @@ from mxep.ep.router import recomputing
 from mxep.gemm import Recipe, convert, converted, join_linears
 from mxep.gemm.recipe import recipe_name, recipe_of
 
-from .experts import check_experts, experts_in, implementation_of, is_experts, prepare, registered
+from .experts import check_experts, experts_in, implementation_of, is_experts, prepare, registered, remade_by
 
 ROWS = 4096
 """Rows of a chunk. Each chunk reads W twice and reads and writes dW: 2.5 GB at V 151936, D 2048, fp32 dW."""
@@ -424,7 +424,8 @@ def _compiled_class(base: Any) -> Any:
             return compiled(self, hidden_states, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), names | {"forward": forward, "_mxep_base": base})
+    own = {"forward": forward, "_mxep_base": base, **remade_by(_compiled_class, base)}
+    return type(base.__name__, (base,), names | own)
 
 
 @contextlib.contextmanager
