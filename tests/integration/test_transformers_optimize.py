@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_all_layers_are_one_graph_without_breaks_whose_gradients_are_eager_ones(
 
 
 @by_autograd
-def test_layers_of_qwen3_are_one_graph_and_are_copied() -> None:
+def test_layers_of_qwen3_are_one_graph_and_are_copied_and_pickled() -> None:
     model = model_of()
     expected = gradients(model)
     assert all(layer.last_routing is not None for _, layer in layers(model))
@@ -83,7 +84,7 @@ def test_layers_of_qwen3_are_one_graph_and_are_copied() -> None:
     assert all(layer.last_routing is None for _, layer in layers(model))
     assert load_report(model) == {}
 
-    half = copy.deepcopy(model)
+    half = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     model.zero_grad(set_to_none=True)
     eager = model_of()
     with torch.no_grad():
@@ -98,6 +99,30 @@ def test_the_auxiliary_loss_of_a_compiled_layer_is_that_of_an_eager_one() -> Non
     model = model_of(**how)
     optimize(model)
     assert_close(gradients(model), gradients(model_of(**how)), 40)
+
+
+@by_autograd
+def test_router_logits_and_hooks_reach_layers_that_were_compiled_without() -> None:
+    model, expected, seen = model_of(router_aux_loss_coef=0.5), model_of(router_aux_loss_coef=0.5), []
+    optimize(model)
+    gradients(model)
+    assert_close(gradients(model, output_router_logits=True), gradients(expected, output_router_logits=True), 40)
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(True))
+    gradients(model, steps=2)
+    assert len(seen) == 2
+
+
+@by_autograd
+def test_training_without_a_word_about_caches_makes_none_and_one_graph() -> None:
+    model = model_of()
+    optimize(model)
+    ids = token_ids()
+    assert model(input_ids=ids, labels=ids).get("past_key_values") is None
+    assert counters["stats"]["unique_graphs"] == 1
+    assert model(input_ids=ids, labels=ids, use_cache=True).past_key_values.get_seq_length() == TOKENS
+    assert counters["stats"]["unique_graphs"] == 1  # eager
+    model.eval()
+    assert model(input_ids=ids).past_key_values is not None
 
 
 def test_evaluation_is_not_compiled() -> None:

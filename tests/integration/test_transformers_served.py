@@ -1,6 +1,7 @@
 """A model that names mxep and computes its experts without it is told, whatever the reason; what is served is equal."""
 
 import copy
+import pickle
 import re
 import types
 from collections.abc import Callable
@@ -107,14 +108,16 @@ def test_llama4_is_told_until_it_is_routed() -> None:
 @pytest.mark.parametrize(
     ("kind", "fmt"), [("llama4", None), ("llama4", "mxfp8"), ("qwen3_moe", "mxfp4"), ("gpt_oss", "mxfp4")]
 )
-def test_a_routed_or_frozen_model_is_copied(kind: str, fmt: Any) -> None:
+def test_a_routed_or_frozen_model_is_copied_and_pickled(kind: str, fmt: Any) -> None:
     model = tiny(kind, "eager" if kind == "llama4" else "mxep_mxfp8", torch.bfloat16)
     if kind == "llama4":
         route_experts(model, "mxep_bf16")
     if fmt is not None:
         freeze_experts(model, fmt)
     wanted = model(input_ids=token_ids()).logits
-    assert torch.equal(copy.deepcopy(model)(input_ids=token_ids()).logits, wanted)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(module) for module in copied.modules()] == [type(module) for module in model.modules()]
+        assert torch.equal(copied(input_ids=token_ids()).logits, wanted)
 
 
 def test_every_family_without_the_decorator_is_known() -> None:

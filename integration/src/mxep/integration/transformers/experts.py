@@ -18,7 +18,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, Unpack
@@ -400,6 +400,29 @@ class Implementation:
         layer = Layer(self, self.recipe, self.backend, dispatcher, *how)
         experts.__dict__[KEY] = layer  # nn.Module's own way costs more
         return layer
+
+
+ORIGIN = "_mxep_origin"
+"""Attribute of a class made at run time: the functions that made it, the last first, and the class that they began
+with."""
+
+
+def remade_by(make: Callable[[type], Any], kind: type) -> dict[str, Any]:
+    """Attributes of the class that `make(kind)` returns: pickle, which cannot find it by its name, makes it again."""
+    return {ORIGIN: (make, *vars(kind).get(ORIGIN, (kind,))), "__reduce_ex__": _reduce}
+
+
+def _reduce(module: Any, protocol: int) -> tuple[Any, ...]:
+    reduced: Any = object.__reduce_ex__(module, max(protocol, 2))
+    origin = vars(type(module)).get(ORIGIN)  # none of a class that FSDP2 derived from it
+    return reduced if origin is None else (_empty, origin, *reduced[2:])
+
+
+def _empty(*origin: Any) -> Any:
+    *makers, kind = origin
+    for make in reversed(makers):
+        kind = make(kind)
+    return kind.__new__(kind)
 
 
 def prepare(experts: Any, hidden_states: Tensor) -> None:

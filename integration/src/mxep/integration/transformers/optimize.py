@@ -43,7 +43,7 @@ from mxep.ep.router import recomputing
 from mxep.gemm import Recipe, convert, converted, join_linears
 from mxep.gemm.recipe import recipe_name, recipe_of
 
-from .experts import check_experts, experts_in, implementation_of, is_experts, prepare, registered
+from .experts import check_experts, experts_in, implementation_of, is_experts, prepare, registered, remade_by
 
 ROWS = 4096
 """Rows of a chunk. Each chunk reads W twice and reads and writes dW: 2.5 GB at V 151936, D 2048, fp32 dW."""
@@ -310,6 +310,8 @@ def optimize(
         needed: for batches without padding on the left and without packing. None leaves attention.
     compile: `torch.compile` of each decoder layer, in training; one graph serves all layers. Compiled experts keep no
         routing, so `load_report` leaves them out. Layers checkpointed with use_reentrant=True stay eager.
+        Training forwards make no cache unless the caller passes use_cache=True or a cache, with which layers stay
+        eager.
 
     Raises ValueError, before any change, for an unknown name or recipe, experts that mxep cannot compute, and
     attention="causal" in a model with attention windows.
@@ -363,6 +365,7 @@ def optimize(
             block.__class__ = _compiled_class(type(block))  # type: ignore[arg-type]
             block.__dict__[_EXPERTS] = [module for module in block.modules() if is_experts(module)]
         if todo:
+            model.base_model.register_forward_pre_hook(_leave_out_cache, with_kwargs=True)
             done["compile"] = f"{len(todo)} decoder layers"
     for part, what in done.items():
         logging.getLogger("mxep.transformers").info("optimize: %s: %s", part, what)
@@ -373,9 +376,18 @@ def _choose_masks(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Make masks in evaluation, and after a cache: without one, the first query sees the first key only."""
     config = base.config.get_text_config()
     if config._attn_implementation in (CAUSAL, MASKED):
-        given = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
-        alone = base.training and torch.is_grad_enabled() and not given
+        alone = base.training and torch.is_grad_enabled() and not _has_cache(kwargs)
         config._attn_implementation = CAUSAL if alone else MASKED
+
+
+def _leave_out_cache(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Make no cache in training unless the caller asks for one. Each layer's part of it would need its own graph."""
+    if base.training and torch.is_grad_enabled() and kwargs.get("use_cache") is None and not _has_cache(kwargs):
+        kwargs["use_cache"] = False
+
+
+def _has_cache(kwargs: dict[str, Any]) -> bool:
+    return any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
 
 
 def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:
@@ -400,16 +412,20 @@ def _compiled_class(base: Any) -> Any:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        trains = trains and not _has_cache(kwargs)  # a graph with a cache is of one layer alone
         if trains and not recomputing():
             own[_COMPILED] = not own.get(_EAGER)
         if not trains or not own.get(_COMPILED):
             return base.forward(self, hidden_states, *args, **kwargs)
         for experts in own[_EXPERTS]:
             prepare(experts, hidden_states)
-        return compiled(self, hidden_states, *args, **kwargs)  # type: ignore[no-untyped-call]
+        # Without guards a graph also serves layers with hooks, which it lacks: those of router logits, for example.
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            return compiled(self, hidden_states, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), names | {"forward": forward, "_mxep_base": base})
+    own = {"forward": forward, "_mxep_base": base, **remade_by(_compiled_class, base)}
+    return type(base.__name__, (base,), names | own)
 
 
 @contextlib.contextmanager

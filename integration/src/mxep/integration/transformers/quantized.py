@@ -57,7 +57,7 @@ from mxep.gemm.frozen import FORMATS, FP8_BLOCK, FP32_SCALES, FrozenFormat, bloc
 from mxep.quant import BLOCK, BlockFP8, MXTensor, rescale_blocks, to_mxfp8
 from mxep.quant.checkpoint import QuantizedCheckpoint, StoredWeight
 
-from .experts import KEY, experts_in, implementation_of, is_experts, registered, weight_names
+from .experts import KEY, experts_in, implementation_of, is_experts, registered, remade_by, weight_names
 from .parallel import adapters_on_experts, check_in_memory, expert_parallel
 
 
@@ -107,7 +107,8 @@ class FrozenExperts(nn.Module):
 
 @functools.cache
 def _frozen_class(kind: type) -> type:
-    return type(f"Frozen{kind.__name__}", (FrozenExperts, kind), {"__doc__": kind.__doc__})
+    own = {"__doc__": kind.__doc__, **remade_by(_frozen_class, kind)}
+    return type(f"Frozen{kind.__name__}", (FrozenExperts, kind), own)
 
 
 def freeze_experts(model: nn.Module, fmt: FrozenFormat = "mxfp8", *, folded: bool = True) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .experts import ALL_EXPERTS_FUNCTIONS, default_apply_gate, registered
+from .experts import ALL_EXPERTS_FUNCTIONS, default_apply_gate, registered, remade_by
 
 
 def route_experts(model: nn.Module, implementation: str = "mxep_mxfp8") -> list[str]:
@@ -93,4 +93,5 @@ def _routed(kind: type) -> type | None:
     if getattr(kind, "forward", None) is FORWARDS[name]:
         return kind
     gate = {"_apply_gate": getattr(kind, "_apply_gate", default_apply_gate)} if name.endswith("Experts") else {}
-    return type(kind.__name__, (kind,), {"forward": FORWARDS[name], **gate})
+    own = {"forward": FORWARDS[name], **remade_by(_routed, kind), **gate}
+    return type(kind.__name__, (kind,), own)
