@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 
@@ -321,6 +322,23 @@ def test_experts_over_ranks_open_their_buffers_within_the_first_compiled_forward
     for name, expected in found[0].items():
         got, expected = (getattr(x, "_local_tensor", x) for x in (found[1][name], expected))
         assert snr(expected, got) > 100, name
+
+
+@distributed(2)
+def test_experts_in_a_group_of_fsdp2_of_their_own_are_compiled_too(ctx: Context) -> None:
+    mesh, found = DeviceMesh.from_group(ctx.group, ctx.device.type), []
+    for compiled in (False, True):
+        model = model_of()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+            optimize(model, loss=False, compile=compiled)
+        for layer in model.model.layers:
+            fully_shard(layer.mlp.experts, mesh=mesh)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        found.append({name: grad.to_local() for name, grad in gradients(model).items() if name != "loss"})
+        check(model)
+    assert_close(found[1], found[0], 40)
 
 
 def test_a_trainer_trains_the_same_with_accumulation(tmp_path: Any) -> None:

@@ -25,6 +25,7 @@ from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mxep.ep import Dispatch, DispatchFields, LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
@@ -430,6 +431,8 @@ def prepare(experts: Any, hidden_states: Tensor) -> None:
 
     hidden_states: (..., D), the input of their decoder layer.
     """
+    if KEY not in experts.__dict__ and isinstance(experts, FSDPModule):
+        experts.unshard()  # a group of their own, which FSDP2 gathers later
     how = implementation_of(experts.config)
     layer: Layer | None = experts.__dict__.get(KEY) if how is None else how.ready_layer(experts)
     if layer is not None and not isinstance(layer.recipe, Recipe):

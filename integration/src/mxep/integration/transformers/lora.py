@@ -102,7 +102,10 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]
         (gate_up, down), (name,) = (layers[each] for each in weight_names(self.get_base_layer())), active
         if gate_up.scaling[name] != down.scaling[name]:
             scales = gate_up.scaling[name], down.scaling[name]
-            raise ValueError(f"LoRA on frozen experts: expected one scaling for both weights, got {scales}")
+            raise ValueError(
+                f"LoRA on frozen experts: expected one scaling for both weights, got {scales}: give gate_up_proj and "
+                "down_proj the same rank and alpha (rank_pattern, alpha_pattern)"
+            )
         return LoRAWeights(*gate_up.pair(name), *down.pair(name), scale=gate_up.scaling[name])
 
     def pair(self, name: str) -> tuple[Tensor, Tensor]:
