@@ -101,6 +101,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["task=compare", "compare.out=/no/such/file"], "compare.out: no such folder: /no/such"),
         (["verify.cases=[bf16/pigeon]"], "verify.cases: got 'bf16/pigeon'"),
         (["data.path=/no/such/file"], "data.path: no such file or folder: /no/such/file"),
+        (["data.path="], "data.path: no such file or folder: ''"),  # FILE of data.path=$FILE is not set
         (["estimate.layers=0"], "estimate.layers: got 0: Input should be greater"),
         (["data.vocabulary=255"], "data.vocabulary: got 255: Input should be greater than or equal to 256"),
         (["data.vocabulary=300", "data.tokenizer=x"], "data.vocabulary and data.tokenizer: got both, wanted one"),

@@ -181,8 +181,8 @@ def _complaints(config: Config) -> Iterator[str]:
     if config.dispatcher.overflow != "raise" and config.dispatcher.capacity != "factor":
         overflow, capacity = config.dispatcher.overflow, config.dispatcher.capacity
         yield f"dispatcher.overflow={overflow}: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
-    if path is not None and not Path(path).exists():
-        yield f"data.path: no such file or folder: {path}"
+    if path is not None and not (path and Path(path).exists()):  # "", of an unset variable, is Path's "."
+        yield f"data.path: no such file or folder: {path or repr(path)}"
     elif trains and (complaint := data.complaint(config.data)):
         yield complaint
     if trains and (complaint := data.tokenizer_complaint(config.data)):

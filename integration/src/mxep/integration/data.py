@@ -65,7 +65,7 @@ def _files(config: DataConfig) -> tuple[Path, list[Path]]:
     """Return the folder or file, and the files to read: sorted, of a folder without tests and installed packages."""
     if config.path is not None and Path(config.path).is_file():
         return Path(config.path), [Path(config.path)]
-    root = Path(config.path or sysconfig.get_path("stdlib"))
+    root = Path(sysconfig.get_path("stdlib") if config.path is None else config.path)
     found = sorted(root.rglob("*.py") if config.path is None else root.rglob("*"))
     kept = (file for file in found if not NOT_TEXT.intersection(file.relative_to(root).parts[:-1]))
     return root, [file for file in kept if file.suffix in SUFFIXES and file.is_file()]
