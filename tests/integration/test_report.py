@@ -1,5 +1,6 @@
 """report.html as a parser and as a browser see it, and what its curves are."""
 
+import io
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 
 from integration.conftest import TINY
@@ -256,3 +258,20 @@ def browse(page: Path, width: int, do: str) -> str:
     return subprocess.run(
         [BROWSERS[0], *options, page.as_uri()], check=True, capture_output=True, text=True, timeout=120
     ).stdout
+
+
+def test_a_narrow_console_cuts_no_label_no_figure_and_no_error() -> None:
+    row: report.Row = {
+        "what": "fp8/all_to_all, kept",
+        "stage": "permute + pointwise",
+        "us": 123456.7,
+        "left us": -24905.0,
+    }
+    failed = {"what": "mxfp8/local", "error": "one rank's experts alone"}
+    section = report.Section("stages", ("what", "stage"), {"us": ".1f", "left us": ".1f"}, [row, failed])
+    console = Console(width=40, record=True, file=io.StringIO())
+
+    section.show(console)
+
+    shown = console.export_text()
+    assert all(text in shown for text in (*map(str, row.values()), "mxfp8/local", "one rank's experts"))

@@ -20,6 +20,7 @@ import json
 import math
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -33,6 +34,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from . import __version__
 from .config import to_json
@@ -40,6 +42,7 @@ from .schema import Config
 from .train import COUNTS, Outcome, Run
 
 Row = dict[str, Any]
+REMARK = 20  # least width of the column of notes and errors
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Section:
 
     def show(self, console: Console) -> None:
         """Print the table. A rule separates rows that differ in more than the last label. Columns without figures are
-        left out. Notes and errors wrap. The console is widened if figures would be cut."""
+        left out. Notes and errors wrap. The console is widened if labels or figures would be cut."""
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for name in self.labels:
             table.add_column(name, no_wrap=True)
@@ -84,7 +87,11 @@ class Section:
             cells = [*labels, last, *self.texts(row, self.filled), color + rich.markup.escape(said)]
             table.add_row(*cells[: len(table.columns)])
             previous = first
-        console.width = max(console.width, Measurement.get(console, console.options, table).minimum)
+        for column in table.columns:  # rich's own least width is that of the longest word
+            wanted = [Text.from_markup(str(cell)).cell_len for cell in (column.header, *column.cells)]
+            column.min_width = max(wanted) if column.no_wrap else min(REMARK, max(wanted))
+        unlimited = console.options.update(max_width=sys.maxsize)  # a measurement is cut to the options' width
+        console.width = max(console.width, Measurement.get(console, unlimited, table).minimum)
         console.print(table)
 
 
