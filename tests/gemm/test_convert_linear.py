@@ -280,3 +280,13 @@ def test_peft_adapts_a_converted_linear_and_a_converted_base() -> None:
         results.append(train(model, x))
     assert same(*results)
     assert all("lora" in name for name in results[0] if name != "out")
+
+
+def test_a_linear_that_the_model_has_at_several_places_is_converted_once_and_nothing_is_told() -> None:
+    shared = nn.Linear(D, D)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    convert(model, "mxfp8", strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(8, D)).sum().backward()
+    assert converted(model)["0.weight"] is converted(model)["2.weight"]

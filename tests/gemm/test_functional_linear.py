@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, snr
@@ -307,3 +308,14 @@ def test_dequant_multiplies_fp32_operands_as_bf16() -> None:
         assert got.dtype == torch.float32
         assert torch.equal(got, got.bfloat16().float()), "rounded to bf16, which comes out of it"
         torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name(wanted: bool) -> None:
+    module, x = Linear(64, 32, recipe="mxfp8").requires_grad_(wanted), torch.randn(4, 8, 64)
+    for transformed in (torch.vmap(module), torch.func.grad(lambda x: module(x).sum()), torch.func.jacrev(module)):
+        with pytest.raises(NotImplementedError, match=r"within torch.func \(vmap, grad"):
+            transformed(x)
+    refused = pytest.raises(NotImplementedError, match="want a plain one")
+    with forward_ad.dual_level(), refused:
+        module(forward_ad.make_dual(x, x))

@@ -80,6 +80,8 @@ def convert(
         _prepare_dynamo()
     watched = []
     for module, name, fqn in chosen:
+        if name in _weights(module):  # the model has the module at several places
+            continue
         how = _state(module).weights[name] = Converted(fqn, recipe, backend, strict)
         if (parameter := parameter_of(module, name)) is not None and parameter.requires_grad:
             _watch_first_gradient(how, parameter)

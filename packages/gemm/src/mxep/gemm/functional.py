@@ -49,6 +49,7 @@ from mxep.gemm.recipe import (
 )
 from mxep.quant import Axis, MXParts, MXTensor
 from mxep.runtime.bundle import as_parts
+from mxep.runtime.op import check_no_tangent, check_no_transform
 
 Watched = Callable[[], AbstractContextManager[None]]
 
@@ -126,6 +127,9 @@ def multiply(
     If offs is None, there is one group of any number of rows, and weights and main_grads are (N, K). bias covers all
     rows. With several weights, the result is a tuple of views, (M, N of the weight).
     """
+    if not torch.compiler.is_compiling():
+        check_no_transform()
+        check_no_tangent(a, bias, *(w for w in ws if isinstance(w, Tensor)))
     plain = watched is None and all(main_grad is None for main_grad in main_grads)
     if plain and torch.compiler.is_compiling() and product.is_known_by_name(a, how):
         return product.product(a, ws, bias, offs, how)

@@ -84,7 +84,7 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
     next use of a weight whose values were changed in place. To find out, a weight that was written to (as by PEFT,
     which restores it) is quantized again and compared, which waits for the device. Writes that do not increase the
     tensor's version counter are not noticed: through `.data`, raw pointers, a replayed CUDA graph, or
-    `torch._foreach_...` functions of DTensors.
+    `torch._foreach_...` functions of DTensors, and any to a weight that was made in inference mode.
 
     Memory: one byte per element rowwise, another colwise, and scales. Under FSDP2 these are all gathered weights.
 
