@@ -32,9 +32,9 @@ of fixed       ms per token that the experts add / the same at the fixed length
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,18 @@ from mxep.integration.transformers import check, expert_parallel
 from mxep.runtime.lengths import room_for
 from mxep.runtime.replay import no_replays
 
+T = TypeVar("T")
+
+
+def milliseconds(step: Callable[[T], object], given: Sequence[T]) -> float:
+    """Mean ms of a step. given: what each step gets. Collective."""
+
+    def steps() -> None:
+        for each in given:
+            step(each)
+
+    return 1e3 * seconds(steps) / len(given)
+
 
 class Layer:
     """A new layer, without records, and its steps."""
@@ -67,13 +79,7 @@ class Layer:
         self.layer.zero_grad(set_to_none=True)
 
     def milliseconds(self, lengths: Sequence[int]) -> float:
-        """Mean ms of a step over these lengths."""
-
-        def steps() -> None:
-            for length in lengths:
-                self.step(length)
-
-        return 1e3 * seconds(steps) / len(lengths)
+        return milliseconds(self.step, lengths)
 
 
 def measure_layer(count: int = 100, least: int = 512, most: int = 4096) -> Row:
@@ -111,7 +117,7 @@ def make_model(device: torch.device) -> Any:
     return model.train()
 
 
-def batch(longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def make_batch(longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids (4, longest), and a mask that is 0 for padding, at most half of each sequence."""
     lengths = [longest, *(random.Random(longest).randint(longest // 2, longest) for _ in range(SEQUENCES - 1))]
     places = torch.arange(longest, device=device, dtype=torch.int64)
@@ -119,21 +125,18 @@ def batch(longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.randint(VOCABULARY, mask.shape, device=device, dtype=torch.int64), mask.long()
 
 
-def milliseconds(model: Any, lengths: list[int]) -> float:
-    """Mean ms of a step over these lengths. Collective."""
-    batches = [batch(length, model.device) for length in lengths]
-
-    def steps() -> None:
-        for ids, mask in batches:
-            model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
-            model.zero_grad(set_to_none=True)
-
-    return 1e3 * seconds(steps) / len(lengths)
-
-
 def measure_model(device: torch.device) -> list[Row]:
     """A row for each kind of experts and lengths. Collective."""
     model = make_model(device)
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        ids, mask = batch
+        model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    def timed(lengths: Sequence[int]) -> float:
+        return milliseconds(step, [make_batch(length, device) for length in lengths])
+
     pool = random.Random(0).sample(range(LEAST, MOST + 1), 4 * STEPS)
     by_rank = random.Random(rank() + 1).sample(pool[STEPS:], STEPS)
     drawn = {"alike": pool[:STEPS], "by rank": by_rank, "fixed": [FIXED] * STEPS}
@@ -141,13 +144,13 @@ def measure_model(device: torch.device) -> list[Row]:
     plain, added = dict[str, float](), dict[tuple[str, str, str], float]()
     for experts in EXPERTS:
         model.config._experts_implementation = f"bench {experts}"
-        milliseconds(model, [*pool, FIXED] if experts == NONE else [MOST] * 4)
+        timed([*pool, FIXED] if experts == NONE else [MOST] * 4)
         for lengths, drawn_here in drawn.items():
             if lengths == "fixed":
-                milliseconds(model, drawn_here[:4])
+                timed(drawn_here[:4])
             tokens = sum(all_gather(SEQUENCES * sum(drawn_here)))
             for when in ("again",) if experts == NONE or lengths == "fixed" else ("never before", "again"):
-                ms = milliseconds(model, drawn_here)
+                ms = timed(drawn_here)
                 added[experts, lengths, when] = (ms - plain.setdefault(lengths, ms)) / tokens
                 rows.append({"experts": experts, "lengths": lengths, "when": when, "ms": ms})
                 rows[-1]["tokens/s"] = tokens / STEPS / ms * 1e3
